@@ -1,0 +1,63 @@
+"""Configuration of drivers: typed models whose errors name the option and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from hicache_storage.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+class DriverConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every driver's config model.
+
+    A subclass declares its options as typed fields; `Annotated[..., msgspec.Meta(description=...)]` documents them.
+    Text is converted, so that `-c capacity=10GiB` works on a command line.
+    """
+
+
+ConfigT = TypeVar("ConfigT", bound=DriverConfig)
+
+
+def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT:
+    """Build a `model` from plain options.
+
+    Raises:
+        ConfigError: an unknown option (with the nearest known one), a missing one, or a bad value.
+    """
+    known = list(model.__struct_fields__)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known) or 'none'}"
+            raise ConfigError(f"unknown option {name!r}{hint}")
+    try:
+        return msgspec.convert(dict(options), type=model, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad configuration: {error}") from error
+
+
+def parse_bytes(size: int | str) -> int:
+    """Number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096; `i` means powers of 1024, without it powers of 1000.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"a size must not be negative, got {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"{size!r} is not a size; write for example '10GiB', '500MB' or a number of bytes")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])

@@ -1,0 +1,126 @@
+"""The error tree.
+
+```
+HiCacheError
++-- DriverError                      before any page moves
+|   +-- DriverNotFoundError          no driver of that name (LookupError)
+|   +-- DriverConflictError          two plugins claim one name
+|   +-- DriverUnavailableError       the driver's own dependencies cannot be imported (ImportError)
+|   +-- DriverContractError          the driver is not what its spec says (TypeError)
+|   +-- ConfigError                  an option is unknown or has a bad value (ValueError)
++-- UnsupportedOperationError        the capability is not declared
++-- InvalidIdentityError             a field of the identity contradicts another (ValueError)
++-- InvalidPoolError                 a host pool that cannot be served (ValueError)
++-- InvalidTransferError             wrong keys or indices in a call (ValueError)
+|   +-- UnknownPoolError             a get or set names a pool that was never registered
++-- StorageClosedError               used after close() (RuntimeError)
++-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
++-- StorageUnavailableError          the outside world failed: raised inside drivers and by open(), never by the data path
+    +-- StorageTimeoutError          it did not answer in time (TimeoutError)
+```
+
+Absent pages, pages that did not fit, and pages that turned out damaged are values (`False`), not errors.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HiCacheError(Exception):
+    """Base of everything this project raises; `code` is stable and append-only."""
+
+    code: ClassVar[str] = "hicache"
+
+
+class DriverError(HiCacheError):
+    """A driver could not be found, loaded or configured."""
+
+    code = "driver"
+
+
+class DriverNotFoundError(DriverError, LookupError):
+    """No installed plugin registers a driver of this name."""
+
+    code = "driver-not-found"
+
+
+class DriverConflictError(DriverError):
+    """Two plugins register the same driver name; neither is preferred."""
+
+    code = "driver-conflict"
+
+
+class DriverUnavailableError(DriverError, ImportError):
+    """A driver's module or one of its dependencies cannot be imported; `__cause__` has the reason."""
+
+    code = "driver-unavailable"
+
+
+class DriverContractError(DriverError, TypeError):
+    """A driver does not offer what its spec or the contract promises."""
+
+    code = "driver-contract"
+
+
+class ConfigError(DriverError, ValueError):
+    """An option is unknown or has an unusable value; the message names it and the fix."""
+
+    code = "config"
+
+
+class UnsupportedOperationError(HiCacheError):
+    """An optional operation was called that the driver does not declare."""
+
+    code = "unsupported"
+
+
+class InvalidIdentityError(HiCacheError, ValueError):
+    """A field of a `StorageIdentity` is out of range or contradicts another."""
+
+    code = "invalid-identity"
+
+
+class InvalidPoolError(HiCacheError, ValueError):
+    """A host pool cannot be served; raised at registration, before any transfer."""
+
+    code = "invalid-pool"
+
+
+class InvalidTransferError(HiCacheError, ValueError):
+    """The arguments of a call contradict each other; a bug of the caller."""
+
+    code = "invalid-transfer"
+
+
+class UnknownPoolError(InvalidTransferError):
+    """A get or set names a pool that was never registered."""
+
+    code = "unknown-pool"
+
+
+class StorageClosedError(HiCacheError, RuntimeError):
+    """The storage was closed by its owner."""
+
+    code = "closed"
+
+
+class StorageForkedError(HiCacheError, RuntimeError):
+    """The storage was opened before a fork and is used in the child; open a new one there."""
+
+    code = "forked"
+
+
+class StorageUnavailableError(HiCacheError):
+    """The outside world failed: I/O error, server down, malformed answer.
+
+    Drivers raise it freely. The data path of the SDK turns it into misses; only `open()` lets it through.
+    """
+
+    code = "unavailable"
+
+
+class StorageTimeoutError(StorageUnavailableError, TimeoutError):
+    """The outside world did not answer before the deadline."""
+
+    code = "timeout"

@@ -1,0 +1,47 @@
+"""What a storage needs of a host pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    """Shape of a pool's pages; part of the namespace that its pages are stored under."""
+
+    layout: str
+    """How the components' bytes are ordered."""
+    dtype: str
+    """Name of the element type, without the `torch.` prefix."""
+    page_size: int
+    """Slots per page."""
+    size: int
+    """Slots in the pool; does not decide about sharing."""
+    component_bytes: tuple[int, ...]
+    """Length of each component of a page, in bytes, in their fixed order."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Length of a page, in bytes."""
+        return sum(self.component_bytes)
+
+
+@runtime_checkable
+class HostPool(Protocol):
+    """A host pool that lends its memory: the SDK's own pools, and any other that offers these two members."""
+
+    @property
+    def geometry(self) -> PageGeometry: ...
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        """For each page, given by its first slot, its components as writable byte views of the pool itself.
+
+        The views stay valid as long as the pool lives. `first_slots` are aligned to the page size and in range; the
+        caller has checked them.
+        """
+        ...

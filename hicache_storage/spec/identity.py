@@ -1,0 +1,108 @@
+"""Who may read whose bytes: the identity of a storage and its fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field, fields
+
+import msgspec
+
+from hicache_storage.spec.errors import InvalidIdentityError
+from hicache_storage.spec.transfers import PoolName
+
+FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageIdentity:
+    """Everything that must agree for two processes' bytes to be interchangeable.
+
+    Two storages share a pool's pages if and only if `fingerprint(pool)` is equal. A field decides about sharing
+    unless its documentation says otherwise.
+
+    Raises:
+        InvalidIdentityError: a field is out of range or contradicts another.
+    """
+
+    model: str
+    """Model name or path, as the operator wants it told apart."""
+    kv_dtype: str
+    """Logical dtype: `fp8_e4m3` and `fp8_e5m2` are both one byte and are not the same."""
+    page_size: int
+    """Tokens per KV page."""
+    layout: str
+    """Host layout of the pools; equal sizes of two layouts hold different bytes."""
+    revision: str = ""
+    """Revision of the weights."""
+    layer_start: int = 0
+    """First layer held (inclusive)."""
+    layer_end: int = 0
+    """Last layer held (exclusive); 0 leaves the range to `pp_rank` and the pools' geometry."""
+    head_start: int = 0
+    """First KV head held (inclusive); ignored for pools replicated over TP, which hold all."""
+    head_end: int = 0
+    """Last KV head held (exclusive); 0 leaves the range to `tp_rank` and `tp_size`."""
+    tp_rank: int = 0
+    """Rank among those that share one PP stage and one CP shard; ignored for replicated pools."""
+    tp_size: int = 1
+    """Ignored for replicated pools, which hold the same bytes whatever the TP size."""
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    dp_rank: int = 0
+    """Ignored while `dp_replicated` holds."""
+    dp_size: int = 1
+    """Ignored while `dp_replicated` holds."""
+    kv_replicated: bool = False
+    """Every TP rank holds the same KV bytes (MLA, MQA)."""
+    tp_sharded_pools: frozenset[str] = field(default_factory=lambda: frozenset({"mamba"}))
+    """Pools that stay sharded over TP even where `kv_replicated`; decides about sharing only through the pool asked."""
+    dp_replicated: bool = True
+    """DP ranks serve other requests with the same weights, so that equal keys mean equal bytes."""
+    tenant: str = ""
+    adapter: str = ""
+    """LoRA or other adapter that changes the KV."""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "dp"):
+            rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
+            if not 0 <= rank < size:
+                raise InvalidIdentityError(f"{name}_rank must be in [0, {name}_size): got {rank} of {size}")
+        if self.page_size < 1:
+            raise InvalidIdentityError(f"page_size must be at least 1, got {self.page_size}")
+        for name in ("layer", "head"):
+            start, end = getattr(self, f"{name}_start"), getattr(self, f"{name}_end")
+            if start < 0 or (end and end <= start):
+                raise InvalidIdentityError(f"{name}_start and {name}_end must satisfy 0 <= start < end: got {start}, {end}")
+        for name in ("model", "kv_dtype", "layout"):
+            if not getattr(self, name):
+                raise InvalidIdentityError(f"{name} must not be empty")
+        object.__setattr__(self, "tp_sharded_pools", frozenset(map(str, self.tp_sharded_pools)))
+
+    def is_replicated(self, pool: str) -> bool:
+        """Whether all TP ranks hold the same bytes in this pool (rule ID-3)."""
+        return self.kv_replicated and pool not in self.tp_sharded_pools
+
+    def is_writer(self, pool: str) -> bool:
+        """Whether this rank writes the pool: every rank of a sharded pool, one rank of a replicated one."""
+        return self.tp_rank == 0 or not self.is_replicated(pool)
+
+    def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:
+        """The fields that decide about sharing in `pool`, in declaration order."""
+        ignored = {"tp_sharded_pools"}
+        if self.is_replicated(pool):
+            ignored |= {"tp_rank", "tp_size", "head_start", "head_end"}
+        if self.dp_replicated:
+            ignored |= {"dp_rank", "dp_size"}
+        return {name: value for name, value in asdict(self).items() if name not in ignored}
+
+    def fingerprint(self, pool: str = PoolName.KV) -> bytes:
+        """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable across releases."""
+        text = msgspec.json.encode({"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted")
+        return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"hicache-ident-v2").digest()
+
+
+IDENTITY_FIELDS = tuple(f.name for f in fields(StorageIdentity))
+"""Names of all fields, for suites that want to try each."""

@@ -1,0 +1,109 @@
+"""Hit policies as pure functions over booleans (rules EX-1 to EX-6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicache_storage.spec.errors import InvalidTransferError
+from hicache_storage.spec.transfers import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPresence:
+    """Which pages of the chain exist in one pool, and how the pool decides."""
+
+    name: PoolName
+    present: Sequence[bool]
+    """`present[i]`: page i of the chain exists in this pool."""
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    window_pages: int = 1
+    """`TRAILING_PAGES`: how many pages before the endpoint must exist."""
+    block_pages: int = 0
+    group_pages: int = 0
+
+    @classmethod
+    def of(cls, transfer: PoolTransfer, present: Sequence[bool]) -> PoolPresence:
+        """Presence of the pool that `transfer` asks about.
+
+        Raises:
+            InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`.
+        """
+        if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS and not 0 <= transfer.group_pages <= transfer.block_pages != 0:
+            raise InvalidTransferError(
+                f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and block_pages > 0, "
+                f"got group_pages={transfer.group_pages}, block_pages={transfer.block_pages}"
+            )
+        return cls(
+            transfer.name,
+            present,
+            transfer.hit_policy,
+            max(1, len(transfer.keys or ())),
+            transfer.block_pages,
+            transfer.group_pages,
+        )
+
+
+def leading_pages(present: Sequence[bool]) -> int:
+    """Number of pages before the first missing one."""
+    try:
+        return present.index(False)
+    except ValueError:
+        return len(present)
+
+
+def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
+    """Endpoints p in [1, limit] at which `pool` is restorable, ascending (rules EX-2, EX-3).
+
+    For `BLOCK_GROUPS` every endpoint is legal: it reports, it does not decide (rule EX-4).
+    """
+    if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+        return range(1, limit + 1)
+    if pool.hit_policy is PoolHitPolicy.ALL_PAGES:
+        return range(1, min(leading_pages(pool.present), limit) + 1)
+    window, run, legal = max(1, pool.window_pages), 0, list[int]()
+    for endpoint, exists in enumerate(pool.present[:limit], start=1):
+        run = run + 1 if exists else 0
+        if run >= window or run == endpoint:
+            legal.append(endpoint)
+    return legal
+
+
+def covered_pages(pool: PoolPresence) -> int:
+    """Pages of the chain covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule EX-4).
+
+    Block i spans chain pages [i * b, (i + 1) * b); its group is the last g of them.
+    """
+    block, group = pool.block_pages, pool.group_pages or pool.block_pages
+    covered = 0
+    while covered + block <= len(pool.present) and all(pool.present[covered + block - group : covered + block]):
+        covered += block
+    return covered
+
+
+def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTransferResult:
+    """Fold the presence of the KV pages and of the side pools into one answer.
+
+    The hit is the greatest member of the *intersection* of all pools' legal endpoints, never the minimum of their
+    maxima (rule EX-1). A pool asked about twice keeps its lower verdict.
+    """
+    kv_hit = leading_pages(kv)
+    verdicts = {PoolName.KV: kv_hit}
+    common: set[int] | None = None
+    bound = kv_hit
+    for pool in pools:
+        if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+            verdict = covered_pages(pool)
+        elif pool.hit_policy is PoolHitPolicy.ALL_PAGES:
+            verdict = leading_pages(pool.present)
+            bound = min(bound, verdict)
+        else:
+            legal = legal_endpoints(pool, len(pool.present))
+            verdict = legal[-1] if legal else 0
+            common = set(legal) if common is None else common.intersection(legal)
+        verdicts[pool.name] = min(verdict, verdicts.get(pool.name, verdict))
+    restorable = list(range(1, bound + 1)) if common is None else sorted(p for p in common if p <= bound)
+    return PoolTransferResult(restorable[-1] if restorable else 0, verdicts, restorable)

@@ -1,0 +1,69 @@
+"""Counters that every storage reports under the same names (rule OB-1)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from hicache_storage.spec.transfers import PoolName
+
+LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+"""Upper bounds of the latency buckets; one more bucket takes what is slower."""
+
+OPERATIONS = ("exists", "get", "set")
+
+
+@dataclass(slots=True)
+class Latency:
+    """Histogram of call durations."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
+
+    def observe(self, seconds: float) -> None:
+        """Count one call that took `seconds`."""
+        self.calls += 1
+        self.seconds += seconds
+        self.buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """Pages and bytes of one pool since the storage was created."""
+
+    pages_read: int = 0
+    """Delivered with `True`."""
+    bytes_read: int = 0
+    pages_written: int = 0
+    """Stored by a set; pages that were there already are not counted."""
+    bytes_written: int = 0
+    pages_hit: int = 0
+    """Found by an exists."""
+    pages_missed: int = 0
+    """Asked for by a get and not delivered, for whatever reason."""
+    pages_damaged: int = 0
+    """Of those, the ones whose length, envelope or checksum did not fit."""
+    pages_refused: int = 0
+    """Given to a set and not stored: no room, too large, deadline, fault."""
+    pages_evicted: int = 0
+    latency: dict[str, Latency] = field(default_factory=lambda: {name: Latency() for name in OPERATIONS})
+    """By operation: `exists`, `get`, `set`; a call over several pools counts in each."""
+
+
+@dataclass(slots=True)
+class StorageStats:
+    """Answer of `get_stats()`: a snapshot, not drained by reading it."""
+
+    driver: str
+    pools: dict[PoolName, PoolStats] = field(default_factory=dict["PoolName", PoolStats])
+    faults: int = 0
+    """Calls into the driver that failed and were turned into misses."""
+    deadlines_missed: int = 0
+    breaker_state: str = "closed"
+    """`closed`, `open` or `half_open`; `closed` without a circuit breaker."""
+    breaker_refusals: int = 0
+    verifies_checksums: bool = True
+    """False only where the operator turned verification off (rule GET-5)."""

@@ -1,0 +1,156 @@
+"""The contract: the abstract storage. `docs/spec.md` has its rules."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from hicache_storage.spec.errors import UnsupportedOperationError
+from hicache_storage.spec.transfers import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from hicache_storage.spec.capabilities import Capabilities
+    from hicache_storage.spec.identity import StorageIdentity
+    from hicache_storage.spec.stats import StorageStats
+    from hicache_storage.spec.transfers import HiCacheStorageExtraInfo, PoolTransfer, PoolTransferResult
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Answer of `health()`."""
+
+    ok: bool
+    detail: str = ""
+
+
+class HiCacheStorage(ABC):
+    """The third tier: pages of host pools, stored and found by key.
+
+    All calls block, may come from any thread, and may overlap. The data path (`batch_*_v2`) never raises for a fault of
+    the outside world: a fault is a miss, counted in `get_stats()`. It raises a `HiCacheError` for misuse, before any
+    I/O, and `StorageClosedError` after `close()`.
+
+    Constructing a storage connects to nothing; `open()` does, or the first call.
+    """
+
+    @property
+    @abstractmethod
+    def identity(self) -> StorageIdentity:
+        """Whose bytes this storage reads and writes."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this instance promises: what its driver declares, or less."""
+
+    @abstractmethod
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        """Make a host pool known under a name, before any transfer that names it.
+
+        Registering the same name again replaces the pool. The storage keeps a reference, so that the memory stays
+        valid until `close()`.
+
+        Raises:
+            InvalidPoolError: the pool cannot be served (rule GET-8).
+            InvalidTransferError: the name is not a legal pool name.
+        """
+
+    def on_host_pools_registered(self) -> None:  # noqa: B027 - optional on purpose
+        """The initial set of pools is complete; pools may still be added one by one."""
+
+    @abstractmethod
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How long a prefix of the chain `keys` can be restored, by every pool together.
+
+        The KV pool is asked for all of `keys`; each transfer adds a side pool with its policy, asked for the same
+        chain. Of `transfer.keys` only the number counts. Pages may be evicted between this answer and a get, which
+        then answers `False`. An unknown pool makes the hit 0.
+
+        Raises:
+            InvalidTransferError: a key or a policy's geometry is illegal.
+        """
+
+    @abstractmethod
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        """Read pages into the host pools; one answer for each key, in the order of the keys.
+
+        `True`: the page holds exactly the bytes that a completed set stored. `False`: not delivered, and the
+        destination page may hold anything; no other page is touched. Two transfers of one pool answer in one list,
+        one after the other.
+
+        Raises:
+            InvalidTransferError: indices do not fit the keys or the pool; nothing has been read.
+            UnknownPoolError: a pool was never registered.
+        """
+
+    @abstractmethod
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        """Store pages of the host pools; one answer for each key, in the order of the keys.
+
+        `True`: every storage of equal identity finds the page until it is evicted, deleted or cleared; also for a
+        page that was there already, which is not written again. A rank that is not the writer of a replicated pool
+        writes nothing and answers what exists. The host pages may be reused when the call returns.
+
+        Raises:
+            InvalidTransferError: indices do not fit the keys or the pool; nothing has been written.
+            UnknownPoolError: a pool was never registered.
+        """
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        """Remove pages; `True` where one was removed.
+
+        Raises:
+            UnsupportedOperationError: `capabilities.deletes` is not declared.
+        """
+        raise UnsupportedOperationError(f"{type(self).__name__} does not declare the capability 'deletes'")
+
+    def clear(self) -> None:
+        """Remove all pages of this identity's registered pools, and nothing else (rule LC-4).
+
+        Raises:
+            UnsupportedOperationError: `capabilities.clears` is not declared.
+        """
+        raise UnsupportedOperationError(f"{type(self).__name__} does not declare the capability 'clears'")
+
+    @abstractmethod
+    def get_stats(self) -> StorageStats:
+        """A snapshot of the counters; also after `close()`."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """Whether the storage can serve now; never raises for a fault of the outside world."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Connect. Idempotent.
+
+        Raises:
+            StorageUnavailableError: the outside world did not answer within the deadline; may be tried again.
+            StorageClosedError: `close()` has been called.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the calls that run, and leave no thread, descriptor, socket or registration behind. Idempotent."""
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,121 @@
+"""What is asked of a storage and what it answers: pools, transfers, results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from hicache_storage.spec.errors import InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+MAX_KEY_BYTES = 512
+"""Longest legal page key, in bytes of UTF-8 (rule ID-5)."""
+
+_POOL_NAME = re.compile(r"[a-z0-9_]{1,64}")
+
+
+class PoolName(str):
+    """Name of one kind of cached state; equal to, and hashing as, its plain string.
+
+    Any name of `[a-z0-9_]{1,64}` is legal; the well-known ones are constants of the class.
+
+    Raises:
+        InvalidTransferError: the name does not match that pattern.
+    """
+
+    __slots__ = ()
+
+    KV: ClassVar[PoolName]
+    MAMBA: ClassVar[PoolName]
+    SWA: ClassVar[PoolName]
+    INDEXER: ClassVar[PoolName]
+    DRAFT: ClassVar[PoolName]
+
+    def __new__(cls, name: str) -> PoolName:
+        if isinstance(name, cls):
+            return name
+        # An enum member that is a str (SGLang's PoolName) prints as its class; its text is what str.__str__ sees.
+        text = str.__str__(name)
+        if not _POOL_NAME.fullmatch(text):
+            raise InvalidTransferError(f"pool name {text!r} is not of the form [a-z0-9_]{{1,64}}")
+        return super().__new__(cls, text)
+
+
+PoolName.KV = PoolName("kv")
+PoolName.MAMBA = PoolName("mamba")
+PoolName.SWA = PoolName("swa")
+PoolName.INDEXER = PoolName("indexer")
+PoolName.DRAFT = PoolName("draft")
+
+
+class PoolHitPolicy(StrEnum):
+    """Which pages of a pool must exist for a prefix of p pages to be restorable."""
+
+    ALL_PAGES = "all_pages"
+    """Pages [0, p) (rule EX-2)."""
+    TRAILING_PAGES = "trailing_pages"
+    """Pages [max(0, p - n), p), n being the number of keys in the transfer, at least 1 (rule EX-3)."""
+    BLOCK_GROUPS = "block_groups"
+    """Never decides about p; the pool only reports what its leading complete groups cover (rule EX-4)."""
+
+
+@dataclass(slots=True)
+class PoolTransfer:
+    """One pool's share of a batched call.
+
+    `keys[i]` names the page whose slots are `host_indices[i * page_size : (i + 1) * page_size]`.
+    """
+
+    name: PoolName
+    """The pool; a plain string is accepted and converted."""
+    host_indices: torch.Tensor | None = None
+    """int64 on the CPU, `len(keys) * page_size` slots of the pool's host buffer, pages of consecutive slots."""
+    device_indices: torch.Tensor | None = None
+    """Slots of the device pool; storage ignores them."""
+    keys: Sequence[str] | None = None
+    """Page keys, each at most 512 bytes of UTF-8. For `batch_exists_v2` only their number counts (the window)."""
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    nodes_to_load: list[object] | None = None
+    """The cache nodes this transfer covers; storage ignores them."""
+    indices_from_pool: PoolName | None = None
+    """Pool whose transfer in the same call lends its indices (and keys, where `keys` is None)."""
+    block_pages: int = 0
+    """`BLOCK_GROUPS` only: pages of the prefix that one block spans."""
+    group_pages: int = 0
+    """`BLOCK_GROUPS` only: pages kept for each block, the last ones of it; 0 means all of them."""
+
+    def __post_init__(self) -> None:
+        self.name = PoolName(self.name)
+        self.hit_policy = PoolHitPolicy(self.hit_policy)
+        if self.indices_from_pool is not None:
+            self.indices_from_pool = PoolName(self.indices_from_pool)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTransferResult:
+    """Answer of `batch_exists_v2`."""
+
+    kv_hit_pages: int
+    """Longest prefix, in pages, that every pool can restore; 0 if there is none (rule EX-1)."""
+    extra_pool_hit_pages: dict[PoolName, int] = field(default_factory=dict["PoolName", int])
+    """Each pool's own longest legal endpoint, `kv` included, 0 where it has none (rule EX-6)."""
+    restorable_prefix_pages: list[int] = field(default_factory=list[int])
+    """Every common legal endpoint, ascending, so that ranks can intersect them (rule EX-5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheStorageExtraInfo:
+    """What the caller knows beyond the keys."""
+
+    prefix_keys: Sequence[str] | None = None
+    """Keys that precede the call's keys in the chain, from the start of the sequence."""
+    deadline_seconds: float | None = None
+    """Time the call may take from now; None leaves it to the storage's own deadline."""
+    request_id: str | None = None
+    """For logs and traces."""
