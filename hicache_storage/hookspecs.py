@@ -1,0 +1,46 @@
+"""The one hook that a driver package implements, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.spec import Capabilities
+
+PROJECT: Final = "hicache_storage"
+ENTRY_POINT_GROUP: Final = "hicache_storage.drivers"
+
+hookspec: Final[pluggy.HookspecMarker] = pluggy.HookspecMarker(PROJECT)
+hookimpl: Final[pluggy.HookimplMarker] = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSpec:
+    """Everything about a driver that can be known without importing it."""
+
+    name: str
+    """What users write: `create_storage("file", ...)`."""
+    target: str
+    """`"package.module:Class"`: a `HiCacheStorage` subclass, called as `Class(identity, config)`."""
+    config: str
+    """`"package.module:Model"`: a `DriverConfig` subclass with the driver's options."""
+    capabilities: Capabilities
+    """What the driver promises at most; an instance may promise less, depending on its options."""
+    summary: str = ""
+    """One line for `hicache drivers`."""
+    requires: tuple[str, ...] = ()
+    """Distributions named in the error when the target cannot be imported."""
+
+
+@hookspec
+def hicache_register_drivers() -> Sequence[DriverSpec]:  # type: ignore[empty-body]
+    """Return the drivers that this package offers.
+
+    Called once for each process, when a driver is first looked for. The module that implements it imports nothing
+    heavy: the strings in a `DriverSpec` are resolved when the driver is opened.
+    """

@@ -1,0 +1,18 @@
+"""`ObjectStorage` and what its drivers are handed."""
+
+from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.envelope import ENVELOPE_BYTES
+from hicache_storage.objects.namespace import Namespace
+from hicache_storage.objects.storage import ObjectStorage
+
+__all__ = [
+    "ENVELOPE_BYTES",
+    "Call",
+    "LookupBatch",
+    "Namespace",
+    "ObjectRead",
+    "ObjectStorage",
+    "ObjectWrite",
+    "ReadBatch",
+    "WriteBatch",
+]

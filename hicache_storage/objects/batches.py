@@ -1,0 +1,144 @@
+"""What a driver is asked: batches of lookups, reads and writes, one batch for each namespace."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
+from hicache_storage.objects.namespace import Namespace, key_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Call:
+    """What all objects of one call share: its deadline and what the engine said about it."""
+
+    __slots__ = ("_deadline", "prefix_keys", "request_id")
+
+    def __init__(
+        self, seconds: float | None = None, *, prefix_keys: Sequence[str] = (), request_id: str | None = None
+    ) -> None:
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self.prefix_keys = prefix_keys
+        """Keys that precede the call's keys in the chain."""
+        self.request_id = request_id
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline, at least 0; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def expired(self) -> bool:
+        """Whether the deadline has passed.
+
+        A driver asks this after it has read the last byte of a page and before it publishes it, and publishes nothing
+        once it is true: the caller may have been answered already and may have reused the memory (rule SET-8).
+        """
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+
+class ObjectRead:
+    """One page to be read into buffers.
+
+    A driver fills `buffers` and `envelope`, from an object of exactly their length, and reports `True`; the SDK then
+    verifies. A driver that reads in several threads may call `verify()` there itself, while the bytes are in the cache.
+    """
+
+    __slots__ = ("_verdict", "_verifies_checksum", "buffers", "damaged", "envelope", "key", "namespace")
+
+    def __init__(self, namespace: Namespace, key: str, buffers: list[memoryview], *, verifies_checksum: bool = True) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.buffers = buffers
+        """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`."""
+        self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
+        """To be filled or replaced with the 64 bytes that were stored with the page."""
+        self.damaged = False
+        """Something was there and it was not the page; set by `verify()`, or by a driver that sees it by itself."""
+        self._verifies_checksum = verifies_checksum
+        self._verdict: bool | None = None
+
+    @property
+    def parts(self) -> list[memoryview]:
+        """Everything to be filled, in order: the components, then the envelope."""
+        return [*self.buffers, memoryview(self.envelope)]
+
+    def fill(self, payload: bytes | bytearray | memoryview | None) -> bool:
+        """Copy a whole stored object, components and envelope, into place; `False` where there is none or it is torn."""
+        if payload is None:
+            return False
+        if len(payload) != self.namespace.object_bytes:
+            self.damaged = True
+            return False
+        view, start = memoryview(payload), 0
+        for part in self.parts:
+            part[:] = view[start : start + len(part)]
+            start += len(part)
+        return True
+
+    def verify(self) -> bool:
+        """Whether what was read is the page that was asked for: length, identity, key and checksum (rule GET-5)."""
+        if self._verdict is None:
+            fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
+            if fits and self._verifies_checksum:
+                fits = checksum(self.buffers) == stored_checksum(self.envelope)
+            self._verdict = fits
+            self.damaged = not fits
+        return self._verdict
+
+
+class ObjectWrite:
+    """One page to be written from buffers."""
+
+    __slots__ = ("_envelope", "buffers", "key", "namespace", "replaces")
+
+    def __init__(self, namespace: Namespace, key: str, buffers: list[memoryview], *, replaces: bool = False) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.buffers = buffers
+        """The page's components."""
+        self.replaces = replaces
+        """An object of this key may be there and is damaged: this one takes its place."""
+        self._envelope: bytes | None = None
+
+    @property
+    def envelope(self) -> bytes:
+        """The 64 bytes to keep with the page. Computed when first asked for, which reads the whole page once."""
+        if self._envelope is None:
+            self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers))
+        return self._envelope
+
+    @property
+    def parts(self) -> list[memoryview]:
+        """Everything to be stored, in order: the components, then the envelope."""
+        return [*self.buffers, memoryview(self.envelope)]
+
+    def tobytes(self) -> bytes:
+        """The whole object as one copy."""
+        return b"".join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupBatch:
+    """Keys of one namespace to be looked up (or deleted)."""
+
+    namespace: Namespace
+    keys: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """Pages of one namespace to be read."""
+
+    namespace: Namespace
+    reads: Sequence[ObjectRead]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBatch:
+    """Pages of one namespace to be written, in the order of their chain."""
+
+    namespace: Namespace
+    writes: Sequence[ObjectWrite]

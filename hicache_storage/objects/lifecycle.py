@@ -1,0 +1,98 @@
+"""Opened, used by many threads, closed once: the life of a storage (rules LC-1, LC-2, LC-5)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+OPEN_RETRY_SECONDS = 1.0
+"""A failed connect is not tried again sooner, so that an absent store costs each call nothing."""
+
+
+class Lifecycle:
+    """Counts the calls in flight, connects before the first, and lets `close` wait for the last.
+
+    One lock guards all state and is never held while the driver connects or closes; `_connecting` is taken outside it.
+    """
+
+    def __init__(self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]) -> None:
+        self._name = name
+        self._connect, self._disconnect = connect, disconnect
+        self._idle = threading.Condition()
+        self._connecting = threading.Lock()
+        self._calls = 0
+        self._closed = False
+        self._connected_pid: int | None = None
+        self._retry_at = 0.0
+
+    def __enter__(self) -> Self:
+        """Begin a call.
+
+        Raises:
+            StorageClosedError: `close` has begun.
+            StorageForkedError: connected in another process.
+        """
+        with self._idle:
+            self._refuse_unusable()
+            self._calls += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._idle:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.notify_all()
+
+    def ensure_connected(self, *, insist: bool = False) -> None:
+        """Connect if that has not happened; called within a call.
+
+        Args:
+            insist: try even if an attempt has just failed.
+
+        Raises:
+            StorageUnavailableError: the driver could not connect, now or less than a second ago.
+        """
+        if self._connected_pid is not None:
+            return
+        with self._connecting:
+            if self._connected_pid is not None:
+                return
+            if not insist and time.monotonic() < self._retry_at:
+                raise StorageUnavailableError(f"{self._name}: not connected; the last attempt has just failed")
+            try:
+                self._connect()
+            except BaseException:
+                self._retry_at = time.monotonic() + OPEN_RETRY_SECONDS
+                raise
+            self._connected_pid = os.getpid()
+
+    def close(self, timeout_seconds: float | None) -> None:
+        """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers wait for the first."""
+        with self._idle:
+            first, self._closed = not self._closed, True
+            self._idle.wait_for(lambda: not self._calls, timeout_seconds)
+        with self._connecting:
+            if first and self._connected_pid == os.getpid():
+                self._disconnect()
+            self._connected_pid = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has begun."""
+        return self._closed
+
+    def _refuse_unusable(self) -> None:
+        if self._closed:
+            raise StorageClosedError(f"{self._name}: the storage is closed")
+        if self._connected_pid is not None and self._connected_pid != os.getpid():
+            raise StorageForkedError(f"{self._name}: opened before a fork; create a storage of its own in the child process")

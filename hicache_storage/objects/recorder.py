@@ -1,0 +1,58 @@
+"""Counts what a storage does; the source of `get_stats()`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from hicache_storage.spec import PoolStats, StorageStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache_storage.spec import PoolName
+
+
+class StatsRecorder:
+    """Thread-safe counters. With `enabled=False` every method returns at once (rule OB-2)."""
+
+    def __init__(self, driver: str, *, enabled: bool = True, verifies_checksums: bool = True) -> None:
+        self.enabled = enabled
+        self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
+        self._lock = threading.Lock()
+
+    def count(self, pool: PoolName, **increments: int) -> None:
+        """Add to counters of `PoolStats`, by their names."""
+        if not self.enabled:
+            return
+        with self._lock:
+            stats = self._pool(pool)
+            for name, increment in increments.items():
+                setattr(stats, name, getattr(stats, name) + increment)
+
+    def count_fault(self) -> None:
+        """Count a driver call that failed; faults are counted even where metrics are off, because they hide otherwise."""
+        with self._lock:
+            self._stats.faults += 1
+
+    def observe(self, operation: str, pools: Iterable[PoolName], started: float) -> None:
+        """Record the latency of a call that began at `started` on `time.perf_counter()`."""
+        if not self.enabled:
+            return
+        seconds = time.perf_counter() - started
+        with self._lock:
+            for pool in pools:
+                self._pool(pool).latency[operation].observe(seconds)
+
+    def snapshot(self) -> StorageStats:
+        """A copy of the counters."""
+        with self._lock:
+            return copy.deepcopy(self._stats)
+
+    def _pool(self, pool: PoolName) -> PoolStats:
+        stats = self._stats.pools.get(pool)
+        if stats is None:
+            stats = self._stats.pools[pool] = PoolStats()
+        return stats

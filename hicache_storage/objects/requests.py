@@ -1,0 +1,115 @@
+"""From the transfers of a call to checked requests, one for each pool (rule FT-2: before any I/O)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.spec import InvalidTransferError, UnknownPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from hicache_storage.pools.access import PageAccess
+    from hicache_storage.spec import PoolName, PoolTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredPool:
+    """A host pool under its name: how to reach its pages and where they are stored."""
+
+    name: PoolName
+    access: PageAccess
+    namespace: Namespace
+
+
+@dataclass(slots=True)
+class PoolRequest:
+    """All pages that a call moves in one pool."""
+
+    pool: RegisteredPool
+    keys: list[str]
+    slots: list[int]
+    """First slot of each page."""
+
+
+def pool_requests(
+    transfers: Sequence[PoolTransfer], pools: Mapping[PoolName, RegisteredPool], *, distinct_slots: bool
+) -> dict[PoolName, PoolRequest]:
+    """Check the transfers of a get or set and join those of the same pool.
+
+    Raises:
+        UnknownPoolError: a pool was never registered.
+        InvalidTransferError: keys or indices do not fit; the message names the pool and the argument.
+    """
+    requests: dict[PoolName, PoolRequest] = {}
+    for transfer in transfers:
+        pool = pools.get(transfer.name)
+        if pool is None:
+            known = ", ".join(sorted(pools)) or "none"
+            raise UnknownPoolError(f"pool {transfer.name!r} is not registered; registered: {known}")
+        keys, indices = _resolve(transfer, transfers)
+        check_keys(keys)
+        slots = _first_slots(pool, len(keys), indices)
+        request = requests.setdefault(transfer.name, PoolRequest(pool, [], []))
+        request.keys.extend(keys)
+        request.slots.extend(slots)
+    if distinct_slots:
+        for name, request in requests.items():
+            if len(set(request.slots)) != len(request.slots):
+                raise InvalidTransferError(f"pool {name!r}: host_indices name a page twice; two keys cannot be read into it")
+    return requests
+
+
+def _resolve(transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> tuple[Sequence[str], torch.Tensor | None]:
+    keys, indices = transfer.keys, transfer.host_indices
+    if transfer.indices_from_pool is not None and (keys is None or indices is None):
+        source = next((t for t in transfers if t.name == transfer.indices_from_pool and t is not transfer), None)
+        if source is None:
+            raise InvalidTransferError(
+                f"pool {transfer.name!r}: indices_from_pool names {transfer.indices_from_pool!r}, "
+                "of which there is no transfer in this call"
+            )
+        keys = source.keys if keys is None else keys
+        indices = source.host_indices if indices is None else indices
+    if keys is None:
+        raise InvalidTransferError(f"pool {transfer.name!r}: keys is None; pass the page keys, or an empty list")
+    if isinstance(keys, str):
+        raise InvalidTransferError(f"pool {transfer.name!r}: keys is one text; pass a list of page keys")
+    return keys, indices
+
+
+def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None) -> list[int]:
+    geometry = pool.namespace.geometry
+    page_size, where = geometry.page_size, f"pool {pool.name!r}: host_indices"
+    if indices is None:
+        if pages:
+            raise InvalidTransferError(f"{where} is None; pass {pages * page_size} slots for {pages} keys")
+        return []
+    import torch  # noqa: PLC0415 - tensors are here, so torch is loaded; the SDK itself does not need it
+
+    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
+        kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
+        raise InvalidTransferError(f"{where} must be an int64 tensor, got {kind}")
+    if indices.device.type != "cpu":
+        raise InvalidTransferError(f"{where} must be on the CPU, got {indices.device}")
+    if indices.dim() != 1 or indices.numel() != pages * page_size:
+        raise InvalidTransferError(
+            f"{where} must have {pages} keys x {page_size} slots = {pages * page_size} entries in one dimension, "
+            f"got shape {tuple(indices.shape)}"
+        )
+    if not pages:
+        return []
+    by_page = indices.view(pages, page_size) if indices.is_contiguous() else indices.reshape(pages, page_size)
+    first = by_page[:, 0]
+    if page_size > 1 and not bool((by_page[:, 1:] - by_page[:, :-1] == 1).all()):
+        raise InvalidTransferError(f"{where} must hold pages of {page_size} consecutive slots")
+    slots: list[int] = first.tolist()
+    if min(slots) < 0 or max(slots) + page_size > geometry.size:
+        raise InvalidTransferError(f"{where} must lie in [0, {geometry.size}), got pages at {min(slots)} to {max(slots)}")
+    if page_size > 1 and any(slot % page_size for slot in slots):
+        raise InvalidTransferError(f"{where} must start pages at multiples of {page_size}")
+    return slots

@@ -1,0 +1,397 @@
+"""`ObjectStorage`: three batch methods of a driver become the whole contract."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.lifecycle import Lifecycle
+from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.objects.recorder import StatsRecorder
+from hicache_storage.objects.requests import PoolRequest, RegisteredPool, pool_requests
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import (
+    Capabilities,
+    DriverContractError,
+    Health,
+    HiCacheError,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolPresence,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageIdentity,
+    StorageStats,
+    StorageUnavailableError,
+    UnknownPoolError,
+    common_hit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED_DAMAGE = 65_536
+"""Damaged pages are remembered so that the next set repairs them; beyond this the oldest are forgotten and found again."""
+
+CLOSE_TIMEOUT_SECONDS = 30.0
+
+ItemT = TypeVar("ItemT")
+
+
+class ObjectStorage(HiCacheStorage):
+    """Base class of drivers that keep pages as objects.
+
+    A driver says how to tell which objects exist, how to read them into buffers, and how to write them from buffers.
+    Identity, keys, policies, argument checks, envelopes, deduplication, partial results, statistics, lazy opening and
+    closing are done here.
+
+    The driver's methods may be called from several threads at once. They raise whatever their store raises
+    (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all pages it was about.
+
+    Args:
+        identity: whose bytes.
+        driver_name: for messages and statistics.
+        capabilities: what the driver promises.
+        verifies_checksums: `False` only by the operator's explicit choice; length, identity and key are checked anyway.
+        metrics: whether to count; faults are always counted.
+    """
+
+    def __init__(
+        self,
+        identity: StorageIdentity,
+        *,
+        driver_name: str,
+        capabilities: Capabilities,
+        verifies_checksums: bool = True,
+        metrics: bool = True,
+    ) -> None:
+        self._identity = identity
+        self._capabilities = capabilities
+        self._driver_name = driver_name
+        self._verifies_checksums = verifies_checksums
+        self._pools: dict[PoolName, RegisteredPool] = {}
+        self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._damaged_lock = threading.Lock()
+        self._faulty = False
+        self._lifecycle = Lifecycle(driver_name, self.connect, self.disconnect)
+        self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
+
+    # What a driver implements ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        """For each batch, for each key, whether the object is there. One round trip for all of them."""
+
+    @abstractmethod
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        """For each batch, fill each read's parts; `True` where all of them were filled from one object.
+
+        An object of another length than the parts is not delivered: set `read.damaged` and answer `False`.
+        """
+
+    @abstractmethod
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        """For each batch, store each write's parts as one object, visible whole or not at all; `True` where it is.
+
+        The SDK has left out pages that exist. Publish nothing once `call.expired()`.
+        """
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        """Remove objects; `True` where one was removed. Only with the capability `deletes`."""
+        raise DriverContractError(f"{type(self).__name__} declares 'deletes' without delete_objects()")
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        """Remove all objects of these namespaces. Only with the capability `clears`."""
+        raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+        """Objects that were just read and are damaged: a driver that can makes them disappear for everyone.
+
+        The SDK hides them from its own lookups in any case, and asks the next set to replace them.
+        """
+
+    def connect(self) -> None:
+        """Connect to the outside world; called once before the first batch, never at construction."""
+
+    def disconnect(self) -> None:
+        """Undo `connect`; called once, when no batch is in flight any more."""
+
+    def check_health(self) -> Health:
+        """Whether the store answers; may raise."""
+        return Health(ok=True)
+
+    # The contract ------------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> StorageIdentity:
+        return self._identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def pools(self) -> dict[PoolName, RegisteredPool]:
+        """The registered pools by name; not to be changed."""
+        return self._pools
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        name = PoolName(host_pool_name)
+        access = page_access(host_pool)
+        with self._lifecycle:
+            namespace = Namespace(self._identity, name, access.geometry)
+            # A new dict, so that calls in flight go on with the pools that they have checked.
+            self._pools = {**self._pools, name: RegisteredPool(name, access, namespace)}
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        check_keys(keys)
+        transfers = pool_transfers or ()
+        asked = dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
+        absent = [False] * len(keys)
+        # Geometry of the policies is checked here, before any I/O.
+        for transfer in transfers:
+            PoolPresence.of(transfer, absent)
+        with self._lifecycle:
+            started = time.perf_counter()
+            pools = [self._pools[name] for name in asked if name in self._pools]
+            found = self._lookup([(pool, keys) for pool in pools], _call(extra_info)) if keys else [absent] * len(pools)
+            present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
+            for pool, pages in present.items():
+                self.recorder.count(pool, pages_hit=sum(pages))
+            self.recorder.observe("exists", present, started)
+        return common_hit(
+            present.get(PoolName.KV, absent),
+            [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in transfers],
+        )
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        with self._lifecycle:
+            started = time.perf_counter()
+            requests = pool_requests(transfers, self._pools, distinct_slots=True)
+            delivered = self._read([request for request in requests.values() if request.keys], _call(extra_info))
+            self.recorder.observe("get", requests, started)
+        return {name: delivered.get(name, []) for name in requests}
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        with self._lifecycle:
+            started = time.perf_counter()
+            requests = pool_requests(transfers, self._pools, distinct_slots=False)
+            stored = self._write([request for request in requests.values() if request.keys], _call(extra_info))
+            self.recorder.observe("set", requests, started)
+        return {name: stored.get(name, []) for name in requests}
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        if not self._capabilities.deletes:
+            return super().delete(keys, pool=pool)
+        check_keys(keys)
+        with self._lifecycle:
+            registered = self._pools.get(PoolName(pool))
+            if registered is None:
+                raise UnknownPoolError(f"pool {pool!r} is not registered")
+            batches = [LookupBatch(registered.namespace, keys)]
+            self._forget_damage(registered.namespace, keys)
+            return self._ask(lambda: self.delete_objects(batches, Call()), [keys])[0]
+
+    def clear(self) -> None:
+        if not self._capabilities.clears:
+            super().clear()
+            return
+        with self._lifecycle:
+            namespaces = [pool.namespace for pool in self._pools.values()]
+            with self._damaged_lock:
+                self._damaged.clear()
+            self._attempt(lambda: self.clear_namespaces(namespaces, Call()))
+
+    def get_stats(self) -> StorageStats:
+        return self.recorder.snapshot()
+
+    def health(self) -> Health:
+        try:
+            with self._lifecycle:
+                self._lifecycle.ensure_connected(insist=True)
+                return self.check_health()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong is the answer
+            return Health(ok=False, detail=f"{type(error).__name__}: {error}")
+
+    def open(self) -> None:
+        with self._lifecycle:
+            try:
+                self._lifecycle.ensure_connected(insist=True)
+            except HiCacheError:
+                raise
+            except Exception as error:
+                raise StorageUnavailableError(f"{self._driver_name}: cannot open: {error}") from error
+
+    def close(self) -> None:
+        self._lifecycle.close(CLOSE_TIMEOUT_SECONDS)
+
+    # How it is done ----------------------------------------------------------------------------------------------
+
+    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+        batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
+        found = self._ask(lambda: self.objects_exist(batches, call), [keys for _, keys in lookups])
+        if self._damaged:
+            for batch, present in zip(batches, found, strict=True):
+                name = batch.namespace.name
+                present[:] = [
+                    exists and (name, key) not in self._damaged for exists, key in zip(present, batch.keys, strict=True)
+                ]
+        return found
+
+    def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        targets = [request.pool.access.targets(request.slots) for request in requests]
+        batches = [
+            ReadBatch(
+                request.pool.namespace,
+                [
+                    ObjectRead(request.pool.namespace, key, buffers, verifies_checksum=self._verifies_checksums)
+                    for key, buffers in zip(request.keys, pages, strict=True)
+                ],
+            )
+            for request, pages in zip(requests, targets, strict=True)
+        ]
+        filled = self._ask(lambda: self.read_objects(batches, call), [batch.reads for batch in batches]) if batches else []
+        results = dict[PoolName, list[bool]]()
+        for request, pages, batch, full in zip(requests, targets, batches, filled, strict=True):
+            delivered = [ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
+            request.pool.access.deliver(request.slots, pages, delivered)
+            self._account_read(request, batch, delivered, call)
+            results[request.pool.name] = delivered
+        return results
+
+    def _account_read(self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call) -> None:
+        pages = sum(delivered)
+        damaged = [] if pages == len(delivered) else [read for read in batch.reads if read.damaged]
+        self.recorder.count(
+            request.pool.name,
+            pages_read=pages,
+            bytes_read=pages * batch.namespace.page_bytes,
+            pages_missed=len(delivered) - pages,
+            pages_damaged=len(damaged),
+        )
+        if damaged:
+            self._remember_damage(batch.namespace, [read.key for read in damaged])
+            logger.warning(
+                "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
+                self._driver_name, len(damaged), request.pool.name, damaged[0].key,
+            )  # fmt: skip
+            self._attempt(lambda: self.discard_objects([ReadBatch(batch.namespace, damaged)], call))
+
+    def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
+        existing = self._lookup(lookups, call) if requests else []
+        stored = [dict(zip(keys, present, strict=True)) for (_, keys), present in zip(lookups, existing, strict=True)]
+        batches = [self._missing_pages(request, known) for request, known in zip(requests, stored, strict=True)]
+        pending = [index for index, batch in enumerate(batches) if batch.writes]
+        if pending:
+            asked = [batches[index] for index in pending]
+            written = self._ask(lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
+            for index, outcome in zip(pending, written, strict=True):
+                self._account_write(requests[index], stored[index], batches[index], outcome)
+        return {
+            request.pool.name: [known[key] for key in request.keys]
+            for request, known in zip(requests, stored, strict=True)
+        }
+
+    def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
+        """The pages that this rank has to write: those not stored, each once, from the slot where its key first stands."""
+        namespace = request.pool.namespace
+        slots = dict[str, int]()
+        for key, slot in zip(request.keys, request.slots, strict=True):
+            if not stored[key]:
+                slots.setdefault(key, slot)
+        if not self._identity.is_writer(request.pool.name):
+            slots.clear()
+        elif slots and not self._fits(namespace):
+            self.recorder.count(request.pool.name, pages_refused=len(slots))
+            slots.clear()
+        pages = request.pool.access.sources(list(slots.values())) if slots else []
+        writes = [
+            ObjectWrite(namespace, key, buffers, replaces=(namespace.name, key) in self._damaged)
+            for key, buffers in zip(slots, pages, strict=True)
+        ]
+        return WriteBatch(namespace, writes)
+
+    def _account_write(
+        self, request: PoolRequest, stored: dict[str, bool], batch: WriteBatch, outcome: Sequence[bool]
+    ) -> None:
+        pages = sum(outcome)
+        stored.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
+        self._forget_damage(batch.namespace, [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok])
+        self.recorder.count(
+            request.pool.name,
+            pages_written=pages,
+            bytes_written=pages * batch.namespace.page_bytes,
+            pages_refused=len(outcome) - pages,
+        )
+
+    def _fits(self, namespace: Namespace) -> bool:
+        limit = self._capabilities.max_page_bytes
+        return limit is None or namespace.page_bytes <= limit
+
+    def _ask(self, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]]) -> list[list[bool]]:
+        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1)."""
+        answers = self._attempt(question)
+        if answers is not None:
+            if [len(answer) for answer in answers] == [len(batch) for batch in items]:
+                return answers
+            self._note_fault(DriverContractError("the driver answered for another number of objects than it was asked for"))
+        return [[False] * len(batch) for batch in items]
+
+    def _attempt(self, question: Callable[[], ItemT]) -> ItemT | None:
+        """Call into the driver; None after a fault."""
+        try:
+            self._lifecycle.ensure_connected()
+            answer = question()
+        except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
+            self._note_fault(error)
+            return None
+        if self._faulty:
+            self._faulty = False
+            logger.info("%s: serving again", self._driver_name)
+        return answer
+
+    def _note_fault(self, error: Exception) -> None:
+        self.recorder.count_fault()
+        expected = isinstance(error, (StorageUnavailableError, OSError))
+        if not self._faulty:
+            self._faulty = True
+            logger.warning("%s: answering misses: %s", self._driver_name, error, exc_info=None if expected else error)
+
+    def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
+        with self._damaged_lock:
+            for key in keys:
+                self._damaged[namespace.name, key] = None
+            while len(self._damaged) > MAX_REMEMBERED_DAMAGE:
+                self._damaged.popitem(last=False)
+
+    def _forget_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
+        if self._damaged:
+            with self._damaged_lock:
+                for key in keys:
+                    self._damaged.pop((namespace.name, key), None)
+
+
+def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
+    if extra_info is None:
+        return Call()
+    return Call(
+        extra_info.deadline_seconds, prefix_keys=extra_info.prefix_keys or (), request_id=extra_info.request_id
+    )

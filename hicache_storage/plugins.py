@@ -1,0 +1,182 @@
+"""Finding drivers: entry points of the group `hicache_storage.drivers`, loaded one by one so that none can break another."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from hicache_storage import hookspecs
+from hicache_storage.hookspecs import ENTRY_POINT_GROUP, PROJECT, DriverSpec
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.layers.stack import wrap
+from hicache_storage.spec import (
+    DriverConfig,
+    DriverConflictError,
+    DriverContractError,
+    DriverNotFoundError,
+    DriverUnavailableError,
+    HiCacheStorage,
+    parse_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hicache_storage.spec import StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+DISABLED_PLUGINS_VARIABLE = "HICACHE_DISABLED_PLUGINS"
+"""Environment variable: comma-separated entry-point names that are not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """A plugin that could not be loaded; its drivers are missing, everyone else's work."""
+
+    owner: str
+    """`distribution:entry point`."""
+    error: Exception
+
+
+@dataclass(slots=True)
+class Registry:
+    """The drivers of an environment, by name."""
+
+    drivers: dict[str, DriverSpec] = field(default_factory=dict[str, DriverSpec])
+    owners: dict[str, str] = field(default_factory=dict[str, str])
+    conflicts: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    broken: list[BrokenPlugin] = field(default_factory=list[BrokenPlugin])
+
+    def add(self, spec: DriverSpec, *, owner: str) -> None:
+        """Register a driver; a second owner of the same name makes the name unusable for both."""
+        if spec.name in self.owners:
+            self.conflicts.setdefault(spec.name, [self.owners[spec.name]]).append(owner)
+            return
+        self.drivers[spec.name] = spec
+        self.owners[spec.name] = owner
+
+    def get(self, name: str) -> DriverSpec:
+        """The driver of that name.
+
+        Raises:
+            DriverConflictError: two plugins claim the name.
+            DriverNotFoundError: nobody does; the message lists what is installed and what is broken.
+        """
+        if name in self.conflicts:
+            owners = " and ".join(self.conflicts[name])
+            raise DriverConflictError(f"driver {name!r} is registered by {owners}; uninstall all but one of them")
+        if name not in self.drivers:
+            installed = ", ".join(sorted(self.drivers)) or "none"
+            broken = "".join(f"; plugin {plugin.owner} is broken: {plugin.error}" for plugin in self.broken)
+            raise DriverNotFoundError(f"no driver named {name!r}; installed: {installed}{broken}")
+        return self.drivers[name]
+
+
+def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
+    """Load all plugins of the environment, or the given entry points, into a new registry. Raises nothing."""
+    registry = Registry()
+    disabled = {name.strip() for name in os.environ.get(DISABLED_PLUGINS_VARIABLE, "").split(",")}
+    for point in entry_points(group=ENTRY_POINT_GROUP) if points is None else points:
+        if point.name in disabled:
+            continue
+        owner = f"{point.dist.name if point.dist else 'local'}:{point.name}"
+        try:
+            for spec in _specs(point, owner):
+                registry.add(spec, owner=owner)
+        except Exception as error:  # noqa: BLE001 - a stranger's plugin may raise anything, and must stop nobody else
+            registry.broken.append(BrokenPlugin(owner, error))
+            logger.warning("driver plugin %s is broken and was left out: %s", owner, error)
+    return registry
+
+
+@cache
+def registry() -> Registry:
+    """The environment's registry, discovered once for each process."""
+    return discover()
+
+
+def driver_class(spec: DriverSpec) -> type[HiCacheStorage]:
+    """Import a driver's class.
+
+    Raises:
+        DriverUnavailableError: it, or something it needs, cannot be imported.
+        DriverContractError: it is not a `HiCacheStorage`.
+    """
+    target = _resolve(spec, spec.target)
+    if not (isinstance(target, type) and issubclass(target, HiCacheStorage)):
+        raise DriverContractError(f"driver {spec.name!r}: {spec.target} is not a subclass of HiCacheStorage")
+    return target
+
+
+def config_model(spec: DriverSpec) -> type[DriverConfig]:
+    """Import a driver's config model.
+
+    Raises:
+        DriverUnavailableError: it cannot be imported.
+        DriverContractError: it is not a `DriverConfig`.
+    """
+    model = _resolve(spec, spec.config)
+    if not (isinstance(model, type) and issubclass(model, DriverConfig)):
+        raise DriverContractError(f"driver {spec.name!r}: {spec.config} is not a subclass of DriverConfig")
+    return model
+
+
+def create_storage(
+    name: str,
+    identity: StorageIdentity,
+    config: Mapping[str, object] | None = None,
+    *,
+    options: StorageOptions | None = None,
+) -> HiCacheStorage:
+    """Create a storage by the name of its driver. Connects to nothing: `open()` or the first call does.
+
+    Args:
+        name: a driver listed by `hicache drivers`.
+        identity: whose bytes the storage reads and writes.
+        config: the driver's options; text values are converted.
+        options: what the SDK puts around the driver: deadline, circuit breaker, metrics. Defaults apply.
+
+    Raises:
+        DriverError: the driver is unknown, claimed twice, cannot be imported, or refuses the configuration.
+    """
+    spec = registry().get(name)
+    settings = parse_config(config_model(spec), config or {})
+    # The class is known to be a HiCacheStorage only; that it takes (identity, config) is what DriverSpec.target asks for.
+    factory: type = driver_class(spec)
+    storage = factory(identity, settings)
+    return wrap(storage, options or StorageOptions())
+
+
+def _specs(point: EntryPoint, owner: str) -> list[DriverSpec]:
+    # A manager of its own for each plugin: pluggy keeps a half-registered plugin after a validation error.
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(point.load(), name=owner)
+    manager.check_pending()
+    implementations = manager.hook.hicache_register_drivers.get_hookimpls()
+    if not implementations:
+        raise DriverContractError(
+            "implements no hook; decorate hicache_register_drivers() with hicache_storage.hookspecs.hookimpl"
+        )
+    specs = [spec for implementation in implementations for spec in implementation.function()]
+    for spec in specs:
+        if not isinstance(spec, DriverSpec):
+            raise DriverContractError(f"hicache_register_drivers() must return DriverSpec objects, got {type(spec).__name__}")
+    return specs
+
+
+def _resolve(spec: DriverSpec, target: str) -> object:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        needs = f"; it needs {', '.join(spec.requires)}" if spec.requires else ""
+        raise DriverUnavailableError(f"driver {spec.name!r}: cannot import {target}{needs}: {error}") from error
