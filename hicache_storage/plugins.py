@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pluggy
 
@@ -166,10 +166,12 @@ def _specs(point: EntryPoint, owner: str) -> list[DriverSpec]:
         raise DriverContractError(
             "implements no hook; decorate hicache_register_drivers() with hicache_storage.hookspecs.hookimpl"
         )
-    specs = [spec for implementation in implementations for spec in implementation.function()]
-    for spec in specs:
-        if not isinstance(spec, DriverSpec):
-            raise DriverContractError(f"hicache_register_drivers() must return DriverSpec objects, got {type(spec).__name__}")
+    specs = list[DriverSpec]()
+    for implementation in implementations:
+        for spec in cast("Iterable[object]", implementation.function()):
+            if not isinstance(spec, DriverSpec):
+                raise DriverContractError(f"hicache_register_drivers() must return DriverSpec objects, got {spec!r:.80}")
+            specs.append(spec)
     return specs
 
 

@@ -18,9 +18,7 @@ class Call:
 
     __slots__ = ("_deadline", "prefix_keys", "request_id")
 
-    def __init__(
-        self, seconds: float | None = None, *, prefix_keys: Sequence[str] = (), request_id: str | None = None
-    ) -> None:
+    def __init__(self, seconds: float | None = None, *, prefix_keys: Sequence[str] = (), request_id: str | None = None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""

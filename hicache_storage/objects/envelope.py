@@ -51,11 +51,7 @@ def seal(prefix: bytes, key_digest: bytes, checksum: int) -> bytes:
 
 def belongs(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest: bytes) -> bool:
     """Whether an envelope has the length, namespace and key that the reader expects."""
-    return (
-        len(envelope) == ENVELOPE_BYTES
-        and envelope[:_PREFIX_END] == prefix
-        and envelope[_PREFIX_END:_KEY_END] == key_digest
-    )
+    return len(envelope) == ENVELOPE_BYTES and envelope[:_PREFIX_END] == prefix and envelope[_PREFIX_END:_KEY_END] == key_digest
 
 
 def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:

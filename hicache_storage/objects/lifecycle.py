@@ -45,9 +45,7 @@ class Lifecycle:
             self._calls += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with self._idle:
             self._calls -= 1
             if not self._calls:
@@ -62,10 +60,10 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
-        if self._connected_pid is not None:
+        if self._is_connected():
             return
         with self._connecting:
-            if self._connected_pid is not None:
+            if self._is_connected():
                 return
             if not insist and time.monotonic() < self._retry_at:
                 raise StorageUnavailableError(f"{self._name}: not connected; the last attempt has just failed")
@@ -90,6 +88,9 @@ class Lifecycle:
     def closed(self) -> bool:
         """Whether `close` has begun."""
         return self._closed
+
+    def _is_connected(self) -> bool:
+        return self._connected_pid is not None
 
     def _refuse_unusable(self) -> None:
         if self._closed:

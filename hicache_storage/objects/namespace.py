@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import xxhash
@@ -72,7 +72,7 @@ def check_keys(keys: Sequence[str]) -> None:
     try:
         joined = "".join(keys)
     except TypeError:
-        wrong = next(key for key in keys if not isinstance(key, str))
+        wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
         raise InvalidTransferError(f"keys must be text, got {type(wrong).__name__}: {wrong!r:.80}") from None
     if joined.isascii() and "\0" not in joined and max(map(len, keys), default=0) <= MAX_KEY_BYTES:
         return

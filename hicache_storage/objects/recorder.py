@@ -46,6 +46,11 @@ class StatsRecorder:
             for pool in pools:
                 self._pool(pool).latency[operation].observe(seconds)
 
+    @property
+    def faults(self) -> int:
+        """Calls into the driver that have failed so far."""
+        return self._stats.faults
+
     def snapshot(self) -> StorageStats:
         """A copy of the counters."""
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.spec import InvalidTransferError, UnknownPoolError
@@ -89,10 +89,11 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
         if pages:
             raise InvalidTransferError(f"{where} is None; pass {pages * page_size} slots for {pages} keys")
         return []
-    import torch  # noqa: PLC0415 - tensors are here, so torch is loaded; the SDK itself does not need it
+    import torch
 
-    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
-        kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
+    given: object = indices  # callers are untyped engines
+    if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
+        kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise InvalidTransferError(f"{where} must be an int64 tensor, got {kind}")
     if indices.device.type != "cpu":
         raise InvalidTransferError(f"{where} must be on the CPU, got {indices.device}")
@@ -107,7 +108,7 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
     first = by_page[:, 0]
     if page_size > 1 and not bool((by_page[:, 1:] - by_page[:, :-1] == 1).all()):
         raise InvalidTransferError(f"{where} must hold pages of {page_size} consecutive slots")
-    slots: list[int] = first.tolist()
+    slots = cast("list[int]", first.tolist())
     if min(slots) < 0 or max(slots) + page_size > geometry.size:
         raise InvalidTransferError(f"{where} must lie in [0, {geometry.size}), got pages at {min(slots)} to {max(slots)}")
     if page_size > 1 and any(slot % page_size for slot in slots):

@@ -222,6 +222,9 @@ class ObjectStorage(HiCacheStorage):
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
 
+    def fault_count(self) -> int:
+        return self.recorder.faults
+
     def health(self) -> Health:
         try:
             with self._lifecycle:
@@ -305,10 +308,7 @@ class ObjectStorage(HiCacheStorage):
             written = self._ask(lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
-        return {
-            request.pool.name: [known[key] for key in request.keys]
-            for request, known in zip(requests, stored, strict=True)
-        }
+        return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
         """The pages that this rank has to write: those not stored, each once, from the slot where its key first stands."""
@@ -329,9 +329,7 @@ class ObjectStorage(HiCacheStorage):
         ]
         return WriteBatch(namespace, writes)
 
-    def _account_write(
-        self, request: PoolRequest, stored: dict[str, bool], batch: WriteBatch, outcome: Sequence[bool]
-    ) -> None:
+    def _account_write(self, request: PoolRequest, stored: dict[str, bool], batch: WriteBatch, outcome: Sequence[bool]) -> None:
         pages = sum(outcome)
         stored.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
         self._forget_damage(batch.namespace, [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok])
@@ -392,6 +390,4 @@ class ObjectStorage(HiCacheStorage):
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
     if extra_info is None:
         return Call()
-    return Call(
-        extra_info.deadline_seconds, prefix_keys=extra_info.prefix_keys or (), request_id=extra_info.request_id
-    )
+    return Call(extra_info.deadline_seconds, prefix_keys=extra_info.prefix_keys or (), request_id=extra_info.request_id)

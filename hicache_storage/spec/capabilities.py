@@ -55,6 +55,11 @@ class Capabilities:
     networked: bool = False
     """Calls leave the machine, so that round trips count (rule EX-10)."""
     stuck_reads: StuckReads = StuckReads.WAITS
+    may_hang: bool = True
+    """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 50 us a call).
+
+    False for what does not leave the machine: memory, a local disk.
+    """
     device_memory: bool = False
     """Host pools may lie in device memory."""
     max_page_bytes: int | None = None

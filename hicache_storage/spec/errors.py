@@ -13,6 +13,7 @@ HiCacheError
 +-- InvalidPoolError                 a host pool that cannot be served (ValueError)
 +-- InvalidTransferError             wrong keys or indices in a call (ValueError)
 |   +-- UnknownPoolError             a get or set names a pool that was never registered
++-- SlotError                        slots of a host pool asked for or given back wrongly (ValueError)
 +-- StorageClosedError               used after close() (RuntimeError)
 +-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
 +-- StorageUnavailableError          the outside world failed: raised inside drivers and by open(), never by the data path
@@ -97,6 +98,12 @@ class UnknownPoolError(InvalidTransferError):
     """A get or set names a pool that was never registered."""
 
     code = "unknown-pool"
+
+
+class SlotError(HiCacheError, ValueError):
+    """Slots of a host pool were asked for or given back wrongly, for instance twice; the message names them."""
+
+    code = "slot"
 
 
 class StorageClosedError(HiCacheError, RuntimeError):

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
     """Shape of a pool's pages; part of the namespace that its pages are stored under."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hicache_storage.spec.transfers import PoolName
+if TYPE_CHECKING:
+    from hicache_storage.spec.transfers import PoolName
 
 LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,

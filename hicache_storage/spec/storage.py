@@ -129,6 +129,10 @@ class HiCacheStorage(ABC):
     def get_stats(self) -> StorageStats:
         """A snapshot of the counters; also after `close()`."""
 
+    def fault_count(self) -> int:
+        """How many calls have failed below so far; cheap enough to be asked around each call."""
+        return self.get_stats().faults
+
     @abstractmethod
     def health(self) -> Health:
         """Whether the storage can serve now; never raises for a fault of the outside world."""
@@ -150,7 +154,5 @@ class HiCacheStorage(ABC):
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from hicache_storage.spec.errors import InvalidTransferError
 
@@ -37,7 +37,7 @@ class PoolName(str):
     INDEXER: ClassVar[PoolName]
     DRAFT: ClassVar[PoolName]
 
-    def __new__(cls, name: str) -> PoolName:
+    def __new__(cls, name: str) -> Self:
         if isinstance(name, cls):
             return name
         # An enum member that is a str (SGLang's PoolName) prints as its class; its text is what str.__str__ sees.

@@ -1,0 +1,1 @@
+"""The drivers that come with hicache-storage, one package each."""

@@ -1,0 +1,1 @@
+"""Bridges: how a driver runs inside a real engine."""

@@ -1,0 +1,184 @@
+"""What SGLang tells a storage backend, turned into our configuration and identity. Needs no SGLang."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from msgspec import Meta
+
+from hicache_storage.spec import ConfigError, DriverConfig, InvalidPoolError, StorageIdentity, parse_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENGINE_KEYS = frozenset(
+    {
+        "backend_name",
+        "class_name",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
+)
+"""Keys of `extra_config` that SGLang 0.5.23 itself reads; it takes most of them out before a backend sees them."""
+
+OPAQUE_DTYPES = frozenset({"uint8", "int8"})
+"""Storage types that hide what they hold: SGLang keeps every fp8 and packed KV as uint8."""
+
+
+class BridgeConfig(DriverConfig):
+    """The bridge's own keys in SGLang's `--hicache-storage-backend-extra-config`."""
+
+    driver: Annotated[str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")]
+    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = {}
+    tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
+    revision: Annotated[str, Meta(description="revision of the weights, where the model's name does not tell it")] = ""
+    salt: Annotated[str, Meta(description="changing it makes all pages stored so far invisible")] = ""
+    kv_dtype: Annotated[str, Meta(description="logical KV dtype, where the host pool does not tell it (fp8)")] = ""
+    deadline_seconds: Annotated[float, Meta(gt=0, description="longest time a call may take")] | None = None
+
+
+class EngineConfig(Protocol):
+    """The fields of SGLang's `HiCacheStorageConfig` that decide about identity."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    dp_rank: int
+    dcp_rank: int
+    dcp_size: int
+    is_mla_model: bool
+    model_name: str | None
+    tp_lcm_size: int | None
+    should_split_heads: bool
+
+
+def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
+    """The bridge's configuration out of SGLang's `extra_config`.
+
+    Raises:
+        ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the message names it.
+    """
+    options = dict(extra_config or {})
+    if not options.get("interface_v1"):
+        raise ConfigError(
+            'hicache bridge: set "interface_v1": 1 in the storage backend\'s extra config; without it SGLang moves KV through '
+            "its oldest interface (batch_get and batch_set of copies), which the bridge does not serve"
+        )
+    own = BridgeConfig.__struct_fields__
+    for name in options:
+        if name not in ENGINE_KEYS and name not in own:
+            near = difflib.get_close_matches(str(name), sorted({*own, *ENGINE_KEYS}), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(own)}"
+            raise ConfigError(f"hicache bridge: unknown key {name!r} in the storage backend's extra config; {hint}")
+    try:
+        return parse_config(BridgeConfig, {name: value for name, value in options.items() if name in own})
+    except ConfigError as error:
+        raise ConfigError(f"hicache bridge: the storage backend's extra config: {error}") from error
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Refuse deployments whose pages would not be what their keys say.
+
+    Raises:
+        ConfigError: heads are to be shared between different TP sizes, or the model has no name.
+    """
+    if engine.should_split_heads or engine.tp_lcm_size:
+        raise ConfigError(
+            f"hicache bridge: tp_lcm_size={engine.tp_lcm_size} asks to share pages between different TP sizes, which the bridge "
+            "does not do; remove it from the extra config, and each TP size keeps pages of its own"
+        )
+    if not engine.model_name:
+        raise ConfigError("hicache bridge: SGLang gave no model name, and pages of two models must not meet; set one")
+
+
+def storage_identity(
+    engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = ""
+) -> StorageIdentity:
+    """Whose bytes a rank reads and writes.
+
+    A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies the CP size, and the
+    TP groups that it cuts are the replicas. So the writer of a replicated pool is SGLang's `is_storage_writer`.
+
+    Args:
+        engine: SGLang's `HiCacheStorageConfig`.
+        config: the bridge's configuration.
+        anchor: the KV host pool, or the logical anchor in its place.
+        engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
+
+    Raises:
+        ConfigError: as `check_engine`, or `kv_dtype` contradicts the pool.
+        InvalidPoolError: the logical KV dtype is not known.
+    """
+    check_engine(engine)
+    # SGLang's own end_layer is exclusive in some pools and inclusive in others.
+    layer_start, layers = _number(anchor, "start_layer"), _number(anchor, "layer_num")
+    return StorageIdentity(
+        model=engine.model_name or "",
+        revision=config.revision,
+        kv_dtype=logical_dtype(anchor, config.kv_dtype, engine_kv_dtype),
+        page_size=_number(anchor, "logical_page_size") or _number(anchor, "page_size"),
+        layout=str(getattr(anchor, "layout", "")),
+        layer_start=layer_start,
+        layer_end=layer_start + layers if layers else 0,
+        tp_rank=engine.tp_rank // engine.dcp_size,
+        tp_size=engine.tp_size // engine.dcp_size,
+        pp_rank=engine.pp_rank,
+        pp_size=engine.pp_size,
+        cp_rank=engine.attn_cp_rank * engine.dcp_size + engine.dcp_rank,
+        cp_size=engine.attn_cp_size * engine.dcp_size,
+        dp_rank=engine.dp_rank,
+        # SGLang does not say how many there are; DP replicas share their pages, so the number decides nothing.
+        dp_size=engine.dp_rank + 1,
+        kv_replicated=engine.is_mla_model,
+        tenant=config.tenant,
+        salt=config.salt,
+    )
+
+
+def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -> str:
+    """The KV dtype that pages hold, which is not always the one that the pool stores them as.
+
+    Raises:
+        ConfigError: `declared` contradicts a pool whose dtype says what it holds.
+        InvalidPoolError: the pool's dtype hides it, and nobody else tells.
+    """
+    stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    if stored not in OPAQUE_DTYPES:
+        if declared and declared != stored:
+            raise ConfigError(f"hicache bridge: kv_dtype is {declared!r}, and the KV host pool holds {stored!r}; remove kv_dtype")
+        return stored
+    logical = declared or ("" if engine_kv_dtype == "auto" else engine_kv_dtype)
+    if not logical:
+        raise InvalidPoolError(
+            f"hicache bridge: the KV host pool stores {stored}, which does not tell fp8_e4m3 from fp8_e5m2; "
+            'set "kv_dtype" in the extra config, or --kv-cache-dtype of the engine, to the one in use'
+        )
+    return logical
+
+
+def is_logical(pool: object) -> bool:
+    """Whether the pool only hands out slots: its pages have no bytes, its side pools hold them (DeepSeek-V4)."""
+    return getattr(pool, "size_per_token", None) == 0
+
+
+def why_unserved(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
+    """Why a side pool cannot be served without risking another rank's bytes; empty if it can."""
+    if engine.tp_size > 1 and identity.is_replicated(name) and getattr(pool, "head_num", 0):
+        return (
+            "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang would store the first rank's "
+            "heads for all"
+        )
+    return ""
+
+
+def _number(pool: object, name: str) -> int:
+    return int(getattr(pool, name, 0) or 0)

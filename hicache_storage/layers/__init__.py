@@ -1,0 +1,20 @@
+"""What wraps any driver: deadline, circuit breaker, metrics."""
+
+from hicache_storage.layers.base import StorageLayer, innermost
+from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer
+from hicache_storage.layers.deadline import DeadlineLayer
+from hicache_storage.layers.metrics import MetricsLayer
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.layers.stack import wrap
+
+__all__ = [
+    "BreakerState",
+    "CircuitBreaker",
+    "CircuitBreakerLayer",
+    "DeadlineLayer",
+    "MetricsLayer",
+    "StorageLayer",
+    "StorageOptions",
+    "innermost",
+    "wrap",
+]

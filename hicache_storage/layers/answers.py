@@ -1,0 +1,47 @@
+"""What a layer answers in place of a storage that it does not ask: all missed, after the usual checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.objects.requests import RegisteredPool, pool_requests
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.spec import PoolTransfer, StorageIdentity
+
+
+class Misses:
+    """Checks a call as a storage would, so that misuse is told also while the store is away (rule FT-2)."""
+
+    def __init__(self) -> None:
+        self._pools: dict[PoolName, RegisteredPool] = {}
+
+    def register(self, identity: StorageIdentity, host_pool: object, name: str) -> None:
+        """Remember a pool that the wrapped storage has accepted."""
+        access, pool = page_access(host_pool), PoolName(name)
+        self._pools = {**self._pools, pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry))}
+
+    def exists(self, keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:
+        """Nothing exists.
+
+        Raises:
+            InvalidTransferError: as the storage would.
+        """
+        check_keys(keys)
+        absent = [False] * len(keys)
+        asked = [PoolName.KV, *(PoolPresence.of(transfer, absent).name for transfer in transfers or ())]
+        return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
+
+    def pages(self, transfers: Sequence[PoolTransfer], *, reads: bool) -> dict[PoolName, list[bool]]:
+        """No page was moved.
+
+        Raises:
+            InvalidTransferError: as the storage would.
+        """
+        requests = pool_requests(transfers, self._pools, distinct_slots=reads)
+        return {name: [False] * len(request.keys) for name, request in requests.items()}

@@ -1,0 +1,84 @@
+"""A storage that wraps another one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_storage.spec import HiCacheStorage, PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.spec import (
+        Capabilities,
+        Health,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+        StorageIdentity,
+        StorageStats,
+    )
+
+
+class StorageLayer(HiCacheStorage):
+    """Passes every call on; a layer overrides those it changes. Closing a layer closes what it wraps."""
+
+    def __init__(self, inner: HiCacheStorage) -> None:
+        self.inner = inner
+
+    @property
+    def identity(self) -> StorageIdentity:
+        return self.inner.identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        self.inner.register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        self.inner.on_host_pools_registered()
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        return self.inner.batch_exists_v2(keys, pool_transfers, extra_info)
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self.inner.batch_get_v2(transfers, extra_info)
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self.inner.batch_set_v2(transfers, extra_info)
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        return self.inner.delete(keys, pool=pool)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def get_stats(self) -> StorageStats:
+        return self.inner.get_stats()
+
+    def health(self) -> Health:
+        return self.inner.health()
+
+    def open(self) -> None:
+        self.inner.open()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def innermost(storage: HiCacheStorage) -> HiCacheStorage:
+    """The driver under all layers."""
+    while isinstance(storage, StorageLayer):
+        storage = storage.inner
+    return storage

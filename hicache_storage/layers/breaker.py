@@ -1,0 +1,154 @@
+"""A circuit breaker: after a row of faults a store is left alone for a while, then tried with one call (rule FT-4)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_storage.layers.answers import Misses
+from hicache_storage.layers.base import StorageLayer
+from hicache_storage.spec import StorageClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_storage.spec import (
+        HiCacheStorage,
+        HiCacheStorageExtraInfo,
+        PoolName,
+        PoolTransfer,
+        PoolTransferResult,
+        StorageStats,
+    )
+
+logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
+
+
+class BreakerState(StrEnum):
+    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one call is on its way to find out."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class CircuitBreaker:
+    """The states and the counting, without a storage. Thread-safe; the lock is never held during a call."""
+
+    def __init__(self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._threshold, self._cooldown, self._clock = threshold, cooldown_seconds, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until = 0.0
+        self._state = BreakerState.CLOSED
+        self.refusals = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """The state that the last call left."""
+        return self._state
+
+    def admits(self) -> bool:
+        """Whether a call may pass now. In half-open, one caller is told yes until it has reported back."""
+        if not self._failures:  # closed for sure, without taking the lock
+            return True
+        with self._lock:
+            if self._state is BreakerState.OPEN and self._clock() >= self._open_until:
+                self._state = BreakerState.HALF_OPEN
+                return True
+            if self._state is BreakerState.CLOSED:
+                return True
+            self.refusals += 1
+            return False
+
+    def succeeded(self) -> None:
+        """A call passed without a fault."""
+        if not self._failures:
+            return
+        with self._lock:
+            if self._state is not BreakerState.CLOSED:
+                logger.info("circuit breaker closed: the store answers again")
+            self._failures, self._state = 0, BreakerState.CLOSED
+
+    def failed(self) -> None:
+        """A call met a fault."""
+        with self._lock:
+            self._failures += 1
+            if self._state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
+                if self._state is BreakerState.CLOSED:
+                    logger.warning("circuit breaker open after %d faults in a row", self._failures)
+                self._state = BreakerState.OPEN
+                self._open_until = self._clock() + self._cooldown
+
+
+class CircuitBreakerLayer(StorageLayer):
+    """Answers misses without asking, while the breaker is open. Misuse is told all the same."""
+
+    def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
+        super().__init__(inner)
+        self.breaker = breaker
+        self._misses = Misses()
+        self._closed = False
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._misses.register(self.identity, host_pool, host_pool_name)
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        return self._guard(
+            lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
+            lambda: self._misses.exists(keys, pool_transfers),
+        )
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self._guard(
+            lambda: self.inner.batch_get_v2(transfers, extra_info), lambda: self._misses.pages(transfers, reads=True)
+        )
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self._guard(
+            lambda: self.inner.batch_set_v2(transfers, extra_info), lambda: self._misses.pages(transfers, reads=False)
+        )
+
+    def get_stats(self) -> StorageStats:
+        return replace(super().get_stats(), breaker_state=str(self.breaker.state), breaker_refusals=self.breaker.refusals)
+
+    def close(self) -> None:
+        self._closed = True
+        super().close()
+
+    def _guard(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT]) -> AnswerT:
+        if self._closed:
+            raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
+        if not self.breaker.admits():
+            return miss()
+        faults = self.inner.fault_count()
+        try:
+            answer = ask()
+        except BaseException:
+            # Misuse says nothing about the store; without a report a half-open breaker would wait for ever.
+            self._report(faults)
+            raise
+        self._report(faults)
+        return answer
+
+    def _report(self, faults_before: int) -> None:
+        if self.inner.fault_count() == faults_before:
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed()

@@ -1,0 +1,205 @@
+"""A deadline for every call, also where the store hangs (rule FT-3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from hicache_storage.layers.answers import Misses
+from hicache_storage.layers.base import StorageLayer
+from hicache_storage.spec import HiCacheStorageExtraInfo, StuckReads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, PoolTransferResult, StorageStats
+
+logger = logging.getLogger(__name__)
+
+MAX_STUCK_CALLS = 32
+"""Threads that may hang in the store at a time; beyond this, calls are misses at once until some come back."""
+
+JOIN_SECONDS = 1.0
+"""How long `close` waits for a worker: all but hung ones are already on their way out."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+class DeadlineLayer(StorageLayer):
+    """Runs calls that may hang in threads of its own and answers a miss when one does not come back in time.
+
+    The wrapped storage is told the deadline too, so that it does not publish what its caller has given up (rule SET-8).
+    A get of a storage that reads straight into the host pool is waited for: it could still write there (rule GET-9).
+    """
+
+    def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds = seconds
+        self._misses = Misses()
+        self._workers = _Workers(type(inner).__name__)
+        self._missed = 0
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._misses.register(self.identity, host_pool, host_pool_name)
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        info = self._within(extra_info)
+        return self._bounded(
+            lambda: self.inner.batch_exists_v2(keys, pool_transfers, info),
+            lambda: self._misses.exists(keys, pool_transfers),
+            info,
+        )
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        info = self._within(extra_info)
+        if self.capabilities.stuck_reads is StuckReads.WAITS:
+            return self.inner.batch_get_v2(transfers, info)
+        return self._bounded(
+            lambda: self.inner.batch_get_v2(transfers, info), lambda: self._misses.pages(transfers, reads=True), info
+        )
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        info = self._within(extra_info)
+        return self._bounded(
+            lambda: self.inner.batch_set_v2(transfers, info), lambda: self._misses.pages(transfers, reads=False), info
+        )
+
+    def get_stats(self) -> StorageStats:
+        stats = super().get_stats()
+        return replace(stats, faults=stats.faults + self._missed, deadlines_missed=stats.deadlines_missed + self._missed)
+
+    def fault_count(self) -> int:
+        return super().fault_count() + self._missed
+
+    def close(self) -> None:
+        super().close()
+        self._workers.close()
+
+    def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+        if extra_info is None:
+            return HiCacheStorageExtraInfo(deadline_seconds=self._seconds)
+        asked = extra_info.deadline_seconds
+        return replace(extra_info, deadline_seconds=self._seconds if asked is None else min(asked, self._seconds))
+
+    def _bounded(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo) -> AnswerT:
+        if not self.capabilities.may_hang:
+            return ask()
+        job = _Job(ask)
+        if not self._workers.run(job, info.deadline_seconds or self._seconds):
+            self._missed += 1
+            logger.warning("%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds)
+            return miss()
+        return job.result()
+
+
+class _Job(Generic[AnswerT]):
+    """A call on its way. `done` is released when it has been run and its worker is free again."""
+
+    __slots__ = ("_answer", "_ask", "_error", "abandoned", "done", "finished")
+
+    def __init__(self, ask: Callable[[], AnswerT]) -> None:
+        self._ask = ask
+        self._answer: list[AnswerT] = []
+        self._error: BaseException | None = None
+        self.finished = False
+        self.abandoned = False
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def run(self) -> None:
+        try:
+            self._answer.append(self._ask())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self._error = error
+
+    def result(self) -> AnswerT:
+        if self._error is not None:
+            raise self._error
+        return self._answer[0]
+
+
+class _Workers:
+    """Threads that run one job at a time each; a thread that hangs is left behind and ends when its call returns.
+
+    The lock guards the lists, the count and the flags of the jobs; it is never held during a job.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[_Job[object] | None]] = []
+        self._threads: dict[SimpleQueue[_Job[object] | None], threading.Thread] = {}
+        self._stuck = 0
+        self._closed = False
+        self._pid = os.getpid()
+
+    def run(self, job: _Job[AnswerT], seconds: float) -> bool:
+        """Run a job in a worker; whether it came back in time."""
+        if self._closed or self._pid != os.getpid():
+            # After close and in a forked child the storage below refuses at once: the caller's own thread may ask.
+            job.run()
+            return True
+        inbox = self._acquire()
+        if inbox is None:
+            return False
+        inbox.put(job)  # type: ignore[arg-type]  # an inbox takes jobs of any answer type
+        if job.done.acquire(timeout=seconds):
+            return True
+        with self._lock:
+            if not job.finished:
+                job.abandoned = True
+                self._stuck += 1
+            return job.finished
+
+    def close(self) -> None:
+        """End the workers; those that hang end by themselves when their call returns."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            threads = list(self._threads.values())
+        for inbox in idle:
+            inbox.put(None)
+        if self._pid == os.getpid():
+            for thread in threads:
+                thread.join(timeout=JOIN_SECONDS)
+
+    def _acquire(self) -> SimpleQueue[_Job[object] | None] | None:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            if self._stuck >= MAX_STUCK_CALLS:
+                return None
+            inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)
+            self._threads[inbox] = thread
+        thread.start()
+        return inbox
+
+    def _serve(self, inbox: SimpleQueue[_Job[object] | None]) -> None:
+        while (job := inbox.get()) is not None:
+            job.run()
+            with self._lock:
+                job.finished = True
+                self._stuck -= job.abandoned
+                closed = self._closed
+                if not closed:
+                    self._idle.append(inbox)
+            job.done.release()
+            if closed:
+                break
+        with self._lock:
+            self._threads.pop(inbox, None)

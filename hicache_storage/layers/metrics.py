@@ -1,0 +1,80 @@
+"""Counting from the outside, for storages that do not count themselves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicache_storage.layers.base import StorageLayer, innermost
+from hicache_storage.objects.recorder import StatsRecorder
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.spec import (
+        HiCacheStorage,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+        StorageStats,
+    )
+
+
+class MetricsLayer(StorageLayer):
+    """Counts pages, bytes and latencies by what the wrapped storage answers.
+
+    `ObjectStorage` drivers count themselves, in more detail: from here a page that was there already looks written, and
+    a damaged one missed.
+    """
+
+    def __init__(self, inner: HiCacheStorage) -> None:
+        super().__init__(inner)
+        self._recorder = StatsRecorder(type(innermost(inner)).__name__)
+        self._page_bytes: dict[PoolName, int] = {}
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        started = time.perf_counter()
+        result = super().batch_exists_v2(keys, pool_transfers, extra_info)
+        for pool, pages in result.extra_pool_hit_pages.items():
+            self._recorder.count(pool, pages_hit=pages)
+        self._recorder.observe("exists", result.extra_pool_hit_pages, started)
+        return result
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        started = time.perf_counter()
+        results = super().batch_get_v2(transfers, extra_info)
+        for pool, delivered in results.items():
+            pages = sum(delivered)
+            read_bytes = pages * self._page_bytes[pool]
+            self._recorder.count(pool, pages_read=pages, bytes_read=read_bytes, pages_missed=len(delivered) - pages)
+        self._recorder.observe("get", results, started)
+        return results
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        started = time.perf_counter()
+        results = super().batch_set_v2(transfers, extra_info)
+        for pool, stored in results.items():
+            pages = sum(stored)
+            written_bytes = pages * self._page_bytes[pool]
+            self._recorder.count(pool, pages_written=pages, bytes_written=written_bytes, pages_refused=len(stored) - pages)
+        self._recorder.observe("set", results, started)
+        return results
+
+    def get_stats(self) -> StorageStats:
+        return replace(super().get_stats(), pools=self._recorder.snapshot().pools)

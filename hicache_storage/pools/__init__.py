@@ -1,0 +1,55 @@
+"""Host pools: their memory, slots and layouts, and how a storage reaches the pages of any pool.
+
+Only the parts that touch tensors import torch, and only when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hicache_storage.pools.access import PageAccess
+from hicache_storage.pools.adapter import page_access
+
+if TYPE_CHECKING:
+    from hicache_storage.pools.base import HostPoolBase
+    from hicache_storage.pools.indexer import IndexerHostPool
+    from hicache_storage.pools.mamba import MambaHostPool
+    from hicache_storage.pools.memory import byte_view, host_tensor
+    from hicache_storage.pools.mha import MHAHostPool
+    from hicache_storage.pools.mla import MLAHostPool
+    from hicache_storage.pools.slots import SlotAllocator
+
+__all__ = [
+    "HostPoolBase",
+    "IndexerHostPool",
+    "MHAHostPool",
+    "MLAHostPool",
+    "MambaHostPool",
+    "PageAccess",
+    "SlotAllocator",
+    "byte_view",
+    "host_tensor",
+    "page_access",
+]
+
+_HOMES = {
+    "HostPoolBase": "base",
+    "IndexerHostPool": "indexer",
+    "MHAHostPool": "mha",
+    "MLAHostPool": "mla",
+    "MambaHostPool": "mamba",
+    "SlotAllocator": "slots",
+    "byte_view": "memory",
+    "host_tensor": "memory",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

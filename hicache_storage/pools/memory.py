@@ -1,0 +1,129 @@
+"""Host memory of pools: page-aligned, page-locked where CUDA is there, and seen as bytes without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import mmap
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_storage.spec import InvalidPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def host_tensor(
+    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
+) -> torch.Tensor:
+    """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its last view does.
+
+    The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it. Nothing is written:
+    the kernel hands out zeroed pages when they are first touched.
+
+    Args:
+        shape: may hold zeros; such a tensor has no mapping.
+        dtype: any element type.
+        pin_memory: lock the memory for CUDA copies. Has no effect where CUDA is not available.
+        populate: touch all memory now, so that no transfer pays for it (0.6 to 1.6 s/GiB).
+
+    Raises:
+        InvalidPoolError: there is not that much memory, or CUDA refuses to lock it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    # The array, not the mapping, is what the tensor keeps: at its end it calls finalizers before it lets go of the
+    # mapping, whereas an mmap object unmaps first.
+    owner = _array_type(size).from_buffer(_map(size, populate=populate))
+    tensor = torch.frombuffer(owner, dtype=torch.uint8)
+    if pin_memory and torch.cuda.is_available():
+        _lock_pages(owner, tensor.data_ptr(), size)
+    return tensor.view(dtype).view(tuple(shape))
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy. The view keeps the tensor alive.
+
+    Raises:
+        InvalidPoolError: the tensor is not contiguous or not in host memory.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InvalidPoolError(
+            f"a tensor on {tensor.device} of shape {tuple(tensor.shape)} and stride {tensor.stride()} has no flat host bytes"
+        )
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    array = _array_type(size).from_address(tensor.data_ptr())
+    vars(array)["tensor"] = tensor
+    return memoryview(array).cast("B")
+
+
+def span_view(address: int, size: int) -> memoryview:
+    """Return `size` bytes from `address` on, writable, as one view to slice; the caller keeps that memory alive.
+
+    Memory between the slices that are used need not exist.
+    """
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def in_host_memory(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether all `(address, length)` ranges are memory that this process can read and write.
+
+    Device memory is not: CUDA reserves its addresses without giving the CPU access.
+    """
+    mapped = _writable_mappings()
+    return all(any(start <= address and address + size <= end for start, end in mapped) for address, size in ranges)
+
+
+# The same few sizes come again and again, and making a type costs 7 us.
+@functools.lru_cache(maxsize=64)
+def _array_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * size
+
+
+def _map(size: int, *, populate: bool) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        mapping = mmap.mmap(-1, size, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise InvalidPoolError(f"cannot map {size} bytes of host memory ({error}); pass a smaller size") from error
+    # First touch of a GiB: 0.6 s in huge pages, 1.6 s in small ones. A kernel without them says EINVAL.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    if populate:
+        torch.frombuffer(mapping, dtype=torch.uint8).zero_()
+    return mapping
+
+
+def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) -> None:
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, size, 0)
+    if int(error):
+        raise InvalidPoolError(
+            f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or pin_memory=False"
+        )
+    # At exit the CUDA context may go first, and the kernel releases the memory anyway.
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+
+
+def _writable_mappings() -> list[tuple[int, int]]:
+    """Readable and writable ranges `[start, end)` of this process, adjacent ones joined."""
+    ranges: list[tuple[int, int]] = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access, _ = line.split(maxsplit=2)
+            if not access.startswith("rw"):
+                continue
+            start, end = (int(text, 16) for text in span.split("-"))
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((start, end))
+    return ranges

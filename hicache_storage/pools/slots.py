@@ -1,0 +1,126 @@
+"""Which slots of a host pool are in use."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from hicache_storage.pools.arguments import check_size
+from hicache_storage.spec import SlotError
+
+NAMED_SLOTS = 8
+"""How many slots an error message names."""
+
+
+class SlotAllocator:
+    """Hands out a host pool's slots in whole pages, the longest free ones first, and never one that is in use.
+
+    Thread-safe. A call that raises changes nothing.
+
+    Args:
+        size: number of slots, a multiple of `page_size`; all of them can be handed out.
+        page_size: slots per page.
+
+    Raises:
+        InvalidPoolError: the arguments do not fit each other.
+    """
+
+    def __init__(self, size: int, page_size: int = 1) -> None:
+        check_size(size, page_size)
+        self.size = size
+        self.page_size = page_size
+        self._offsets = torch.arange(page_size)
+        self._lock = threading.Lock()
+        self._reset()
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        """Take `count` slots: int64 on the CPU, in pages of consecutive slots. None if fewer are free.
+
+        Raises:
+            SlotError: `count` is not a positive multiple of the page size.
+        """
+        pages, rest = divmod(count, self.page_size)
+        if rest or pages < 1:
+            raise SlotError(f"slots come in pages: ask for a positive multiple of {self.page_size}, not {count}")
+        with self._lock:
+            if pages > self._free:
+                return None
+            taken = self._queue[self._places(self._head, pages)]
+            self._head = (self._head + pages) % len(self._queue)
+            self._free -= pages
+            self._in_use[taken] = True
+        return (taken.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give back slots in whole pages, each of consecutive slots; returns their number.
+
+        Raises:
+            SlotError: a slot is out of range, was not handed out, is given back twice, or comes without its page.
+        """
+        slots = self._checked(indices)
+        pages = slots[:: self.page_size] // self.page_size
+        twice = pages.unique().numel() != pages.numel()
+        with self._lock:
+            idle = ~self._in_use[pages]
+            if twice or bool(idle.any()):
+                raise SlotError(f"slots given back twice, or never handed out: {self._named_pages(pages, idle)}")
+            self._in_use[pages] = False
+            self._queue[self._places(self._head + self._free, pages.numel())] = pages
+            self._free += pages.numel()
+        return slots.numel()
+
+    def available_size(self) -> int:
+        """Number of slots that are free."""
+        return self._free * self.page_size
+
+    def clear(self) -> None:
+        """Take back all slots, whoever has them."""
+        with self._lock:
+            self._reset()
+
+    def _reset(self) -> None:
+        pages = self.size // self.page_size
+        # A ring of free pages: `_free` of them from `_head` on, in the order in which they are handed out.
+        self._queue = torch.arange(pages)
+        self._head = 0
+        self._free = pages
+        self._in_use = torch.zeros(pages, dtype=torch.bool)
+
+    def _places(self, start: int, count: int) -> torch.Tensor:
+        return (torch.arange(count) + start) % len(self._queue)
+
+    def _checked(self, indices: torch.Tensor) -> torch.Tensor:
+        if indices.dtype != torch.int64:
+            raise SlotError(f"slots must be an int64 tensor, got {indices.dtype}")
+        slots = indices.to("cpu").reshape(-1)
+        outside = slots[(slots < 0) | (slots >= self.size)]
+        if outside.numel():
+            raise SlotError(f"slots out of range [0, {self.size}): {_named(outside)}")
+        stray = self._stray(slots)
+        if stray.numel():
+            raise SlotError(f"slots must be given back in whole pages of {self.page_size} consecutive ones, not {_named(stray)}")
+        return slots
+
+    def _stray(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots that do not stand in a page of their own, whole and in order."""
+        if slots.numel() % self.page_size:
+            _, place, counts = (slots // self.page_size).unique(return_inverse=True, return_counts=True)
+            return slots[counts[place] % self.page_size != 0]
+        rows = slots.view(-1, self.page_size)
+        first = rows[:, :1]
+        in_order = (first % self.page_size == 0) & (rows == first + self._offsets)
+        return rows[~in_order.all(dim=1)].view(-1)
+
+    def _named_pages(self, pages: torch.Tensor, idle: torch.Tensor) -> str:
+        if not bool(idle.any()):
+            values, counts = pages.unique(return_counts=True)
+            named = values[counts > 1]
+        else:
+            named = pages[idle]
+        return _named((named.unsqueeze(1) * self.page_size + self._offsets).view(-1))
+
+
+def _named(slots: torch.Tensor) -> str:
+    text = ", ".join(str(int(slot)) for slot in slots[:NAMED_SLOTS])
+    return text if slots.numel() <= NAMED_SLOTS else f"{text}, ... ({slots.numel()} in all)"

@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Builds the environment that `make interop` tests in: a real SGLang, whose host pools, cache controllers and storage drivers
+# run on a machine without a GPU, and this project, editable. Takes about two minutes and 3 GB the first time, seconds later.
+#
+# usage: scripts/make_sglang_env.sh DIR
+set -euo pipefail
+
+(( $# == 1 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+env_dir=$1
+python=$env_dir/bin/python
+sglang=0.5.23
+
+# Only this list and its pins decide what SGLang's storage layer meets. SGLang's own requirements ask for CUDA kernels that
+# cannot be installed here, so it goes in alone and these are the modules that it imports on the way to the storage layer.
+needed=(
+  numpy psutil requests pillow tqdm dill pyzmq orjson pybase64 partial_json_parser
+  msgspec aiohttp fastapi uvicorn ipython triton sentencepiece gguf
+  transformers==5.19.0 compressed-tensors==0.18.0 openai==2.8.0 apache-tvm-ffi==0.1.11
+)
+for_tests=(pluggy xxhash msgspec pytest pytest-timeout hypothesis)
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# pip complains on stderr about the requirements that SGLang has and does not get; what it says matters only when it fails.
+install() {
+  if ! "$python" -m pip install --disable-pip-version-check --no-input --constraint "$root/constraints.txt" "$@" >"$log" 2>&1; then
+    tail -n 40 "$log" >&2
+    echo "make_sglang_env: pip install $* failed" >&2
+    exit 1
+  fi
+}
+
+digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
+
+# A file in the environment remembers what a step was made from; a step is repeated only when that has changed.
+is_done() { [[ -x $python && -f $env_dir/.hicache-$1 && $(<"$env_dir/.hicache-$1") == "$2" ]]; }
+mark_done() { printf '%s\n' "$2" >"$env_dir/.hicache-$1"; }
+
+find_interpreter() {
+  local candidate
+  for candidate in python3.11 python3.12 python3; do
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "make_sglang_env: needs Python 3.11 or newer with the venv module" >&2
+  exit 1
+}
+
+# SGLang's model code, and transformers when asked whether it is there, name torchvision. The storage layer never calls it.
+stand_in_for_torchvision() {
+  local site
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  if "$python" -m pip show --quiet torchvision 2>/dev/null && [[ ! -f $site/torchvision/STAND_IN ]]; then
+    return
+  fi
+  mkdir -p "$site/torchvision" "$site/torchvision-0.28.0.dist-info"
+  touch "$site/torchvision/STAND_IN"
+  cat >"$site/torchvision/__init__.py" <<'PY'
+"""Stands in for torchvision where it is named but never used: every module and every name exists and does nothing."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+__version__ = "0.28.0"
+
+
+class Nothing:
+    """Any name of the real package; may be read from, called and subclassed."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __mro_entries__(self, bases):
+        return (Nothing,)
+
+
+class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every submodule, empty."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torchvision."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__getattr__ = named
+
+
+def named(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Nothing()
+
+
+__getattr__ = named
+sys.meta_path.append(Modules())
+PY
+  printf 'Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n' >"$site/torchvision-0.28.0.dist-info/METADATA"
+  printf 'make_sglang_env\n' >"$site/torchvision-0.28.0.dist-info/INSTALLER"
+  : >"$site/torchvision-0.28.0.dist-info/RECORD"
+}
+
+check_imports() {
+  if ! "$python" -W ignore - >"$log" 2>&1 <<'PY'
+import importlib
+
+for name in (
+    "mem_cache.hicache_storage",
+    "mem_cache.storage.backend_factory",
+    "mem_cache.pool_host.mha",
+    "mem_cache.pool_host.mla",
+    "mem_cache.pool_host.mamba",
+    "managers.cache_controller",
+    "mem_cache.hybrid_cache.hybrid_cache_controller",
+    "observability.metrics_collector",
+):
+    importlib.import_module(f"sglang.srt.{name}")
+PY
+  then
+    cat "$log" >&2
+    echo "make_sglang_env: SGLang is installed and its storage layer cannot be imported" >&2
+    exit 1
+  fi
+}
+
+peer=$(digest "$root/constraints.txt" "${BASH_SOURCE[0]}")
+if ! is_done peer "$peer"; then
+  rm -f "$env_dir/.hicache-peer" "$env_dir/.hicache-project"
+  [[ -x $python ]] || "$(find_interpreter)" -m venv "$env_dir"
+  # First and alone: whatever follows has to make do with the torch that the project tests with.
+  install torch
+  install --no-deps "sglang==$sglang"
+  install "${needed[@]}"
+  install "${for_tests[@]}"
+  stand_in_for_torchvision
+  check_imports
+  mark_done peer "$peer"
+fi
+
+# Entry points and the packages' places are read at installation, so a changed pyproject.toml is installed again.
+project=$(digest "$root/pyproject.toml")
+if ! is_done project "$project"; then
+  install --no-deps --editable "$root"
+  "$python" -c 'import hicache_storage'
+  mark_done project "$project"
+fi
+echo "$env_dir: SGLang $sglang on CPU with $("$python" -c 'from importlib.metadata import version; print("hicache-storage", version("hicache-storage"))')"
