@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hicache_storage.spec import Capabilities
 
@@ -35,6 +35,8 @@ class DriverSpec:
     """One line for `hicache drivers`."""
     requires: tuple[str, ...] = ()
     """Distributions named in the error when the target cannot be imported."""
+    trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    """Options for a throwaway store, where they have no default; `{tmp}` stands for an empty directory."""
 
 
 @hookspec

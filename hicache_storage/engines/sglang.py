@@ -12,17 +12,27 @@ The optional keys are those of `sglang_identity.BridgeConfig`.
 from __future__ import annotations
 
 import logging
-import threading
-import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
 from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model
 
-from hicache_storage.engines.sglang_identity import bridge_config, check_engine, is_logical, storage_identity, why_unserved
+from hicache_storage.engines.accounting import Meter, Refusals
+from hicache_storage.engines.marks import MarkPool
+from hicache_storage.engines.sglang_identity import (
+    bridge_config,
+    check_anchor,
+    check_engine,
+    is_logical,
+    storage_identity,
+    why_unserved,
+)
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
@@ -31,34 +41,25 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     InvalidPoolError,
     InvalidTransferError,
-    PageGeometry,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
     StorageUnavailableError,
     UnknownPoolError,
+    UnsupportedOperationError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as EngineConfig
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo as EngineExtraInfo
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer as EngineTransfer
 
-    Moves = Callable[
-        [Sequence[PoolTransfer], HiCacheStorageExtraInfo | None],
-        dict[PoolName, list[bool]],
-    ]
-
 logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")
-
-MAX_REASONS = 64
-"""Different reasons for refusing a call that are logged; what comes after them is only counted."""
 
 
 class SGLangBridge(EngineStorage):
@@ -68,8 +69,8 @@ class SGLangBridge(EngineStorage):
     served. After that nothing is raised into the engine: a call that cannot be served is answered with `False` or 0,
     logged once for each reason, and counted in `refused_calls`.
 
-    A side pool that cannot be served is not an error either, because SGLang does not undo an attach that fails at that
-    point: the reason is logged, and the pool is answered with `False` and 0, which makes every hit that needs it 0.
+    A side pool that cannot be served is no error either, because SGLang does not undo an attach that fails at that point:
+    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it is 0.
 
     A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a mark for each page, written when SGLang
     backs the page up, after its side pools. Reading it is `True` at once, as there is nothing to deliver.
@@ -78,7 +79,7 @@ class SGLangBridge(EngineStorage):
 
     Args:
         storage_config: SGLang's `HiCacheStorageConfig`.
-        kwargs: what SGLang passes to dynamic backends, nothing so far.
+        kwargs: what SGLang passes to dynamic backends; nothing so far.
 
     Raises:
         ConfigError: the configuration cannot be served; the message says what to change.
@@ -89,10 +90,11 @@ class SGLangBridge(EngineStorage):
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
         self._storage: HiCacheStorage | None = None
+        self._anchor: object = None
         self._logical = False
         self._unserved: dict[str, str] = {}
-        self._meter = _Meter(enabled=storage_config.enable_storage_metrics)
-        self._refusals = _Refusals()
+        self._meter = Meter(enabled=storage_config.enable_storage_metrics)
+        self._refusals = Refusals("SGLang")
 
     @property
     def storage(self) -> HiCacheStorage | None:
@@ -101,46 +103,49 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Calls, or one pool's share of a call, that were answered `False` or 0 without asking the storage."""
+        """Calls, or pools' shares of calls, that were answered with `False` or 0 because they could not be served."""
         return self._refusals.count
 
-    # Attaching ---------------------------------------------------------------------------------------------------
+    # Attaching and detaching -------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: object) -> None:
         """Build the storage, now that the KV pool tells what the pages are.
+
+        A store that cannot be reached is not an error: the storage goes on trying, and answers misses until then.
+        Otherwise one rank could be attached and its neighbour not.
 
         Raises:
             ConfigError: the driver refuses its configuration.
             InvalidPoolError: the KV pool cannot be served.
         """
-        self.mem_pool_host = mem_pool_host
-        _check_anchor(mem_pool_host)
+        check_anchor(mem_pool_host)
         identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
-        seconds = self._config.deadline_seconds
-        options = StorageOptions() if seconds is None else StorageOptions(deadline_seconds=seconds)
+        options = StorageOptions(metrics=self._engine.enable_storage_metrics)
+        if self._config.deadline_seconds is not None:
+            options = replace(options, deadline_seconds=self._config.deadline_seconds)
         storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
         logical = is_logical(mem_pool_host)
         try:
-            storage.register_mem_host_pool_v2(_Marks(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
-            _open(storage, self._config.driver)
+            storage.register_mem_host_pool_v2(_marks(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
+            storage.open()
+        except StorageUnavailableError as error:
+            logger.error("hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error)
         except BaseException:
             storage.close()
             raise
-        previous, self._storage, self._logical = self._storage, storage, logical
-        self._unserved = {}
+        previous = self._storage
+        self._storage, self._anchor, self._logical, self._unserved = storage, mem_pool_host, logical, {}
         if previous is not None:
             previous.close()
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a side pool known. Never raises: a pool that cannot be served is logged and answered with `False`."""
+        """Make a side pool known. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
         name = _text(host_pool_name)
-        if name == PoolName.KV and host_pool is getattr(self, "mem_pool_host", None):
+        if name == PoolName.KV and host_pool is self._anchor:
             return
         try:
             storage = self._attached()
             reason = why_unserved(self._engine, host_pool, name, storage.identity)
-            if name == PoolName.KV:
-                reason = "it is not the KV pool that the storage was attached with"
             if not reason:
                 storage.register_mem_host_pool_v2(host_pool, name)
                 self._unserved.pop(name, None)
@@ -151,38 +156,52 @@ class SGLangBridge(EngineStorage):
             logger.exception("hicache bridge: registering pool %r failed", name)
             reason = repr(error)
         self._unserved[name] = reason
-        logger.error(
-            "hicache bridge: pool %r (%s) is not served, and nothing that needs it will be found: %s",
-            name,
-            type(host_pool).__name__,
-            reason,
-        )
+        kind = type(host_pool).__name__
+        logger.error("hicache bridge: pool %r (%s) is not served, and no hit that needs it is: %s", name, kind, reason)
 
     def on_host_pools_registered(self) -> None:
         """Pass it on. Never raises: SGLang does not undo an attach that fails here."""
         self._answer("on_host_pools_registered", lambda storage: storage.on_host_pools_registered(), None)
 
+    def clear(self) -> None:
+        """Remove all pages of this identity's registered pools.
+
+        Raises:
+            UnsupportedOperationError: the driver cannot. SGLang turns it into a failed request; it would ignore an answer.
+        """
+        if self._storage is not None:
+            self._storage.clear()
+
+    def close(self) -> None:
+        """Close the storage. Idempotent; calls that come later are answered with `False` and 0."""
+        if self._storage is not None:
+            self._storage.close()
+
+    def get_stats(self) -> StorageMetrics:
+        """What KV moved since the last call: pages and GB/s of each batch. Empty without `enable_storage_metrics`."""
+        metrics = StorageMetrics()
+        reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
+        metrics.prefetch_pgs = [batch.pages for batch in reads]
+        metrics.prefetch_bandwidth = [batch.gigabytes_per_second for batch in reads]
+        metrics.backup_pgs = [batch.pages for batch in writes]
+        metrics.backup_bandwidth = [batch.gigabytes_per_second for batch in writes]
+        return metrics
+
     # KV ----------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
-        """Pages of the prefix of `keys` that are stored. 0 for an anchor without bytes: its side pools would decide."""
-        if self._logical:
-            return 0
-        return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
+        """Pages of the prefix of `keys` that are stored; 0 for an anchor without bytes, whose side pools would decide."""
+        return 0 if self._logical else self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
-    def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None
-    ) -> list[bool]:
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
         """Read KV pages; one answer for each key."""
         if self._logical:
             return [True] * len(keys)
-        return self._move_kv("batch_get_v1", lambda storage: storage.batch_get_v2, keys, host_indices, extra_info)
+        return self._move_kv("batch_get_v1", keys, host_indices, extra_info, writes=False)
 
-    def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None
-    ) -> list[bool]:
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
         """Store KV pages; one answer for each key."""
-        return self._move_kv("batch_set_v1", lambda storage: storage.batch_set_v2, keys, host_indices, extra_info)
+        return self._move_kv("batch_set_v1", keys, host_indices, extra_info, writes=True)
 
     # Several pools -----------------------------------------------------------------------------------------------
 
@@ -195,43 +214,18 @@ class SGLangBridge(EngineStorage):
         """How long a prefix of `keys` all pools together can restore. Every pool asked about has a verdict, if only 0."""
         asked = pool_transfers or []
         result = self._exists("batch_exists_v2", keys, asked, extra_info)
-        verdicts = {_engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()}
-        for transfer in asked:
-            verdicts.setdefault(_engine_name(transfer.name), 0)
+        # SGLang reads a pool that is left out as one that nobody knows anything about.
+        verdicts = {_engine_name(name): 0 for name in (PoolName.KV, *(_text(transfer.name) for transfer in asked))}
+        verdicts |= {_engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()}
         return EngineResult(result.kv_hit_pages, verdicts, result.restorable_prefix_pages)
 
-    def batch_get_v2(
-        self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
+    def batch_get_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
         """Read pages of side pools; one answer for each key of each pool."""
-        return self._move_pools("batch_get_v2", lambda storage: storage.batch_get_v2, transfers, extra_info)
+        return self._move_pools("batch_get_v2", transfers, extra_info, writes=False)
 
-    def batch_set_v2(
-        self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
+    def batch_set_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
         """Store pages of side pools; one answer for each key of each pool."""
-        return self._move_pools("batch_set_v2", lambda storage: storage.batch_set_v2, transfers, extra_info)
-
-    # Everything else ---------------------------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """Remove all pages of this identity's registered pools.
-
-        Raises:
-            UnsupportedOperationError: the driver cannot. SGLang then answers its caller that nothing was cleared; a
-                return value it would ignore.
-        """
-        if self._storage is not None:
-            self._storage.clear()
-
-    def get_stats(self) -> StorageMetrics:
-        """What KV moved since the last call: pages and GB/s of each batch."""
-        return self._meter.drain()
-
-    def close(self) -> None:
-        """Close the storage. Idempotent; calls that come later are answered `False` and 0."""
-        if self._storage is not None:
-            self._storage.close()
+        return self._move_pools("batch_set_v2", transfers, extra_info, writes=True)
 
     # The oldest interface ----------------------------------------------------------------------------------------
 
@@ -239,28 +233,25 @@ class SGLangBridge(EngineStorage):
         """Whether one KV page is stored."""
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
         """Refused; always None."""
-        self._refuse_v0("get")
+        return self._refuse_oldest("get", None)
 
     def batch_get(
         self, keys: list[str], target_locations: object = None, target_sizes: object = None
     ) -> list[torch.Tensor | None]:
         """Refused; None for each key."""
-        self._refuse_v0("batch_get")
-        return [None] * len(keys)
+        return self._refuse_oldest("batch_get", [None] * len(keys))
 
     def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
         """Refused; always `False`."""
-        self._refuse_v0("set")
-        return False
+        return self._refuse_oldest("set", False)
 
     def batch_set(
         self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
     ) -> bool:
         """Refused; always `False`."""
-        self._refuse_v0("batch_set")
-        return False
+        return self._refuse_oldest("batch_set", False)
 
     # How it is done ----------------------------------------------------------------------------------------------
 
@@ -270,63 +261,139 @@ class SGLangBridge(EngineStorage):
         return self._storage
 
     def _answer(self, call: str, ask: Callable[[HiCacheStorage], AnswerT], otherwise: AnswerT, pool: str = "") -> AnswerT:
-        """Ask the storage; whatever goes wrong, SystemExit included, must not end the engine's thread."""
+        """Ask the storage. Whatever goes wrong must not end the engine's thread, a driver's `sys.exit` included."""
         try:
             return ask(self._attached())
         except HiCacheError as error:
             self._refusals.note(call, pool, error)
         except (Exception, SystemExit) as error:
-            self._refusals.note(call, pool, error, unexpected=True)
+            self._refusals.note(call, pool, error)
+            logger.debug("hicache bridge: %s failed", call, exc_info=error)
         return otherwise
+
+    def _refuse_oldest(self, call: str, answer: AnswerT) -> AnswerT:
+        reason = 'the bridge moves no copies; set "interface_v1": 1 in the storage backend\'s extra config'
+        self._refusals.note(call, PoolName.KV, UnsupportedOperationError(reason))
+        return answer
 
     def _exists(
         self, call: str, keys: list[str], asked: Sequence[EngineTransfer], extra_info: EngineExtraInfo | None
     ) -> PoolTransferResult:
         def ask(storage: HiCacheStorage) -> PoolTransferResult:
-            transfers = [_question(transfer) for transfer in asked]
-            return storage.batch_exists_v2(keys, transfers, _extra(extra_info))
-
-        result = self._answer(call, ask, PoolTransferResult(0))
-        if result.kv_hit_pages <= len(keys):
+            result = storage.batch_exists_v2(keys, [_converted(transfer) for transfer in asked], _extra(extra_info))
+            if result.kv_hit_pages > len(keys):
+                # SGLang would allocate memory for a hit that is longer than its question.
+                raise InvalidTransferError(f"{result.kv_hit_pages} pages were reported for {len(keys)} keys")
             return result
-        # SGLang would allocate memory for a hit that is longer than its question.
-        self._refusals.note(call, "", InvalidTransferError(f"{result.kv_hit_pages} of {len(keys)} pages were reported"))
-        return PoolTransferResult(0)
+
+        return self._answer(call, ask, PoolTransferResult(0))
 
     def _move_kv(
-        self,
-        call: str,
-        choose: Callable[[HiCacheStorage], Moves],
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: EngineExtraInfo | None,
+        self, call: str, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None, *, writes: bool
     ) -> list[bool]:
         def ask(storage: HiCacheStorage) -> list[bool]:
-            with self._meter.measured(call, storage):
-                answers = choose(storage)([PoolTransfer(PoolName.KV, host_indices, keys=keys)], _extra(extra_info))
-            return self._fitting(call, PoolName.KV, answers.get(PoolName.KV), len(keys))
+            transfers = [PoolTransfer(PoolName.KV, host_indices, keys=keys)]
+            with self._meter.measured(storage, writes=writes):
+                answers = _move(storage, transfers, extra_info, writes=writes)
+            return _fitting(answers, PoolName.KV, len(keys))
 
         return self._answer(call, ask, [False] * len(keys), PoolName.KV)
 
     def _move_pools(
-        self,
-        call: str,
-        choose: Callable[[HiCacheStorage], Moves],
-        transfers: list[EngineTransfer],
-        extra_info: EngineExtraInfo | None,
+        self, call: str, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
     ) -> dict[str, list[bool]]:
-        results: dict[str, list[bool]] = {}
-        shares: dict[str, list[PoolTransfer]] = {}
+        shares: dict[str, list[EngineTransfer]] = {}
         for transfer in transfers:
-            name = _engine_name(transfer.name)
-            results.setdefault(name, []).extend([False] * len(transfer.keys or ()))
-            converted = self._answer(call, lambda _, t=transfer: self._converted(t), None, name)  # type: ignore[misc]
-            if converted is not None:
-                shares.setdefault(name, []).append(converted)
-            else:
-                self._unserved_share(shares, name)
+            shares.setdefault(_text(transfer.name), []).append(transfer)
+        pages = {name: sum(len(transfer.keys or ()) for transfer in share) for name, share in shares.items()}
 
-        def ask(storage: HiCacheStorage, names: Sequence[str]) -> dict[PoolName, list[bool]]:
-            return choose(storage)([transfer for name in names for transfer in shares[name]], _extra(extra_info))
+        def ask(storage: HiCacheStorage, names: Sequence[str]) -> dict[str, list[bool]]:
+            converted = [_converted(transfer) for name in names for transfer in shares[name]]
+            answers = _move(storage, converted, extra_info, writes=writes)
+            return {name: _fitting(answers, name, pages[name]) for name in names}
 
-        raise NotImplementedError
+        def ask_all(storage: HiCacheStorage) -> dict[str, list[bool]]:
+            try:
+                return ask(storage, served)
+            except InvalidTransferError:
+                if len(served) == 1:
+                    raise
+            # It was raised before any I/O: one pool's share is wrong, and the others can be asked by themselves.
+            answers = dict[str, list[bool]]()
+            for name in served:
+                answers |= self._answer(call, partial(ask, names=[name]), dict[str, list[bool]](), name)
+            return answers
+
+        answers = {name: [False] * pages[name] for name in shares}
+        served = [name for name in shares if name not in self._unserved]
+        for name in shares.keys() - served:
+            self._refusals.note(call, name, UnknownPoolError(self._unserved[name]))
+        if served:
+            answers |= self._answer(call, ask_all, dict[str, list[bool]](), ", ".join(served))
+        return {_engine_name(name): answer for name, answer in answers.items()}
+
+
+def _move(
+    storage: HiCacheStorage, transfers: Sequence[PoolTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
+) -> dict[PoolName, list[bool]]:
+    move = storage.batch_set_v2 if writes else storage.batch_get_v2
+    return move(transfers, _extra(extra_info))
+
+
+def _fitting(answers: dict[PoolName, list[bool]], name: str, pages: int) -> list[bool]:
+    """A pool's answers, of which SGLang reads as many as it has asked for."""
+    answer = list(answers[PoolName(name)])
+    if len(answer) != pages:
+        raise InvalidTransferError(f"{len(answer)} answers for {pages} keys of pool {name!r}")
+    return answer
+
+
+def _converted(transfer: EngineTransfer) -> PoolTransfer:
+    source = transfer.indices_from_pool
+    return PoolTransfer(
+        PoolName(_text(transfer.name)),
+        transfer.host_indices,
+        keys=transfer.keys,
+        hit_policy=PoolHitPolicy(_text(transfer.hit_policy)),
+        indices_from_pool=None if source is None else PoolName(_text(source)),
+        block_pages=transfer.block_pages,
+        group_pages=transfer.group_pages,
+    )
+
+
+def _extra(extra_info: EngineExtraInfo | None) -> HiCacheStorageExtraInfo | None:
+    if extra_info is None:
+        return None
+    session = (extra_info.extra_info or {}).get("session_id")
+    return HiCacheStorageExtraInfo(extra_info.prefix_keys, request_id=session if isinstance(session, str) else None)
+
+
+def _text(name: str) -> str:
+    """The plain text of SGLang's enum members, which are text and print as something else."""
+    return str.__str__(name)
+
+
+def _engine_name(name: str) -> str:
+    try:
+        return EnginePoolName(_text(name))
+    except ValueError:
+        return name
+
+
+def _marks(anchor: object) -> MarkPool:
+    return MarkPool(
+        layout=str(getattr(anchor, "layout", "")),
+        page_size=int(getattr(anchor, "page_size", 0)),
+        size=int(getattr(anchor, "size", 0)),
+    )
+
+
+def _engine_kv_dtype() -> str:
+    """The engine's `--kv-cache-dtype`, empty where it is not known or does not tell the encoding."""
+    if torch.version.hip:
+        # On ROCm the same name stands for two encodings, depending on the card.
+        return ""
+    try:
+        return get_model().kv_cache_dtype
+    except ValueError:
+        return ""

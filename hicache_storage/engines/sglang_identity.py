@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Annotated, Protocol
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from hicache_storage.spec import ConfigError, DriverConfig, InvalidPoolError, StorageIdentity, parse_config
 
@@ -31,11 +31,13 @@ OPAQUE_DTYPES = frozenset({"uint8", "int8"})
 """Storage types that hide what they hold: SGLang keeps every fp8 and packed KV as uint8."""
 
 
-class BridgeConfig(DriverConfig):
+class BridgeConfig(DriverConfig, frozen=True):
     """The bridge's own keys in SGLang's `--hicache-storage-backend-extra-config`."""
 
     driver: Annotated[str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")]
-    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = {}
+    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = field(
+        default_factory=dict[str, object]
+    )
     tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
     revision: Annotated[str, Meta(description="revision of the weights, where the model's name does not tell it")] = ""
     salt: Annotated[str, Meta(description="changing it makes all pages stored so far invisible")] = ""
@@ -100,9 +102,7 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError("hicache bridge: SGLang gave no model name, and pages of two models must not meet; set one")
 
 
-def storage_identity(
-    engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = ""
-) -> StorageIdentity:
+def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = "") -> StorageIdentity:
     """Whose bytes a rank reads and writes.
 
     A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies the CP size, and the
@@ -115,10 +115,9 @@ def storage_identity(
         engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
 
     Raises:
-        ConfigError: as `check_engine`, or `kv_dtype` contradicts the pool.
+        ConfigError: `kv_dtype` contradicts the pool.
         InvalidPoolError: the logical KV dtype is not known.
     """
-    check_engine(engine)
     # SGLang's own end_layer is exclusive in some pools and inclusive in others.
     layer_start, layers = _number(anchor, "start_layer"), _number(anchor, "layer_num")
     return StorageIdentity(
@@ -170,9 +169,19 @@ def is_logical(pool: object) -> bool:
     return getattr(pool, "size_per_token", None) == 0
 
 
+def check_anchor(anchor: object) -> None:
+    """Refuse KV pools whose pages are not where the pool's indices say.
+
+    Raises:
+        InvalidPoolError: the pool's memory belongs to somebody else.
+    """
+    if getattr(anchor, "kv_buffer", anchor) is None and not is_logical(anchor):
+        raise InvalidPoolError(f"hicache bridge: the KV host pool ({type(anchor).__name__}) has pages, but no memory of its own")
+
+
 def why_unserved(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
     """Why a side pool cannot be served without risking another rank's bytes; empty if it can."""
-    if engine.tp_size > 1 and identity.is_replicated(name) and getattr(pool, "head_num", 0):
+    if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):
         return (
             "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang would store the first rank's "
             "heads for all"
@@ -181,4 +190,5 @@ def why_unserved(engine: EngineConfig, pool: object, name: str, identity: Storag
 
 
 def _number(pool: object, name: str) -> int:
-    return int(getattr(pool, name, 0) or 0)
+    value: object = getattr(pool, name, None)
+    return value if isinstance(value, int) else 0

@@ -67,6 +67,9 @@ class StorageLayer(HiCacheStorage):
     def get_stats(self) -> StorageStats:
         return self.inner.get_stats()
 
+    def fault_count(self) -> int:
+        return self.inner.fault_count()
+
     def health(self) -> Health:
         return self.inner.health()
 

@@ -81,7 +81,7 @@ class ObjectStorage(HiCacheStorage):
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._damaged_lock = threading.Lock()
         self._faulty = False
-        self._lifecycle = Lifecycle(driver_name, self.connect, self.disconnect)
+        self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
 
     # What a driver implements ------------------------------------------------------------------------------------
@@ -365,6 +365,13 @@ class ObjectStorage(HiCacheStorage):
             self._faulty = False
             logger.info("%s: serving again", self._driver_name)
         return answer
+
+    def _disconnect(self) -> None:
+        try:
+            self.disconnect()
+        except Exception as error:  # noqa: BLE001 - the store may be gone for good; its owner still has to get rid of us
+            self.recorder.count_fault()
+            logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
     def _note_fault(self, error: Exception) -> None:
         self.recorder.count_fault()

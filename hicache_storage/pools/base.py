@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -75,10 +75,10 @@ class HostPoolBase:
         filled = [column for column in columns if column.numel()]
         if not filled:
             raise InvalidPoolError("a page has no bytes; pass at least one shape without a zero")
-        lengths = tuple(column.numel() * column.element_size() // self.page_num for column in filled)
-        self._views = tuple((byte_view(column), length // page_size, length) for column, length in zip(filled, lengths, strict=True))
-        self._pointers = tuple((column.data_ptr(), length // page_size) for column, length in zip(filled, lengths, strict=True))
-        self.geometry = PageGeometry(layout, dtype, page_size, size, lengths)
+        slot_bytes = [column.numel() * column.element_size() // size for column in filled]
+        self._views = [(byte_view(column), length, length * page_size) for column, length in zip(filled, slot_bytes, strict=True)]
+        self._pointers = [(column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)]
+        self.geometry = PageGeometry(layout, dtype, page_size, size, tuple(length * page_size for length in slot_bytes))
         self.size_per_token = self.geometry.page_bytes // page_size
         self._slots = SlotAllocator(size, page_size)
 
@@ -128,7 +128,7 @@ class HostPoolBase:
         """
         if indices.numel() % self.page_size:
             raise InvalidTransferError(f"indices must be whole pages of {self.page_size} slots, got {indices.numel()}")
-        first_slots: list[int] = indices.reshape(-1)[:: self.page_size].tolist()
+        first_slots = cast("list[int]", indices.reshape(-1)[:: self.page_size].tolist())
         for slot in first_slots:
             self._check_first_slot(slot)
         pointers = [address + slot * slot_bytes for slot in first_slots for address, slot_bytes in self._pointers]

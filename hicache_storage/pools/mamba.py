@@ -73,9 +73,7 @@ class MambaHostPool(HostPoolBase):
         by_layer = layout == "layer_first"
         leading = (layer_num, size) if by_layer else (size, layer_num, 1)
         self.temporal_buffer = host_tensor((*leading, *temporal_shape), temporal_dtype, pin_memory=pin_memory)
-        self.conv_buffers = tuple(
-            host_tensor((*leading, *shape), conv_dtype, pin_memory=pin_memory) for shape in conv_shapes
-        )
+        self.conv_buffers = tuple(host_tensor((*leading, *shape), conv_dtype, pin_memory=pin_memory) for shape in conv_shapes)
         buffers = (self.temporal_buffer, *self.conv_buffers)
         super().__init__(
             layout=layout,

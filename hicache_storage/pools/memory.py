@@ -8,7 +8,7 @@ import functools
 import math
 import mmap
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def host_tensor(
-    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
-) -> torch.Tensor:
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False) -> torch.Tensor:
     """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its last view does.
 
     The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it. Nothing is written:
@@ -103,7 +101,7 @@ def _map(size: int, *, populate: bool) -> mmap.mmap:
 
 
 def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) -> None:
-    runtime = torch.cuda.cudart()
+    runtime = cast("Any", torch.cuda.cudart())  # type: ignore[no-untyped-call] # torch does not annotate it
     error = runtime.cudaHostRegister(address, size, 0)
     if int(error):
         raise InvalidPoolError(

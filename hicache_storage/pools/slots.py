@@ -30,8 +30,13 @@ class SlotAllocator:
         check_size(size, page_size)
         self.size = size
         self.page_size = page_size
+        self._pages = size // page_size
         self._offsets = torch.arange(page_size)
         self._lock = threading.Lock()
+        self._queue: torch.Tensor
+        self._head: int
+        self._free: int
+        self._in_use: torch.Tensor
         self._reset()
 
     def alloc(self, count: int) -> torch.Tensor | None:
@@ -47,10 +52,10 @@ class SlotAllocator:
             if pages > self._free:
                 return None
             taken = self._queue[self._places(self._head, pages)]
-            self._head = (self._head + pages) % len(self._queue)
+            self._head = (self._head + pages) % self._pages
             self._free -= pages
             self._in_use[taken] = True
-        return (taken.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+        return self._slots_of(taken)
 
     def free(self, indices: torch.Tensor) -> int:
         """Give back slots in whole pages, each of consecutive slots; returns their number.
@@ -58,17 +63,18 @@ class SlotAllocator:
         Raises:
             SlotError: a slot is out of range, was not handed out, is given back twice, or comes without its page.
         """
-        slots = self._checked(indices)
-        pages = slots[:: self.page_size] // self.page_size
-        twice = pages.unique().numel() != pages.numel()
+        pages = self._whole_pages(indices)
+        ordered = pages.sort().values
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
         with self._lock:
-            idle = ~self._in_use[pages]
-            if twice or bool(idle.any()):
-                raise SlotError(f"slots given back twice, or never handed out: {self._named_pages(pages, idle)}")
+            idle = pages[~self._in_use[pages]]
+            if idle.numel() or twice.numel():
+                wrong = self._slots_of(idle if idle.numel() else twice)
+                raise SlotError(f"slots given back twice, or never handed out: {_named(wrong)}")
             self._in_use[pages] = False
             self._queue[self._places(self._head + self._free, pages.numel())] = pages
             self._free += pages.numel()
-        return slots.numel()
+        return indices.numel()
 
     def available_size(self) -> int:
         """Number of slots that are free."""
@@ -80,45 +86,41 @@ class SlotAllocator:
             self._reset()
 
     def _reset(self) -> None:
-        pages = self.size // self.page_size
         # A ring of free pages: `_free` of them from `_head` on, in the order in which they are handed out.
-        self._queue = torch.arange(pages)
+        self._queue = torch.arange(self._pages)
         self._head = 0
-        self._free = pages
-        self._in_use = torch.zeros(pages, dtype=torch.bool)
+        self._free = self._pages
+        self._in_use = torch.zeros(self._pages, dtype=torch.bool)
 
     def _places(self, start: int, count: int) -> torch.Tensor:
-        return (torch.arange(count) + start) % len(self._queue)
+        return (torch.arange(count) + start) % self._pages
 
-    def _checked(self, indices: torch.Tensor) -> torch.Tensor:
+    def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
+        return (pages.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+
+    def _whole_pages(self, indices: torch.Tensor) -> torch.Tensor:
         if indices.dtype != torch.int64:
             raise SlotError(f"slots must be an int64 tensor, got {indices.dtype}")
         slots = indices.to("cpu").reshape(-1)
         outside = slots[(slots < 0) | (slots >= self.size)]
         if outside.numel():
             raise SlotError(f"slots out of range [0, {self.size}): {_named(outside)}")
-        stray = self._stray(slots)
-        if stray.numel():
-            raise SlotError(f"slots must be given back in whole pages of {self.page_size} consecutive ones, not {_named(stray)}")
-        return slots
+        pages = slots[:: self.page_size] // self.page_size
+        if not torch.equal(self._slots_of(pages), slots):
+            stray = _named(_without_page(slots, self.page_size))
+            raise SlotError(f"slots must be given back in whole pages of {self.page_size} consecutive ones, not {stray}")
+        return pages
 
-    def _stray(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots that do not stand in a page of their own, whole and in order."""
-        if slots.numel() % self.page_size:
-            _, place, counts = (slots // self.page_size).unique(return_inverse=True, return_counts=True)
-            return slots[counts[place] % self.page_size != 0]
-        rows = slots.view(-1, self.page_size)
-        first = rows[:, :1]
-        in_order = (first % self.page_size == 0) & (rows == first + self._offsets)
-        return rows[~in_order.all(dim=1)].view(-1)
 
-    def _named_pages(self, pages: torch.Tensor, idle: torch.Tensor) -> str:
-        if not bool(idle.any()):
-            values, counts = pages.unique(return_counts=True)
-            named = values[counts > 1]
-        else:
-            named = pages[idle]
-        return _named((named.unsqueeze(1) * self.page_size + self._offsets).view(-1))
+def _without_page(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The slots whose page is not there as a whole or, where all are, those that do not stand in order."""
+    pages = slots // page_size
+    partial = slots[torch.bincount(pages)[pages] % page_size != 0]
+    if partial.numel():
+        return partial
+    rows = slots.view(-1, page_size)
+    ordered = rows[:, :1] // page_size * page_size + torch.arange(page_size)
+    return rows[(rows != ordered).any(dim=1)].view(-1)
 
 
 def _named(slots: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 # What the bridge uses of SGLang 0.5.23, so that it type-checks without it.
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -25,10 +25,11 @@ class HiCacheStorageExtraInfo:
     prefix_keys: list[str] | None
     extra_info: dict[str, object] | None
 
-class PoolName(str, Enum):
+class PoolName(StrEnum):
     KV = "kv"
 
-class PoolHitPolicy(str, Enum): ...
+class PoolHitPolicy(StrEnum):
+    ALL_PAGES = "all_pages"
 
 class PoolTransfer:
     name: PoolName
@@ -76,9 +77,7 @@ class HiCacheStorage:
     def batch_get(
         self, keys: list[str], target_locations: object = None, target_sizes: object = None
     ) -> Sequence[torch.Tensor | None]: ...
-    def set(
-        self, key: str, value: object = None, target_location: object = None, target_sizes: object = None
-    ) -> bool: ...
+    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool: ...
     def batch_set(
         self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
     ) -> bool: ...

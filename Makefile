@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+SGLANG_VENV := .venv-sglang
+
+.PHONY: demo test lint types unit conformance interop benchmark clean
+
+demo: $(VENV)/.installed
+	$(PYTHON) examples/demo.py
+
+test: lint types unit conformance
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(PYTHON)
+
+unit: $(VENV)/.installed
+	$(PYTHON) -m pytest -m "not gpu and not interop"
+
+conformance: $(VENV)/.installed
+	$(VENV)/bin/hicache conformance run file --level core,pools,identity --report out/conformance
+
+# Needs a real SGLang: 2.5 GB, built once into $(SGLANG_VENV).
+interop:
+	scripts/make_sglang_env.sh $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pytest -m interop tests/interop
+
+benchmark:
+	scripts/make_sglang_env.sh $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(SGLANG_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""`hicache drivers`: what is installed, and what is broken."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_storage.plugins import config_model, registry
+from hicache_storage.spec import Capabilities, DriverError
+
+if TYPE_CHECKING:
+    from hicache_storage.hookspecs import DriverSpec
+
+
+def drivers(
+    name: Annotated[str | None, typer.Argument(help="Show this driver's capabilities and options.")] = None,
+) -> None:
+    """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the name is unknown."""
+    console, found = Console(), registry()
+    if name is not None:
+        try:
+            _show(console, found.get(name))
+        except DriverError as error:
+            raise typer.Exit(_complain(error)) from error
+        return
+    table = Table("driver", "from", "capabilities", "summary", box=None, header_style="bold")
+    for driver in sorted(found.drivers):
+        if driver not in found.conflicts:
+            spec = found.drivers[driver]
+            table.add_row(driver, found.owners[driver], ", ".join(_declared(spec.capabilities)), spec.summary)
+    console.print(table)
+    for driver, owners in found.conflicts.items():
+        console.print(f"[red]conflict[/] {driver}: registered by {' and '.join(owners)}")
+    for plugin in found.broken:
+        console.print(f"[red]broken[/] {plugin.owner}: {type(plugin.error).__name__}: {plugin.error}", highlight=False)
+    if found.broken or found.conflicts:
+        raise typer.Exit(1)
+
+
+def _show(console: Console, spec: DriverSpec) -> None:
+    console.print(f"[bold]{spec.name}[/]  {spec.summary}")
+    table = Table("capability", "value", box=None, header_style="bold")
+    for field in fields(Capabilities):
+        table.add_row(field.name, str(getattr(spec.capabilities, field.name)))
+    console.print(table)
+    options = Table("option", "default", "meaning", box=None, header_style="bold")
+    for option, default, meaning in option_rows(spec):
+        options.add_row(option, default, meaning)
+    console.print(options)
+
+
+def option_rows(spec: DriverSpec) -> list[tuple[str, str, str]]:
+    """Name, default and meaning of each option of a driver."""
+    import msgspec
+
+    info = msgspec.inspect.type_info(config_model(spec))
+    assert isinstance(info, msgspec.inspect.StructType)
+    rows = list[tuple[str, str, str]]()
+    for field in info.fields:
+        meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else None
+        default = "required" if field.required else str(field.default)
+        rows.append((field.encode_name, default, str((meta or {}).get("description", ""))))
+    return rows
+
+
+def _declared(capabilities: Capabilities) -> list[str]:
+    rows = list[str]()
+    for field in fields(Capabilities):
+        value = getattr(capabilities, field.name)
+        if value is True and field.name != "may_hang":
+            rows.append(field.name)
+        elif field.name in {"sharing", "durability"}:
+            rows.append(f"{field.name}={value}")
+    return rows
+
+
+def _complain(error: DriverError) -> int:
+    Console(stderr=True).print(f"[red]{error}[/]", highlight=False)
+    return 1

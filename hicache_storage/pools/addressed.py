@@ -1,0 +1,114 @@
+"""Pages of an engine's pool that tells where they lie in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_storage.pools.access import PageAccess
+from hicache_storage.pools.engine import check_geometry, end_pages, is_on_device
+from hicache_storage.pools.memory import in_host_memory, span_view
+from hicache_storage.spec import InvalidPoolError, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.pools.engine import EnginePool
+
+
+class NoAddressesError(Exception):
+    """The pool has pages but no addresses in host memory for them; they can still be copied."""
+
+
+class AddressedPages(PageAccess):
+    """Lends an engine's memory by the addresses that its `get_page_buffer_meta` tells, asked once for each batch.
+
+    The pool is kept alive; that its memory stays where it says is the engine's promise for the length of a call.
+
+    Raises:
+        NoAddressesError: the pool has none to tell, or they are in device memory.
+        InvalidPoolError: it has no memory of its own, or its answers contradict each other.
+    """
+
+    def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
+        self._pool, self._where = pool, where
+        self._offsets = torch.arange(geometry.page_size)
+        slots = end_pages(geometry)
+        addresses, lengths = self._first_answer(slots)
+        components = lengths[: len(lengths) // len(slots)]
+        self.geometry = replace(geometry, component_bytes=tuple(components))
+        check_geometry(self.geometry, where)
+        if len(addresses) != len(lengths) or lengths != components * len(slots):
+            raise InvalidPoolError(
+                f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the same lengths for each page; "
+                f"for {len(slots)} pages it told {len(addresses)} addresses and the lengths {lengths}"
+            )
+        ranges = sorted(zip(addresses, lengths, strict=True))
+        if any(start + length > after for (start, length), (after, _) in pairwise(ranges)):
+            raise InvalidPoolError(f"{where}.get_page_buffer_meta tells overlapping components for different pages")
+        if is_on_device(pool) or not in_host_memory(ranges):
+            raise NoAddressesError("the addresses of its pages are not host memory")
+        self._span = _Span.over(addresses, max(components))
+
+    def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return self._lent(first_slots)
+
+    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return self._lent(first_slots)
+
+    def _lent(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        if not first_slots:
+            return []
+        components = self.geometry.component_bytes
+        expected = components * len(first_slots)
+        addresses, lengths = self._pool.get_page_buffer_meta(self._indices(first_slots)) or ((), ())
+        if len(addresses) != len(expected) or tuple(lengths) != expected:
+            raise InvalidPoolError(
+                f"{self._where}.get_page_buffer_meta told {components} bytes for a page when it was registered, "
+                f"and now {len(addresses)} components for {len(first_slots)} pages"
+            )
+        span = self._span
+        if not span.covers(addresses):
+            self._span = span = _Span.over(addresses, max(components))
+        start, view = span.start, span.view
+        views = [view[at - start : at - start + length] for at, length in zip(addresses, lengths, strict=True)]
+        return [views[at : at + len(components)] for at in range(0, len(views), len(components))]
+
+    def _indices(self, first_slots: Sequence[int]) -> torch.Tensor:
+        return (self._offsets.new_tensor(first_slots).unsqueeze(1) + self._offsets).view(-1)
+
+    def _first_answer(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        try:
+            answer = self._pool.get_page_buffer_meta(self._indices(slots))
+            addresses, lengths = ([], []) if answer is None else map(list, answer)
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            # SGLang's pools answer so where a layout, or a kind of state, has no addresses to tell.
+            raise NoAddressesError(f"get_page_buffer_meta says {str(error) or repr(error)!r}") from error
+        except Exception as error:
+            raise InvalidPoolError(f"{self._where}.get_page_buffer_meta failed: {error!r}") from error
+        if not addresses and not lengths:
+            raise InvalidPoolError(
+                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): its pages are bookkeeping "
+                "for other pools. Register those, not this one"
+            )
+        return addresses, lengths
+
+
+class _Span:
+    """One view from the lowest to the highest address in use: slicing it is twice as fast as a view for each address."""
+
+    __slots__ = ("_last", "start", "view")
+
+    def __init__(self, start: int, last: int, size: int) -> None:
+        self.start, self._last = start, last
+        self.view = span_view(start, last - start + size)
+
+    @classmethod
+    def over(cls, addresses: Sequence[int], size: int) -> _Span:
+        return cls(min(addresses), max(addresses), size)
+
+    def covers(self, addresses: Sequence[int]) -> bool:
+        return self.start <= min(addresses) and max(addresses) <= self._last

@@ -1,0 +1,86 @@
+"""Pages of an engine's pool that only copies them in and out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_storage.pools.access import PageAccess
+from hicache_storage.pools.engine import check_geometry
+from hicache_storage.pools.memory import byte_view, host_tensor
+from hicache_storage.spec import InvalidPoolError, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.pools.engine import EnginePool
+
+SPARE_BYTES = 256 << 20
+"""Most memory that a pool's staging buffers keep between calls."""
+
+
+class StagedPages(PageAccess):
+    """Moves flat pages through buffers of its own; for pools of any layout on any device.
+
+    A page has one component: the bytes of its flat tensor.
+
+    Raises:
+        InvalidPoolError: the pool cannot make flat pages either, or their lengths contradict each other.
+    """
+
+    def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
+        self._pool, self._where = pool, where
+        try:
+            model = pool.get_dummy_flat_data_page()
+            self._dtype, self._device = model.dtype, model.device
+            self.geometry = replace(geometry, component_bytes=(model.numel() * model.element_size(),))
+            check_geometry(self.geometry, where)
+            self._read_first_page()
+        except InvalidPoolError:
+            raise
+        except Exception as error:
+            raise InvalidPoolError(f"{where} can neither lend its pages nor copy them: {error!r}") from error
+        # Shared by all threads; appending to a deque and popping from it are atomic.
+        self._spare = deque[memoryview](maxlen=max(1, SPARE_BYTES // self.geometry.page_bytes))
+
+    def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[self._page_bytes(slot)] for slot in first_slots]
+
+    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[self._buffer()] for _ in first_slots]
+
+    def deliver(self, first_slots: Sequence[int], targets: Sequence[list[memoryview]], delivered: Sequence[bool]) -> None:
+        for slot, (buffer,), complete in zip(first_slots, targets, delivered, strict=True):
+            # The buffer of a page that was not delivered is let go: a read that is stuck may still write into it.
+            if complete:
+                page = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
+                self._pool.set_from_flat_data_page(slot, page.to(self._device))
+                self._spare.append(buffer)
+        if self._device.type != "cpu" and any(delivered):
+            # The caller may hand the pages to another stream as soon as this returns.
+            torch.accelerator.current_stream(self._device).synchronize()
+
+    def _buffer(self) -> memoryview:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return byte_view(host_tensor((self.geometry.page_bytes,), torch.uint8, pin_memory=False))
+
+    def _page_bytes(self, slot: int) -> memoryview:
+        view = byte_view(self._pool.get_data_page(slot, flat=True).detach().to("cpu").contiguous())
+        if len(view) != self.geometry.page_bytes:
+            raise InvalidPoolError(
+                f"{self._where}.get_data_page gives {len(view)} bytes where get_dummy_flat_data_page gives "
+                f"{self.geometry.page_bytes}"
+            )
+        return view
+
+    def _read_first_page(self) -> None:
+        try:
+            self._page_bytes(0)
+        except AssertionError:
+            # SGLang's compacting pools have no page 0 until one is allocated.
+            return

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes a development environment on a fresh Debian or Ubuntu machine: what apt has to bring, a virtual environment,
+# this project with its development tools. usage: scripts/setup.sh DIR
+set -euo pipefail
+dir=${1:?usage: scripts/setup.sh DIR}
+
+# fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
+# libatomic1: the Node.js that pyright brings along links to it.
+packages=()
+command -v fusermount3 >/dev/null || packages+=(fuse3)
+ldconfig -p | grep -q libfuse3 || packages+=(libfuse3-dev)
+ldconfig -p | grep -q libatomic || packages+=(libatomic1)
+python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+if ((${#packages[@]})); then
+  as_root=()
+  ((EUID == 0)) || as_root=(sudo)
+  "${as_root[@]}" apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+fi
+
+[[ -x $dir/bin/python ]] || python3 -m venv "$dir"
+pip() { "$dir/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
+# torch first and pinned: a plain range would fetch gigabytes of CUDA packages that no test uses.
+pip -c constraints.txt torch
+pip -c constraints.txt -e '.[dev]'

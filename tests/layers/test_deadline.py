@@ -1,0 +1,136 @@
+"""The deadline: a hung store is a miss, late results go nowhere, nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_storage.layers import DeadlineLayer, StorageOptions, wrap
+from hicache_storage.layers.deadline import MAX_STUCK_CALLS
+from hicache_storage.spec import (
+    Capabilities,
+    ConfigError,
+    HiCacheStorageExtraInfo,
+    StorageClosedError,
+    StuckReads,
+    UnknownPoolError,
+)
+
+
+@pytest.fixture
+def hanging(kit):
+    """A storage that hangs in `operation` until released, behind a deadline of 50 ms."""
+
+    def make(operation, **capabilities):
+        storage, pool = kit.dict_storage(capabilities=Capabilities(**capabilities))
+        storage.open()
+        release = threading.Event()
+        releases.append(release)
+        storage.before = lambda asked: asked == operation and release.wait(30)
+        layer = DeadlineLayer(storage, 0.05)
+        layer.register_mem_host_pool_v2(pool, "kv")
+        return layer, storage, pool, release
+
+    releases = []
+    yield make
+    for release in releases:
+        release.set()
+
+
+def test_a_hung_lookup_is_a_miss(hanging):
+    layer, storage, pool, release = hanging("exist")
+    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    stats = layer.get_stats()
+    assert (stats.deadlines_missed, stats.faults, layer.fault_count()) == (1, 1, 1)
+    release.set()
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 1
+    layer.close()
+
+
+def test_a_hung_set_is_not_acknowledged_and_its_driver_knows(hanging):
+    layer, storage, pool, release = hanging("write")
+    calls = []
+    inner = storage.write_objects
+    storage.write_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    assert calls[0].expired()
+
+
+def test_a_get_into_the_pool_is_waited_for(hanging):
+    """GET-9: it could still write there."""
+    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.WAITS)
+    page = pool.fill(0, 1)
+    layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    timer = threading.Timer(0.2, release.set)
+    timer.start()
+    assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
+    assert pool.page(1) == page
+    timer.join()
+
+
+def test_a_get_through_buffers_of_its_own_is_not(hanging):
+    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+
+
+def test_errors_of_the_caller_come_through(hanging):
+    layer, storage, pool, _ = hanging("nothing")
+    with pytest.raises(UnknownPoolError):
+        layer.batch_set_v2([pool.transfer("swa", ["a"], [0])])
+    layer.close()
+    with pytest.raises(StorageClosedError):
+        layer.batch_exists_v2(["a"])
+
+
+def test_many_callers_that_do_not_hang_are_all_served(hanging):
+    layer, storage, pool, release = hanging("nothing")
+    hits, barrier = [], threading.Barrier(3 * MAX_STUCK_CALLS)
+    layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    patient = HiCacheStorageExtraInfo(deadline_seconds=60)
+    layer._seconds = 60
+
+    def ask():
+        barrier.wait()
+        hits.append(layer.batch_exists_v2(["a"], None, patient).kv_hit_pages)
+
+    threads = [threading.Thread(target=ask) for _ in range(3 * MAX_STUCK_CALLS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert hits == [1] * len(threads)
+
+
+def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
+    layer, storage, pool, release = hanging("exist")
+    before = threading.active_count()
+    for _ in range(MAX_STUCK_CALLS + 5):
+        layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.001))
+    assert threading.active_count() == before + MAX_STUCK_CALLS
+    assert storage.asked.count("exist") == MAX_STUCK_CALLS
+    release.set()
+    layer.close()
+    assert threading.active_count() == before
+
+
+def test_without_need_there_is_no_thread(hanging):
+    layer, storage, pool, _ = hanging("nothing", may_hang=False)
+    before = threading.active_count()
+    layer.batch_exists_v2(["a"])
+    assert threading.active_count() == before
+
+
+def test_the_default_stack(kit):
+    storage, pool = kit.dict_storage()
+    layers = wrap(storage, StorageOptions())
+    assert [type(layers).__name__, type(layers.inner).__name__] == ["CircuitBreakerLayer", "DeadlineLayer"]
+    assert wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)) is storage
+    assert storage.recorder.enabled is False
+
+
+@pytest.mark.parametrize("options", [{"deadline_seconds": 0}, {"breaker_threshold": -1}, {"breaker_cooldown_seconds": 0}])
+def test_bad_options(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        StorageOptions(**options)

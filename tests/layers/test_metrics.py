@@ -1,0 +1,31 @@
+"""Counting from the outside, for storages that do not count themselves."""
+
+from __future__ import annotations
+
+from hicache_storage.layers import MetricsLayer, StorageLayer, StorageOptions, innermost, wrap
+
+
+class Foreign(StorageLayer):
+    """Stands for a storage that is no `ObjectStorage`."""
+
+
+def test_counts_what_is_answered(kit):
+    storage, _ = kit.dict_storage(metrics=False)
+    layer = MetricsLayer(storage)
+    layer.register_mem_host_pool_v2(pool := kit.pool(), "kv")
+    layer.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
+    layer.batch_exists_v2(["a", "b", "c"])
+    layer.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])])
+    stats = layer.get_stats().pools["kv"]
+    page = pool.geometry.page_bytes
+    assert (stats.pages_written, stats.bytes_written, stats.pages_hit) == (2, 2 * page, 2)
+    assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (1, page, 1)
+    assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
+
+
+def test_only_foreign_storages_get_it(kit):
+    storage, _ = kit.dict_storage()
+    assert not isinstance(wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0)), MetricsLayer)
+    foreign = wrap(Foreign(storage), StorageOptions(deadline_seconds=None, breaker_threshold=0))
+    assert isinstance(foreign, MetricsLayer)
+    assert innermost(foreign) is storage

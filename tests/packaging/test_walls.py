@@ -1,0 +1,92 @@
+"""Who may import whom: arrows point down, and rooms do not look into each other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "hicache_storage": ROOT / "hicache_storage",
+    "hicache_backends": ROOT / "backends" / "hicache_backends",
+    "hicache_conformance": ROOT / "conformance" / "hicache_conformance",
+}
+# What each room may import of the project, besides itself.
+ALLOWED = {
+    "hicache_storage.spec": set(),
+    "hicache_storage.pools": {"hicache_storage.spec"},
+    "hicache_storage.objects": {"hicache_storage.spec", "hicache_storage.pools"},
+    "hicache_storage.layers": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.objects"},
+    "hicache_storage.hookspecs": {"hicache_storage.spec"},
+    "hicache_storage.plugins": {"hicache_storage.spec", "hicache_storage.layers", "hicache_storage.hookspecs"},
+    "hicache_storage.engines": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.layers", "hicache_storage.plugins"},
+    "hicache_storage.cli": {"hicache_storage.spec", "hicache_storage.plugins", "hicache_storage.hookspecs"},
+    "hicache_backends": {"hicache_storage"},
+    "hicache_conformance": {"hicache_storage"},
+}
+# Libraries that belong to one room; everywhere else they would make an import heavy.
+HOMES = {
+    "sglang": {"hicache_storage.engines"},
+    "typer": {"hicache_storage.cli", "hicache_conformance"},
+    "rich": {"hicache_storage.cli", "hicache_conformance"},
+    "pytest": {"hicache_conformance"},
+    "hypothesis": {"hicache_conformance"},
+    "jinja2": {"hicache_conformance"},
+    "prometheus_client": {"hicache_storage.layers"},
+}
+
+
+def modules():
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((package, *(part for part in parts if part != "__init__"))), path
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "hicache_storage" and len(parts) > 1 else parts[0]
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(*pair, id=pair[0]) for pair in modules()])
+def test_imports_stay_within_the_walls(module, path):
+    here = room(module)
+    for name in imports(path):
+        top = name.split(".")[0]
+        if top in SOURCES and here != "hicache_storage":
+            there = room(name)
+            permitted = ALLOWED[here]
+            assert there == here or there in permitted or top in permitted, f"{module} imports {name}"
+            assert top == here.split(".")[0] or top == "hicache_storage", f"{module} imports {name}"
+        if top in HOMES:
+            assert here in HOMES[top], f"{module} imports {name}; {top} belongs into {', '.join(HOMES[top])}"
+
+
+def test_backends_do_not_know_each_other():
+    for module, path in modules():
+        if module.startswith("hicache_backends."):
+            mine = module.split(".")[1]
+            for name in imports(path):
+                if name.startswith("hicache_backends.") and name.split(".")[1] != mine:
+                    pytest.fail(f"{module} imports {name}")
+
+
+def test_every_room_has_rules():
+    assert {room(module) for module, _ in modules()} - {"hicache_storage"} <= set(ALLOWED)
+
+
+def test_a_wrong_import_would_be_found(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from hicache_storage.objects import ObjectStorage\nimport sglang.srt\n")
+    assert list(imports(wrong)) == ["hicache_storage.objects.ObjectStorage", "sglang.srt"]
+    assert room("hicache_storage.objects.ObjectStorage") not in ALLOWED["hicache_storage.spec"]

@@ -1,0 +1,115 @@
+"""Finding drivers: lazily, one by one, with errors that name the plugin and the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from hicache_storage import plugins
+from hicache_storage.hookspecs import ENTRY_POINT_GROUP
+from hicache_storage.spec import (
+    ConfigError,
+    DriverConflictError,
+    DriverContractError,
+    DriverNotFoundError,
+    DriverUnavailableError,
+)
+
+GOOD = """
+from hicache_storage import Capabilities, DriverSpec, hookimpl
+
+@hookimpl
+def hicache_register_drivers():
+    return [DriverSpec(name={name!r}, target={target!r}, config="hicache_storage.spec:DriverConfig",
+                       capabilities=Capabilities(), requires=("acme-client",))]
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Write a plugin module and return its entry point."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(name, source=GOOD, target="acme.driver:Storage", driver=None):
+        (tmp_path / f"plugin_{name}.py").write_text(source.replace("{name!r}", repr(driver or name)).replace("{target!r}", repr(target)))
+        return EntryPoint(name, f"plugin_{name}", ENTRY_POINT_GROUP)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise RuntimeError('boom')", "boom"),
+        ("import no_such_module", "no_such_module"),
+        ("x = 1", "implements no hook"),
+        ("import pluggy\n@pluggy.HookimplMarker('hicache')\ndef hicache_register_drivers(): return []", "implements no hook"),
+        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_driver(): return []", "hicache_register_driver"),
+        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(config): return []", "config"),
+        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): raise OSError('late')", "late"),
+        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): return ['acme']", "DriverSpec"),
+        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): yield 1/0", "zero"),
+    ],
+)
+def test_a_broken_plugin_is_reported_and_stops_nobody_else(plugin, source, message):
+    registry = plugins.discover([plugin("bad", source), plugin("good")])
+    assert list(registry.drivers) == ["good"]
+    assert [broken.owner for broken in registry.broken] == ["local:bad"]
+    assert message in str(registry.broken[0].error)
+    with pytest.raises(DriverNotFoundError, match=r"no driver named 'bad'; installed: good; plugin local:bad is broken"):
+        registry.get("bad")
+
+
+def test_two_plugins_with_one_name(plugin):
+    registry = plugins.discover([plugin("one", driver="acme"), plugin("two", driver="acme"), plugin("three")])
+    with pytest.raises(DriverConflictError, match=r"'acme' is registered by local:one and local:two; uninstall"):
+        registry.get("acme")
+    assert registry.get("three").name == "three"
+
+
+def test_plugins_can_be_disabled(plugin, monkeypatch):
+    monkeypatch.setenv(plugins.DISABLED_PLUGINS_VARIABLE, "bad, other")
+    registry = plugins.discover([plugin("bad", "raise RuntimeError"), plugin("good")])
+    assert (list(registry.drivers), registry.broken) == (["good"], [])
+
+
+def test_a_driver_whose_dependency_is_missing(plugin):
+    spec = plugins.discover([plugin("acme")]).get("acme")
+    with pytest.raises(DriverUnavailableError, match="'acme': cannot import acme.driver:Storage; it needs acme-client"):
+        plugins.driver_class(spec)
+
+
+def test_a_target_that_is_no_storage(plugin):
+    spec = plugins.discover([plugin("acme", target="collections:OrderedDict")]).get("acme")
+    with pytest.raises(DriverContractError, match="not a subclass of HiCacheStorage"):
+        plugins.driver_class(spec)
+
+
+def test_create_storage(kit, tmp_path):
+    with plugins.create_storage("file", kit.identity(), {"path": str(tmp_path)}) as storage:
+        storage.register_mem_host_pool_v2(pool := kit.pool(), "kv")
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    with pytest.raises(DriverNotFoundError, match=r"no driver named 'fiel'; installed: .*file"):
+        plugins.create_storage("fiel", kit.identity())
+    with pytest.raises(ConfigError, match="unknown option 'paht'; did you mean 'path'"):
+        plugins.create_storage("file", kit.identity(), {"paht": "x"})
+
+
+def test_nothing_heavy_is_imported_until_it_is_needed(tmp_path):
+    """Discovery, configuration and construction load no torch, and never a test or server library."""
+    source = f"""
+import sys
+from hicache_storage import StorageIdentity, create_storage
+from hicache_storage.plugins import registry
+assert "file" in registry().drivers
+storage = create_storage("file", StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l"), {{"path": {str(tmp_path / "x")!r}}})
+heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "fastapi", "aiohttp", "hypothesis", "pytest", "typer", "rich", "jinja2"}}
+print(sorted(heavy & set(sys.modules)))
+storage.close()
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert not (tmp_path / "x").exists()

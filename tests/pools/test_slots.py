@@ -1,0 +1,194 @@
+"""Slots: whole pages, first in first out, never twice."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hicache_storage.pools import MambaHostPool, SlotAllocator
+from hicache_storage.spec import HiCacheError, InvalidPoolError, SlotError
+
+
+def slots(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Against a model that knows who holds which page, and in which order pages became free."""
+
+    @initialize(page_size=st.integers(1, 4), pages=st.integers(1, 6))
+    def start(self, page_size: int, pages: int) -> None:
+        self.page_size, self.pages = page_size, pages
+        self.allocator = SlotAllocator(page_size * pages, page_size)
+        self.queue = list(range(pages))
+        self.held: list[int] = []
+
+    def slots_of(self, pages: list[int]) -> list[int]:
+        return [page * self.page_size + offset for page in pages for offset in range(self.page_size)]
+
+    @rule(pages=st.integers(1, 7))
+    def alloc(self, pages: int) -> None:
+        taken = self.allocator.alloc(pages * self.page_size)
+        if pages > len(self.queue):
+            assert taken is None
+            return
+        expected, self.queue = self.queue[:pages], self.queue[pages:]
+        assert taken is not None
+        assert taken.dtype == torch.int64
+        assert taken.tolist() == self.slots_of(expected)
+        assert not set(expected) & set(self.held)
+        self.held += expected
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
+        assert self.allocator.free(slots(*self.slots_of(pages))) == len(pages) * self.page_size
+        self.held = [page for page in self.held if page not in pages]
+        self.queue += pages
+
+    @rule(data=st.data())
+    def free_wrongly(self, data: st.DataObject) -> None:
+        """Some of it is right, some is not: nothing is freed, and the message names a wrong slot."""
+        good = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
+        wrong = self.queue + good
+        if not wrong:
+            return
+        page = data.draw(st.sampled_from(wrong))
+        with pytest.raises(SlotError, match=str(page * self.page_size)):
+            self.allocator.free(slots(*self.slots_of([*good, page])))
+
+    @rule(data=st.data())
+    def free_part_of_a_page(self, data: st.DataObject) -> None:
+        if self.page_size == 1 or not self.held:
+            return
+        page = self.slots_of([data.draw(st.sampled_from(self.held))])
+        del page[data.draw(st.integers(0, self.page_size - 1))]
+        with pytest.raises(SlotError, match="whole pages"):
+            self.allocator.free(slots(*page))
+
+    @rule()
+    def clear(self) -> None:
+        self.allocator.clear()
+        self.queue, self.held = list(range(self.pages)), []
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if hasattr(self, "allocator"):
+            assert self.allocator.available_size() == len(self.queue) * self.page_size
+            assert len(self.queue) + len(self.held) == self.pages
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+class TestSlotAllocator:
+    def test_slots_come_back_in_the_order_they_were_freed(self) -> None:
+        allocator = SlotAllocator(6, 2)
+        allocator.alloc(6)
+        allocator.free(slots(4, 5, 0, 1))
+        again = allocator.alloc(4)
+        assert again is not None
+        assert again.tolist() == [4, 5, 0, 1]
+
+    @pytest.mark.parametrize("count", [0, -4, 3, 5])
+    def test_part_of_a_page_cannot_be_taken(self, count: int) -> None:
+        with pytest.raises(SlotError, match=f"positive multiple of 4, not {count}"):
+            SlotAllocator(8, 4).alloc(count)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ((0, 1, 2, 3, 8, 9, 10, 11), r"given back twice, or never handed out: 8, 9, 10, 11$"),
+            ((0, 1, 2, 3, 0, 1, 2, 3), r"given back twice, or never handed out: 0, 1, 2, 3$"),
+            ((16, 17, 18, 19), r"out of range \[0, 16\): 16, 17, 18, 19$"),
+            ((-1, 0, 1, 2), r"out of range \[0, 16\): -1$"),
+            ((0, 1, 2, 3, 4), r"whole pages of 4 consecutive ones, not 4$"),
+            ((0, 1, 2), r"not 0, 1, 2$"),
+            ((1, 2, 3, 4), r"not 1, 2, 3, 4$"),
+            ((3, 2, 1, 0), r"not 3, 2, 1, 0$"),
+            ((0, 5, 2, 7, 4, 1, 6, 3), r"not 0, 5, 2, 7, 4, 1, 6, 3$"),
+        ],
+    )
+    def test_wrong_slots_are_named_and_nothing_is_freed(self, given: tuple[int, ...], message: str) -> None:
+        allocator = SlotAllocator(16, 4)
+        allocator.alloc(8)
+        with pytest.raises(SlotError, match=message):
+            allocator.free(slots(*given))
+        assert allocator.available_size() == 8
+
+    def test_long_lists_are_cut_short(self) -> None:
+        with pytest.raises(SlotError, match=r"0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(100 in all\)"):
+            SlotAllocator(100).free(torch.arange(100))
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bool])
+    def test_other_types_are_refused(self, dtype: torch.dtype) -> None:
+        with pytest.raises(SlotError, match="int64"):
+            SlotAllocator(8).free(torch.zeros(1, dtype=dtype))
+
+    def test_freeing_nothing_is_fine(self) -> None:
+        assert SlotAllocator(8, 4).free(slots()) == 0
+
+    def test_the_answer_is_the_callers_own(self) -> None:
+        allocator = SlotAllocator(4)
+        taken = allocator.alloc(2)
+        assert taken is not None
+        taken.fill_(3)
+        rest = allocator.alloc(2)
+        assert rest is not None
+        assert rest.tolist() == [2, 3]
+
+    def test_a_mamba_state_cannot_be_freed_twice(self) -> None:
+        pool = MambaHostPool(
+            size=4, layer_num=1, temporal_shape=(2,), conv_shapes=[(2,)], temporal_dtype=torch.float32, conv_dtype=torch.float16
+        )
+        taken = pool.alloc(1)
+        assert taken is not None
+        pool.free(taken)
+        with pytest.raises(SlotError, match="given back twice"):
+            pool.free(taken)
+        everything = pool.alloc(4)
+        assert everything is not None
+        assert sorted(everything.tolist()) == [0, 1, 2, 3]
+        assert pool.alloc(1) is None
+
+    def test_the_error_is_in_the_tree(self) -> None:
+        assert issubclass(SlotError, HiCacheError)
+        assert issubclass(SlotError, ValueError)
+        assert SlotError.code == "slot"
+
+    @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (4, 0), (5, 2)])
+    def test_bad_sizes_are_refused(self, size: int, page_size: int) -> None:
+        with pytest.raises(InvalidPoolError, match="size"):
+            SlotAllocator(size, page_size)
+
+    def test_threads_never_share_a_slot(self) -> None:
+        allocator = SlotAllocator(64, 2)
+        owner = [0] * 64
+        clashes: list[int] = []
+
+        def work(me: int) -> None:
+            for _ in range(150):
+                taken = allocator.alloc(8)
+                if taken is None:
+                    continue
+                numbers = taken.tolist()
+                clashes.extend(slot for slot in numbers if owner[slot])
+                for slot in numbers:
+                    owner[slot] = me
+                for slot in numbers:
+                    owner[slot] = 0
+                allocator.free(taken)
+
+        threads = [threading.Thread(target=work, args=(me,)) for me in range(1, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert clashes == []
+        assert allocator.available_size() == 64

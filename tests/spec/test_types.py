@@ -1,0 +1,101 @@
+"""Pool names, transfers, sizes, configuration and the error tree."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hicache_storage.spec as spec
+from hicache_storage.spec import errors
+
+
+class EnginePool(str, enum.Enum):  # noqa: UP042 - what SGLang's own enum is
+    MAMBA = "mamba"
+
+
+def test_pool_names_equal_and_hash_as_their_text():
+    assert spec.PoolName.KV == "kv"
+    assert {"kv": 1}[spec.PoolName.KV] == 1
+    assert {spec.PoolName("my_pool_7"): 1}["my_pool_7"] == 1
+    assert spec.PoolName(EnginePool.MAMBA) == "mamba"
+    assert str(spec.PoolName(EnginePool.MAMBA)) == "mamba"
+
+
+@pytest.mark.parametrize("name", ["", "KV", "a-b", "a" * 65, "../kv", "kv\n"])
+def test_other_names_are_refused(name):
+    with pytest.raises(spec.InvalidTransferError, match="pool name"):
+        spec.PoolName(name)
+
+
+def test_transfers_convert_what_engines_write():
+    transfer = spec.PoolTransfer("mamba", hit_policy="trailing_pages", indices_from_pool="kv")
+    assert isinstance(transfer.name, spec.PoolName)
+    assert transfer.hit_policy is spec.PoolHitPolicy.TRAILING_PAGES
+    assert transfer.indices_from_pool == spec.PoolName.KV
+    with pytest.raises(ValueError, match="some_pages"):
+        spec.PoolTransfer("mamba", hit_policy="some_pages")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), (7, 7), ("1KiB", 1024), ("1kb", 1000), ("1.5 GiB", 3 << 29), ("2T", 2 * 10**12), ("1g", 10**9)],
+)
+def test_sizes(text, size):
+    assert spec.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "big", "-1", "1 2", "1KiBB", "GiB"])
+def test_texts_that_are_no_sizes(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        spec.parse_bytes(text)
+
+
+class Options(spec.DriverConfig):
+    path: str
+    threads: int = 1
+    fsync: bool = False
+
+
+def test_options_are_converted_from_text():
+    assert spec.parse_config(Options, {"path": "x", "threads": "4", "fsync": "true"}) == Options(path="x", threads=4, fsync=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "x", "thread": 2}, "unknown option 'thread'; did you mean 'threads'"),
+        ({"path": "x", "zzz": 2}, "unknown option 'zzz'; known options: path, threads, fsync"),
+        ({}, "path"),
+        ({"path": "x", "threads": "many"}, "threads"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(spec.ConfigError, match=message):
+        spec.parse_config(Options, options)
+
+
+def error_classes():
+    return [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.HiCacheError)]
+
+
+def test_error_codes_are_unique_and_the_tree_is_drawn():
+    codes = [cls.code for cls in error_classes()]
+    assert len(set(codes)) == len(codes)
+    for cls in error_classes():
+        assert cls.__name__ in errors.__doc__
+        assert pickle.loads(pickle.dumps(cls("why"))).args == ("why",)
+
+
+def test_the_package_exports_what_it_says():
+    public = sorted(name for name, value in vars(spec).items() if not name.startswith("_") and not inspect.ismodule(value))
+    assert sorted(spec.__all__) == public
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789_", min_size=1, max_size=64))
+def test_every_legal_name_is_accepted(name):
+    assert spec.PoolName(name) == name
