@@ -146,7 +146,7 @@ class HostPoolBase:
         parts = self._parts(first_slot)
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
-        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).view(self.flat_dtype)
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).view(self.flat_dtype)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """A new flat page of zeros, of the length and element type that `set_from_flat_data_page` takes."""
@@ -164,7 +164,7 @@ class HostPoolBase:
                 f"data_page must have {self.geometry.page_bytes} bytes of {self.flat_dtype}, "
                 f"got {data_page.numel()} elements of {data_page.dtype}"
             )
-        data = data_page.reshape(-1).view(torch.uint8)
+        data = data_page.contiguous().view(-1).view(torch.uint8)
         start = 0
         for part in parts:
             end = start + part.numel() * part.element_size()

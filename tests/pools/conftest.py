@@ -42,9 +42,7 @@ def mha_shape(layout: str, dim: int) -> tuple[int, ...]:
 
 def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
     def build() -> MHAHostPool:
-        return MHAHostPool(
-            size=S, page_size=P, layer_num=L, head_num=H, head_dim=D, v_head_dim=v_dim, dtype=dtype, layout=layout
-        )
+        return MHAHostPool(size=S, page_size=P, layer_num=L, head_num=H, head_dim=D, v_head_dim=v_dim, dtype=dtype, layout=layout)
 
     def halves(pool: MHAHostPool, slot: int) -> list[torch.Tensor]:
         buffers = (pool.k_buffer, pool.v_buffer)
@@ -118,11 +116,7 @@ def indexer_case(layout: str) -> PoolCase:
 
 
 CASES = [
-    *(
-        mha_case(layout, v_dim, torch.bfloat16)
-        for layout in MHAHostPool.LAYOUTS
-        for v_dim in (None, DV)
-    ),
+    *(mha_case(layout, v_dim, torch.bfloat16) for layout in MHAHostPool.LAYOUTS for v_dim in (None, DV)),
     *(mla_case(layout, torch.float8_e4m3fn) for layout in MLAHostPool.LAYOUTS),
     *(mamba_case(layout, temporal) for layout in MambaHostPool.LAYOUTS for temporal in (TEMPORAL, (0, 3))),
     *(indexer_case(layout) for layout in IndexerHostPool.LAYOUTS),

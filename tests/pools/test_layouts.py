@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import timeit
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import HostPoolBase
 
-    from .conftest import PoolCase
+    PoolCase = Any  # conftest's; test files cannot import it
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -189,9 +189,14 @@ class TestMeaning:
             assert int.from_bytes(component[at_token : at_token + 4], "little") == half * 1000 + 5 * 3 * dim
 
     def test_mamba_flat_pages_are_portable_between_layouts(self) -> None:
-        shared = dict(
-            size=3, layer_num=2, temporal_shape=(2, 2), conv_shapes=[(3,)], temporal_dtype=torch.float32, conv_dtype=torch.float16
-        )
+        shared = {
+            "size": 3,
+            "layer_num": 2,
+            "temporal_shape": (2, 2),
+            "conv_shapes": [(3,)],
+            "temporal_dtype": torch.float32,
+            "conv_dtype": torch.float16,
+        }
         first, other = MambaHostPool(layout="layer_first", **shared), MambaHostPool(layout="page_first", **shared)
         for buffer in first.buffers:
             buffer.copy_(torch.randn(buffer.shape))
@@ -201,18 +206,17 @@ class TestMeaning:
 
     def test_equal_sizes_in_two_layouts_are_two_geometries(self) -> None:
         geometries = {
-            MHAHostPool(
-                size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16, layout=layout
-            ).geometry
+            MHAHostPool(size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16, layout=layout).geometry
             for layout in MHAHostPool.LAYOUTS
         }
         assert len(geometries) == len(MHAHostPool.LAYOUTS)
 
     def test_equal_sizes_of_two_types_are_two_geometries(self) -> None:
         types = (torch.float16, torch.bfloat16)
-        assert MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[0]).geometry != MLAHostPool(
-            size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[1]
-        ).geometry
+        assert (
+            MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[0]).geometry
+            != MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[1]).geometry
+        )
         pools = [
             MambaHostPool(size=2, layer_num=1, temporal_shape=(2,), conv_shapes=[(2,)], temporal_dtype=one, conv_dtype=types[0])
             for one in types
@@ -253,9 +257,7 @@ def any_pool(draw: st.DrawFn) -> HostPoolBase:
             layout=layout,
         )
     if kind is MLAHostPool:
-        return MLAHostPool(
-            size=size, page_size=page_size, layer_num=layers, kv_cache_dim=draw(small), dtype=dtype, layout=layout
-        )
+        return MLAHostPool(size=size, page_size=page_size, layer_num=layers, kv_cache_dim=draw(small), dtype=dtype, layout=layout)
     if kind is IndexerHostPool:
         return IndexerHostPool(
             size=size, page_size=page_size, layer_num=layers, index_head_dim=8, quant_block_size=4, layout=layout
@@ -287,12 +289,17 @@ def test_any_geometry_partitions_its_buffers(pool: HostPoolBase, data: st.DataOb
     assert page_bytes(pool, target) == page_bytes(pool, source)
 
 
-MHA = dict(size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16)
-MLA = dict(size=8, page_size=4, layer_num=2, kv_cache_dim=2, dtype=torch.float16)
-MAMBA = dict(
-    size=8, layer_num=2, temporal_shape=(2,), conv_shapes=[(2,)], temporal_dtype=torch.float32, conv_dtype=torch.float16
-)
-INDEXER = dict(size=8, page_size=4, layer_num=2)
+MHA = {"size": 8, "page_size": 4, "layer_num": 2, "head_num": 2, "head_dim": 2, "dtype": torch.float16}
+MLA = {"size": 8, "page_size": 4, "layer_num": 2, "kv_cache_dim": 2, "dtype": torch.float16}
+MAMBA = {
+    "size": 8,
+    "layer_num": 2,
+    "temporal_shape": (2,),
+    "conv_shapes": [(2,)],
+    "temporal_dtype": torch.float32,
+    "conv_dtype": torch.float16,
+}
+INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
 
 
 @pytest.mark.parametrize(

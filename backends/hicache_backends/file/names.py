@@ -1,0 +1,201 @@
+"""Names of the files that the driver makes. What does not match exactly is a stranger's and is left alone.
+
+Numbers are hexadecimal without leading zeros, so that every name has one spelling.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WRITER_PATTERN = "[a-z2-7]{10}"
+NAMESPACE_PATTERN = "[0-9a-f]{32}"
+_HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
+
+MAX_MARKER_BYTES = 240
+"""Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to them."""
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+
+
+def random_writer() -> str:
+    """A name for a writer that no other has: 50 random bits."""
+    return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
+
+
+class BundleId(NamedTuple):
+    """What tells a bundle from all others of its namespace; never used twice."""
+
+    writer: str
+    sequence: int
+
+
+class BundleName(NamedTuple):
+    """A bundle's file name tells its length and age, so that a listing of names is enough to know what is used."""
+
+    writer: str
+    sequence: int
+    size: int
+    """Length of the file, in bytes."""
+    created_ms: int
+    """Milliseconds since 1970 by the writer's clock; kept when the bundle is rewritten."""
+
+    @property
+    def id(self) -> BundleId:
+        return BundleId(self.writer, self.sequence)
+
+    def __str__(self) -> str:
+        return f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}.bundle"
+
+
+_BUNDLE = re.compile(f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})\\.bundle")
+
+
+def parse_bundle(text: str) -> BundleName | None:
+    """The bundle of that file name, None for a name that the driver did not make."""
+    match = _BUNDLE.fullmatch(text)
+    if match is None:
+        return None
+    writer, sequence, size, created = match.groups()
+    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A bundle has been published."""
+
+    bundle: BundleName
+
+    def __str__(self) -> str:
+        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A bundle is gone: evicted, cleared, or rewritten as another."""
+
+    bundle: BundleId
+
+    def __str__(self) -> str:
+        return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
+
+
+Event = Added | Removed
+
+_ADDED = re.compile(f"a({_HEX})-({_HEX})")
+_REMOVED = re.compile(f"r({WRITER_PATTERN})-({_HEX})")
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """How far a writer's events in one namespace go, and the last of them.
+
+    The event numbered `sequence` is the last one in `events`, the one before it has the number before, and so on. Who
+    is behind by more than these has to list the bundles.
+    """
+
+    namespace: str
+    writer: str
+    sequence: int
+    events: tuple[Event, ...]
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{','.join(map(str, self.events))}"
+
+    def after(self, events: Sequence[Event]) -> Marker:
+        """The marker after more events: all that fit into a name, the newest first to stay."""
+        kept, room = list[Event](), MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}..") - 16
+        for event in reversed((*self.events, *events)):
+            room -= len(str(event)) + 1
+            if room < 0:
+                break
+            kept.insert(0, event)
+        return Marker(self.namespace, self.writer, self.sequence + len(events), tuple(kept))
+
+    def since(self, sequence: int) -> tuple[Event, ...] | None:
+        """The events after the one numbered `sequence`; None where they are no longer all known."""
+        missed = self.sequence - sequence
+        if missed > len(self.events):
+            return None
+        return self.events[len(self.events) - missed :] if missed > 0 else ()
+
+
+_MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.([a-z0-9,-]*)")
+
+
+def parse_marker(text: str) -> Marker | None:
+    """The marker of that file name, None for a name that the driver did not make."""
+    match = _MARKER.fullmatch(text)
+    if match is None:
+        return None
+    namespace, writer, last, listed = match.groups()
+    sequence = int(last, 16)
+    texts = listed.split(",") if listed else []
+    events = list[Event]()
+    for number, event_text in enumerate(texts, start=sequence - len(texts) + 1):
+        event = _parse_event(event_text, writer, number)
+        if event is None:
+            return None
+        events.append(event)
+    return Marker(namespace, writer, sequence, tuple(events))
+
+
+def _parse_event(text: str, writer: str, number: int) -> Event | None:
+    if match := _ADDED.fullmatch(text):
+        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16)))
+    if match := _REMOVED.fullmatch(text):
+        return Removed(BundleId(match[1], int(match[2], 16)))
+    return None
+
+
+class Owner(NamedTuple):
+    """A process, told apart from every other one of any machine at any time."""
+
+    place: str
+    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
+
+
+class TemporaryName(NamedTuple):
+    """A file that is being written. Its length is part of the name: it reserves room before the first byte is there."""
+
+    owner: Owner
+    writer: str
+    number: int
+    size: int
+
+    def __str__(self) -> str:
+        place, pid, started = self.owner
+        return f"{place}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
+
+
+_TEMPORARY = re.compile(f"([a-z2-7]{{8}})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})-({_HEX})\\.temporary")
+
+
+def parse_temporary(text: str) -> TemporaryName | None:
+    """The temporary file of that name, None for a name that the driver did not make."""
+    match = _TEMPORARY.fullmatch(text)
+    if match is None:
+        return None
+    place, pid, started, writer, number, size = match.groups()
+    return TemporaryName(Owner(place, int(pid, 16), int(started, 16)), writer, int(number, 16), int(size, 16))
+
+
+def bundles_among(texts: Iterable[str]) -> list[BundleName]:
+    """The bundles among file names, strangers left out."""
+    return [name for name in map(parse_bundle, texts) if name is not None]
+
+
+_NAMESPACE = re.compile(NAMESPACE_PATTERN)
+
+
+def is_namespace(text: str) -> bool:
+    """Whether a directory's name is a namespace's."""
+    return _NAMESPACE.fullmatch(text) is not None

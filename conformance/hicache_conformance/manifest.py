@@ -1,0 +1,73 @@
+"""The rules of the contract, as the packaged `rules.toml` lists them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+
+class Level(StrEnum):
+    """What a driver can be tested for; in the order of `docs/spec.md`."""
+
+    CORE = "core"
+    POOLS = "pools"
+    IDENTITY = "identity"
+    SHARED = "shared"
+    DURABLE = "durable"
+    FAULTS = "faults"
+    STREAM = "stream"
+    BUDGET = "budget"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of the contract."""
+
+    id: str
+    levels: tuple[Level, ...]
+    text: str
+    """What it asks."""
+    why: str
+    """What happened where it was not kept."""
+    needs: str = ""
+    """Capability that makes the rule binding, as `declares` reads it; empty where it binds every driver."""
+
+
+@cache
+def rules() -> dict[str, Rule]:
+    """All rules by id, in the order of the specification."""
+    found = dict[str, Rule]()
+    for entry in _manifest()["rule"]:
+        rule = Rule(**{**entry, "levels": tuple(map(Level, entry["levels"]))})
+        if rule.id in found:
+            raise ValueError(f"rules.toml lists {rule.id} twice")
+        found[rule.id] = rule
+    return found
+
+
+def spec_version() -> str:
+    """Version of the contract that the rules belong to."""
+    return str(_manifest()["spec"])
+
+
+def parse_levels(text: str) -> tuple[Level, ...]:
+    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean every level.
+
+    Raises:
+        ValueError: a level is unknown.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or "all" in names:
+        return tuple(Level)
+    unknown = [name for name in names if name not in list(Level)]
+    if unknown:
+        raise ValueError(f"unknown level {unknown[0]!r}; levels are {', '.join(Level)}, or all")
+    return tuple(level for level in Level if level in names)
+
+
+@cache
+def _manifest() -> dict:  # type: ignore[type-arg]  # TOML; `Rule` checks what comes out of it
+    return tomllib.loads(files("hicache_conformance").joinpath("rules.toml").read_text("utf-8"))

@@ -1,0 +1,18 @@
+"""What a case raises: a broken rule, or that it has no way to find out."""
+
+from __future__ import annotations
+
+import pytest
+
+
+class Violation(AssertionError):
+    """The driver broke a rule. Anything else that a case raises means that the suite itself broke."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}" if rule else message)
+        self.rule = rule
+        """The broken rule; empty where it is the one that the running case is about."""
+
+
+class Untestable(pytest.skip.Exception):
+    """A case cannot find out; its rules count as untested, which no verdict hides."""

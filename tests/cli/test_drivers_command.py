@@ -1,0 +1,66 @@
+"""`hicache drivers`, as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HICACHE = str(Path(sysconfig.get_path("scripts")) / "hicache")
+
+
+def hicache(*arguments, **environment):
+    import os
+
+    return subprocess.run(
+        [HICACHE, *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200", **environment}, check=False
+    )
+
+
+def test_lists_the_file_driver():
+    done = hicache("drivers")
+    assert done.returncode == 0, done.stderr
+    assert "file" in done.stdout
+    assert "hicache-storage:file" in done.stdout
+    assert "sharing=processes" in done.stdout
+
+
+def test_shows_a_driver_and_its_options():
+    done = hicache("drivers", "file")
+    assert done.returncode == 0, done.stderr
+    for word in ("path", "required", "capacity", "durability"):
+        assert word in done.stdout
+
+
+def test_an_unknown_driver():
+    done = hicache("drivers", "fiel")
+    assert done.returncode == 1
+    assert "no driver named 'fiel'; installed:" in done.stderr
+
+
+def test_a_broken_plugin_is_listed_and_fails_the_command(tmp_path):
+    (tmp_path / "acme_plugin.py").write_text("raise RuntimeError('boom')")
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hicache_storage.drivers]\nacme = acme_plugin\n")
+    done = hicache("drivers", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "broken acme:acme: RuntimeError: boom" in done.stdout
+    assert "hicache-storage:file" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_the_commands(arguments):
+    done = hicache(*arguments)
+    assert "drivers" in done.stdout + done.stderr
+
+
+def test_without_the_cli_extra_the_fix_is_named():
+    source = "import sys; sys.modules['typer'] = None\nfrom hicache_storage.cli.main import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'hicache-storage[cli]'" in done.stderr

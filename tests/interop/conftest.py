@@ -1,0 +1,92 @@
+"""Tests against a real SGLang. Without one they fail, they are not skipped; deselect them with `-m "not interop"`."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+import pytest
+
+MISSING = """SGLang is not installed here, and these tests are about nothing else.
+Build an environment that has it and run them there:
+
+    scripts/make_sglang_env.sh .venv-sglang
+    .venv-sglang/bin/python -m pytest -m interop tests/interop
+
+or leave them out with -m "not interop"."""
+
+
+class NeedsSGLang(pytest.Module):
+    """Stands for a test module that cannot be imported without SGLang: one test, which fails."""
+
+    def collect(self):
+        yield Missing.from_parent(self, name="needs_sglang")
+
+
+class Missing(pytest.Item):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_marker(pytest.mark.interop)
+
+    def runtest(self):
+        pytest.fail(MISSING, pytrace=False)
+
+    def reportinfo(self):
+        return self.path, None, self.nodeid
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if importlib.util.find_spec("sglang") is None:
+        return NeedsSGLang.from_parent(parent, path=module_path)
+    with warnings.catch_warnings():
+        # Importing SGLang on a machine without a GPU warns of everything it misses there.
+        warnings.simplefilter("ignore")
+        importlib.import_module("tests.interop.engine")
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world():
+    """The process group of one rank that SGLang's controllers ask for."""
+    dist = importlib.import_module("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks():
+    """Makes ranks of an engine, and detaches them at the end."""
+    from tests.interop.engine import Pools, Rank  # noqa: PLC0415 - needs SGLang
+
+    made: list[Rank] = []
+
+    def make(pools: Pools, **options: object) -> Rank:
+        made.append(Rank(pools, **options))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.detach()
+
+
+@pytest.fixture
+def trouble():
+    """The drivers of `drivers.py` under their names, and what goes wrong in them."""
+    from hicache_storage import plugins  # noqa: PLC0415 - not before it is needed
+    from tests.interop.drivers import SHELVES, SPECS, TROUBLE  # noqa: PLC0415 - as above
+
+    registry = plugins.registry()
+    for spec in SPECS:
+        registry.add(spec, owner="tests")
+    yield TROUBLE
+    TROUBLE.clear()
+    SHELVES.clear()
+    for spec in SPECS:
+        del registry.drivers[spec.name], registry.owners[spec.name]
+
+
+@pytest.fixture
+def storage(trouble):
+    """A driver's name and configuration."""
+    return "shelf", {"shelf": "test"}

@@ -1,0 +1,45 @@
+"""What importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import hicache_storage.pools
+
+WITHOUT_TORCH = """
+import sys
+import hicache_storage.pools, hicache_storage.pools.access, hicache_storage.pools.adapter
+from hicache_storage.pools import PageAccess, page_access
+from hicache_storage.spec import InvalidPoolError, PageGeometry
+
+class Lender:
+    geometry = PageGeometry("page_first", "uint8", 1, 4, (8,))
+    memory = memoryview(bytearray(32))
+    def page_buffers(self, first_slots):
+        return [[self.memory[slot * 8 : slot * 8 + 8]] for slot in first_slots]
+
+assert len(page_access(Lender()).sources([1, 2])) == 2
+try:
+    page_access(object())
+except InvalidPoolError:
+    pass
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_pools_of_the_protocol_need_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, timeout=60)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in hicache_storage.pools.__all__:
+        assert getattr(hicache_storage.pools, name).__name__ == name
+    assert dir(hicache_storage.pools) == sorted(hicache_storage.pools.__all__)
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = hicache_storage.pools.Nothing

@@ -1,0 +1,157 @@
+"""Host memory: aligned, seen as bytes, and gone when nobody looks at it any more."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from hicache_storage.pools import byte_view, host_tensor
+from hicache_storage.pools.memory import in_host_memory, span_view
+from hicache_storage.spec import InvalidPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def mapped_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * 4096
+
+
+class TestHostTensor:
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+    @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1024, 7)])
+    def test_is_aligned_contiguous_and_zero(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        tensor = host_tensor(shape, dtype)
+        assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+        assert tensor.data_ptr() % 4096 == 0
+        assert not any(byte_view(tensor))
+
+    def test_may_be_empty(self) -> None:
+        assert host_tensor((3, 0, 2), torch.float16).shape == (3, 0, 2)
+
+    def test_populated_memory_is_resident(self) -> None:
+        size = 16 << 20
+
+        def resident() -> int:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * 4096
+
+        before = resident()
+        lazy = host_tensor((size,), torch.uint8)
+        assert resident() - before < size // 2
+        ready = host_tensor((size,), torch.uint8, populate=True)
+        assert resident() - before > size // 2
+        del lazy, ready
+
+    def test_memory_goes_with_the_last_view(self) -> None:
+        before = mapped_bytes()
+        tensor = host_tensor((256 << 20,), torch.uint8)
+        view = byte_view(tensor[1 << 20 : 2 << 20])[10:20]
+        del tensor
+        view[:] = b"0123456789"
+        assert mapped_bytes() - before > 200 << 20
+        assert bytes(view) == b"0123456789"
+        del view
+        gc.collect()
+        assert mapped_bytes() - before < 200 << 20
+
+    def test_more_than_there_is_is_refused(self) -> None:
+        with pytest.raises(InvalidPoolError, match="cannot map"):
+            host_tensor((1 << 62,), torch.uint8)
+        with pytest.raises(InvalidPoolError, match="cannot map"):
+            host_tensor((1 << 40, 1 << 40), torch.uint8)
+
+
+class TestPageLocking:
+    """Against a stand-in for the CUDA runtime."""
+
+    @pytest.fixture
+    def runtime(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        runtime = SimpleNamespace(locked={}, error=0)
+
+        def register(address: int, size: int, flags: int) -> int:
+            if not runtime.error:
+                runtime.locked[address] = size
+            return runtime.error
+
+        runtime.cudaHostRegister = register
+        runtime.cudaHostUnregister = lambda address: runtime.locked.pop(address) and 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        return runtime
+
+    def test_memory_is_locked_until_it_goes(self, runtime: SimpleNamespace) -> None:
+        tensor = host_tensor((3, 4096), torch.float16)
+        assert runtime.locked == {tensor.data_ptr(): 3 * 4096 * 2}
+        view = tensor[1]
+        del tensor
+        assert runtime.locked
+        del view
+        assert runtime.locked == {}
+
+    def test_only_if_asked_and_only_if_there_is_any(self, runtime: SimpleNamespace) -> None:
+        tensors = host_tensor((4096,), torch.uint8, pin_memory=False), host_tensor((0,), torch.uint8)
+        assert runtime.locked == {}
+        del tensors
+
+    def test_a_refusal_says_what_to_do(self, runtime: SimpleNamespace) -> None:
+        runtime.error = 2
+        with pytest.raises(InvalidPoolError, match="pass a smaller size, or pin_memory=False"):
+            host_tensor((4096,), torch.uint8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_sees_locked_memory() -> None:
+    assert host_tensor((1 << 20,), torch.uint8).is_pinned()
+    assert not host_tensor((1 << 20,), torch.uint8, pin_memory=False).is_pinned()
+    assert not in_host_memory([(torch.zeros(1024, device="cuda").data_ptr(), 4096)])
+
+
+class TestByteView:
+    def test_is_the_tensor(self) -> None:
+        tensor = torch.zeros(2, 3, dtype=torch.int16)
+        view = byte_view(tensor)
+        assert (len(view), view.format, view.readonly, view.ndim) == (12, "B", False, 1)
+        view[2:4] = b"\x01\x02"
+        assert tensor.tolist() == [[0, 0x201, 0], [0, 0, 0]]
+
+    def test_keeps_the_tensor(self) -> None:
+        tensor = torch.arange(4)
+        alive = weakref.ref(tensor)
+        view = byte_view(tensor)[8:16]
+        del tensor
+        assert alive() is not None
+        assert int.from_bytes(view, "little") == 1
+        del view
+        assert alive() is None
+
+    def test_of_nothing(self) -> None:
+        assert len(byte_view(torch.empty(0, 3))) == 0
+
+    @pytest.mark.parametrize(
+        "make", [lambda: torch.zeros(4, 4)[:, 1], lambda: torch.zeros(4, 4).t(), lambda: torch.zeros(4, device="meta")]
+    )
+    def test_without_flat_bytes_is_refused(self, make: Callable[[], torch.Tensor]) -> None:
+        with pytest.raises(InvalidPoolError, match="has no flat host bytes"):
+            byte_view(make())
+
+
+def test_span_view_is_the_memory_at_an_address() -> None:
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    span_view(tensor.data_ptr() + 2, 3)[:] = b"abc"
+    assert bytes(tensor.tolist()) == b"\0\0abc\0\0\0"
+
+
+def test_host_memory_is_told_from_other_addresses() -> None:
+    tensor = host_tensor((8192,), torch.uint8)
+    start = tensor.data_ptr()
+    assert in_host_memory([(start, 8192), (start + 4096, 100)])
+    assert not in_host_memory([(start, 8192), (0x1000, 1)])
+    assert not in_host_memory([(start, 1 << 40)])
