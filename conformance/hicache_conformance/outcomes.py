@@ -64,6 +64,8 @@ class Header:
     distribution: str = ""
     """`name version` of the distribution that registers the driver."""
     capabilities: dict[str, Any] = field(default_factory=dict[str, Any])
+    undeclared: list[str] = field(default_factory=list[str])
+    """What rules of the contract need and the driver does not declare."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Redacted."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
@@ -100,6 +102,11 @@ class Stream:
             self.broken = record["reason"]
         elif kind == "footer":
             self.finished = True
+
+    @property
+    def undeclared(self) -> list[str]:
+        """What rules need and the driver does not declare."""
+        return self.header.undeclared if self.header else []
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from hicache_storage.pools.access import PageAccess
-from hicache_storage.pools.engine import FLAT_METHODS, EnginePool, check_geometry, describe, end_pages
+from hicache_storage.pools.engine import FLAT_METHODS, EnginePool, check_components, check_sizes, describe, end_pages
 from hicache_storage.spec import HostPool, InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def page_access(host_pool: object) -> PageAccess:
     where = type(host_pool).__name__
     if isinstance(host_pool, HostPool):
         return LentPages(host_pool, where)
-    if getattr(host_pool, "kv_buffer", host_pool) is None:
+    if getattr(host_pool, "kv_buffer", False) is None:
         raise InvalidPoolError(
             f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for other pools. "
             "Register those, not this one"
@@ -45,7 +45,8 @@ class LentPages(PageAccess):
         self.geometry = pool.geometry
         if not isinstance(cast("object", self.geometry), PageGeometry):
             raise InvalidPoolError(f"{where}.geometry must be a PageGeometry, got {self.geometry!r}")
-        check_geometry(self.geometry, where)
+        check_sizes(self.geometry.page_size, self.geometry.size, where)
+        check_components(self.geometry.component_bytes, where)
         for page in pool.page_buffers(end_pages(self.geometry)):
             lengths = tuple(len(buffer) for buffer in page if _is_writable_run(buffer))
             if len(lengths) != len(page) or lengths != self.geometry.component_bytes:

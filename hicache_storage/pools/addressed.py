@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage.pools.access import PageAccess
-from hicache_storage.pools.engine import check_geometry, end_pages, is_on_device
+from hicache_storage.pools.engine import check_components, end_pages, is_on_device
 from hicache_storage.pools.memory import in_host_memory, span_view
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
@@ -40,7 +40,7 @@ class AddressedPages(PageAccess):
         addresses, lengths = self._first_answer(slots)
         components = lengths[: len(lengths) // len(slots)]
         self.geometry = replace(geometry, component_bytes=tuple(components))
-        check_geometry(self.geometry, where)
+        check_components(self.geometry.component_bytes, where)
         if len(addresses) != len(lengths) or lengths != components * len(slots):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the same lengths for each page; "
@@ -83,7 +83,7 @@ class AddressedPages(PageAccess):
     def _first_answer(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         try:
             answer = self._pool.get_page_buffer_meta(self._indices(slots))
-            addresses, lengths = ([], []) if answer is None else map(list, answer)
+            addresses, lengths = (list(part or ()) for part in answer or ((), ()))
         except (AssertionError, NotImplementedError, ValueError) as error:
             # SGLang's pools answer so where a layout, or a kind of state, has no addresses to tell.
             raise NoAddressesError(f"get_page_buffer_meta says {str(error) or repr(error)!r}") from error

@@ -52,6 +52,7 @@ def describe(pool: object, where: str) -> PageGeometry:
         raise InvalidPoolError(f"{where}.layout must be a text, got {layout!r}")
     if not isinstance(page_size, int) or not isinstance(size, int):
         raise InvalidPoolError(f"{where}.page_size and .size must be integers, got {page_size!r} and {size!r}")
+    check_sizes(page_size, size, where)
     # A pool whose bytes follow a format of their own says so in a tag beside the layout.
     tag = getattr(pool, "storage_format_tag", None)
     # str.__str__: an enum member that is a str prints as its class.
@@ -59,23 +60,21 @@ def describe(pool: object, where: str) -> PageGeometry:
     return PageGeometry(f"{text}+{tag}" if tag else text, _element_type(pool, where), page_size, size, ())
 
 
-def check_geometry(geometry: PageGeometry, where: str) -> None:
-    """Refuse a geometry that cannot be.
+def check_sizes(page_size: int, size: int, where: str) -> None:
+    """Refuse a pool that is not a whole number of pages."""
+    if page_size < 1 or size < page_size or size % page_size:
+        raise InvalidPoolError(f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}")
 
-    Raises:
-        InvalidPoolError: sizes are out of range or do not fit each other.
-    """
-    if geometry.page_size < 1 or geometry.size < geometry.page_size or geometry.size % geometry.page_size:
-        raise InvalidPoolError(
-            f"{where}.size must be a positive multiple of its page_size, got {geometry.size} and {geometry.page_size}"
-        )
-    if not geometry.component_bytes or min(geometry.component_bytes) < 1:
-        raise InvalidPoolError(f"{where}: a page's components must have at least 1 byte each, got {geometry.component_bytes}")
+
+def check_components(component_bytes: Sequence[int], where: str) -> None:
+    """Refuse a page without bytes, or with a component without."""
+    if not component_bytes or min(component_bytes) < 1:
+        raise InvalidPoolError(f"{where}: a page's components must have at least 1 byte each, got {component_bytes}")
 
 
 def end_pages(geometry: PageGeometry) -> list[int]:
     """First slots of a pool's first and last page."""
-    return sorted({0, max(geometry.size - geometry.page_size, 0)})
+    return sorted({0, geometry.size - geometry.page_size})
 
 
 def is_on_device(pool: object) -> bool:

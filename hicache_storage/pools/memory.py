@@ -36,9 +36,10 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = 
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
+    mapping = _map(size, populate=populate)
     # The array, not the mapping, is what the tensor keeps: at its end it calls finalizers before it lets go of the
     # mapping, whereas an mmap object unmaps first.
-    owner = _array_type(size).from_buffer(_map(size, populate=populate))
+    owner = _array_type(size).from_buffer(mapping)
     tensor = torch.frombuffer(owner, dtype=torch.uint8)
     if pin_memory and torch.cuda.is_available():
         _lock_pages(owner, tensor.data_ptr(), size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage.pools.access import PageAccess
-from hicache_storage.pools.engine import check_geometry
+from hicache_storage.pools.engine import check_components
 from hicache_storage.pools.memory import byte_view, host_tensor
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
@@ -37,7 +37,7 @@ class StagedPages(PageAccess):
             model = pool.get_dummy_flat_data_page()
             self._dtype, self._device = model.dtype, model.device
             self.geometry = replace(geometry, component_bytes=(model.numel() * model.element_size(),))
-            check_geometry(self.geometry, where)
+            check_components(self.geometry.component_bytes, where)
             self._read_first_page()
         except InvalidPoolError:
             raise

@@ -218,12 +218,19 @@ class TestAddressed:
         pool = AddressPool()
         pool.logical_page_size, pool.logical_size = 2 * P, 2 * pool.size  # type: ignore[attr-defined]
         tell = pool.get_page_buffer_meta
-        pool.get_page_buffer_meta = lambda indices: tell(indices[: len(indices) // 2] // 2 // P * P)  # type: ignore[method-assign]
-        assert page_access(pool).geometry.page_size == 2 * P
-        assert page_access(pool).geometry.size == 2 * PAGES * P
+
+        def tell_logical(indices: torch.Tensor) -> tuple[list[int], list[int]]:
+            first = indices[:: 2 * P] // 2
+            return tell((first.unsqueeze(1) + torch.arange(P)).view(-1))
+
+        pool.get_page_buffer_meta = tell_logical  # type: ignore[method-assign]
+        access = page_access(pool)
+        assert (access.geometry.page_size, access.geometry.size) == (2 * P, 2 * PAGES * P)
+        write(access, [2 * P], some_pages(access, 1))
+        assert bytes(pool.k_buffer[P : 2 * P].flatten().tolist()) == some_pages(access, 1)[0][:40]
 
     def test_names_of_types_and_layouts(self) -> None:
-        class Layout(str, Enum):
+        class Layout(str, Enum):  # noqa: UP042 - SGLang's members print as their class
             PAGE_FIRST = "page_first"
 
         pool = AddressPool()
@@ -244,7 +251,7 @@ class TestAddressed:
             (lambda ptrs, sizes: (ptrs, [*sizes[:-1], 19]), "the same lengths for each page"),
             (lambda ptrs, sizes: ([ptrs[0]] * len(ptrs), sizes), "overlapping"),
             (lambda ptrs, sizes: ptrs, "get_page_buffer_meta failed"),
-            (lambda ptrs, sizes: (ptrs, None), "get_page_buffer_meta failed"),
+            (lambda ptrs, sizes: (ptrs, None), "at least 1 byte"),
         ],
     )
     def test_contradictions_are_refused(self, answer: object, message: str) -> None:
@@ -302,8 +309,10 @@ class TestStaged:
 
     def test_device_memory_is_copied(self) -> None:
         pool = WithoutAddresses(ValueError())
-        pool.device = "cuda"  # type: ignore[attr-defined]
         pool.get_page_buffer_meta = AddressPool().get_page_buffer_meta  # type: ignore[method-assign]
+        assert isinstance(page_access(pool), AddressedPages)
+        pool.get_data_page = FlatPool().get_data_page  # type: ignore[method-assign]
+        pool.kv_buffer = pool.kv_buffer.to("meta")
         assert isinstance(page_access(pool), StagedPages)
 
     def test_targets_of_one_call_are_distinct(self) -> None:
@@ -380,7 +389,7 @@ class TestStaged:
             def get_dummy_flat_data_page(self) -> torch.Tensor:
                 raise NotImplementedError("flat pages are not supported")
 
-        with pytest.raises(InvalidPoolError, match="Refusing can neither lend its pages nor copy them.*flat pages are not"):
+        with pytest.raises(InvalidPoolError, match=r"Refusing can neither lend its pages nor copy them.*flat pages are not"):
             page_access(Refusing())
 
     def test_threads_get_buffers_of_their_own(self) -> None:

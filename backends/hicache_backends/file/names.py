@@ -136,6 +136,8 @@ def parse_marker(text: str) -> Marker | None:
     namespace, writer, last, listed = match.groups()
     sequence = int(last, 16)
     texts = listed.split(",") if listed else []
+    if len(texts) > sequence:
+        return None
     events = list[Event]()
     for number, event_text in enumerate(texts, start=sequence - len(texts) + 1):
         event = _parse_event(event_text, writer, number)

@@ -1,0 +1,129 @@
+"""The format of a bundle: the pages of a batch, their index, and a footer.
+
+```
+page 0 | page 1 | ... | page n-1 | envelope 0 | ... | envelope n-1 | keys | footer
+
+page      its components one after the other; all pages of a namespace are equally long
+envelope  64 bytes (hicache_storage.objects.envelope)
+keys      UTF-8, separated by NUL, in the order of the pages
+footer    64 bytes:
+  0   8   magic "HCBUNDLE"
+  8   4   version, little endian, 1
+  12  4   number of pages
+  16  8   length of a page
+  24  8   length of the index: envelopes and keys
+  32  16  fingerprint of the namespace
+  48  8   xxh3_64 of the index
+  56  8   xxh3_64 of the footer up to here
+```
+
+A file that ends in a footer which fits its length holds all of its pages: the footer is written last.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from hicache_storage.objects import ENVELOPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAGIC = b"HCBUNDLE"
+_VERSION = 1
+_FOOTER = struct.Struct("<8sIIQQ16sQ")
+_CHECKSUM = struct.Struct("<Q")
+FOOTER_BYTES = _FOOTER.size + _CHECKSUM.size
+
+TAIL_BYTES = 32 << 10
+"""What is read from the end of a bundle at first: holds the index of 240 pages under SHA-256 keys."""
+
+
+class NotABundleError(ValueError):
+    """The bytes are no bundle of this namespace: torn, damaged, or someone else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a bundle holds."""
+
+    keys: list[str]
+    envelopes: bytes
+    """64 bytes a page."""
+
+    def envelope(self, page: int) -> bytes:
+        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all bundles of a namespace have in common."""
+
+    page_bytes: int
+    fingerprint: bytes
+
+    def bundle_bytes(self, keys: Sequence[str]) -> int:
+        """Length of a bundle that holds these keys."""
+        return len(keys) * self.page_bytes + index_bytes(keys) + FOOTER_BYTES
+
+    def tail(self, index: Index) -> bytes:
+        """Everything that follows the pages."""
+        body = index.envelopes + _join(index.keys)
+        footer = _FOOTER.pack(
+            _MAGIC, _VERSION, len(index.keys), self.page_bytes, len(body), self.fingerprint, xxhash.xxh3_64_intdigest(body)
+        )
+        return body + footer + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(footer))
+
+    def tail_bytes(self, end: bytes, size: int) -> int:
+        """How long the tail of a bundle of `size` bytes is, from its last bytes.
+
+        Raises:
+            NotABundleError: there is no footer that fits.
+        """
+        if len(end) < FOOTER_BYTES:
+            raise NotABundleError(f"too short for a footer: {len(end)} bytes")
+        footer = end[-FOOTER_BYTES : -_CHECKSUM.size]
+        if xxhash.xxh3_64_intdigest(footer) != _CHECKSUM.unpack(end[-_CHECKSUM.size :])[0]:
+            raise NotABundleError("the footer is damaged")
+        magic, version, pages, page_bytes, body_bytes, fingerprint, _ = _FOOTER.unpack(footer)
+        if (magic, version, page_bytes, fingerprint) != (_MAGIC, _VERSION, self.page_bytes, self.fingerprint):
+            raise NotABundleError("the footer is of another format or namespace")
+        if pages * page_bytes + body_bytes + FOOTER_BYTES != size:
+            raise NotABundleError(f"the footer does not fit a length of {size} bytes")
+        return int(body_bytes) + FOOTER_BYTES
+
+    def parse(self, tail: bytes) -> Index:
+        """Read what `tail()` wrote; `tail_bytes()` has accepted its footer.
+
+        Raises:
+            NotABundleError: the index is damaged.
+        """
+        _, _, pages, _, _, _, checksum = _FOOTER.unpack(tail[-FOOTER_BYTES : -_CHECKSUM.size])
+        body = tail[:-FOOTER_BYTES]
+        if xxhash.xxh3_64_intdigest(body) != checksum:
+            raise NotABundleError("the index is damaged")
+        envelopes, keys = body[: pages * ENVELOPE_BYTES], _split(body[pages * ENVELOPE_BYTES :])
+        if len(keys) != pages:
+            raise NotABundleError(f"the index names {len(keys)} of {pages} pages")
+        return Index(keys, envelopes)
+
+
+def index_bytes(keys: Sequence[str]) -> int:
+    """Length of the index of these keys."""
+    return len(keys) * ENVELOPE_BYTES + len(_join(keys))
+
+
+def _join(keys: Sequence[str]) -> bytes:
+    # Keys are free of NUL, and joining and splitting take a tenth of the time of a length for each.
+    return "\0".join(keys).encode()
+
+
+def _split(text: bytes) -> list[str]:
+    try:
+        return text.decode().split("\0")
+    except UnicodeDecodeError as error:
+        raise NotABundleError("a key is no text") from error

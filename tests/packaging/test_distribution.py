@@ -1,0 +1,44 @@
+"""What is published: the wheel's packages, the documents' rules, the promises of the metadata."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_wheel_installs_names_of_our_own_only(tmp_path):
+    # Built with the hatchling of this environment: isolation would fetch it again.
+    build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        names = wheel.namelist()
+    tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert tops == {"hicache_storage", "hicache_backends", "hicache_conformance"}
+    for package in sorted(tops):
+        assert f"{package}/py.typed" in names
+    assert "hicache_storage/engines/sglang.py" in names
+    assert not [name for name in names if "test" in name.split("/")[0] or name.endswith(".pyc")]
+
+
+def test_the_bare_install_is_light():
+    names = sorted(re.split(r"[<>=\[ ]", dependency)[0] for dependency in PROJECT["dependencies"])
+    assert names == ["msgspec", "pluggy", "torch", "xxhash"]
+
+
+def test_rule_ids_are_unique_in_the_specification():
+    ids = re.findall(r"^- \*\*([A-Z]+-\d+)\*\*", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE)
+    assert len(ids) == len(set(ids)) == 55
+
+
+def test_local_links_in_documents_lead_somewhere():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
