@@ -27,8 +27,9 @@ from rich.table import Table
 
 from hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import HostPoolBase, MambaHostPool, MHAHostPool
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
 PAGE_SIZE = 64
 CALL_PAGES = 112
@@ -75,9 +76,7 @@ class Model:
         states = keys[STATE_EVERY - 1 :: STATE_EVERY]
         return [
             PoolTransfer(PoolName.KV, torch.arange(len(keys) * PAGE_SIZE), keys=keys),
-            PoolTransfer(
-                PoolName.MAMBA, torch.arange(len(states)), keys=states, hit_policy=PoolHitPolicy.TRAILING_PAGES
-            ),
+            PoolTransfer(PoolName.MAMBA, torch.arange(len(states)), keys=states, hit_policy=PoolHitPolicy.TRAILING_PAGES),
         ]
 
     def write(self, transfers: list[PoolTransfer]) -> int:
@@ -110,7 +109,7 @@ class Model:
 
 def expected_page(pool: HostPoolBase, name: str, key: str) -> torch.Tensor:
     """The page that belongs to a key: every 8 bytes of it differ from those of every other page."""
-    seed = xxhash.xxh3_64_intdigest(f"{name}/{key}") >> 1
+    seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
     words = torch.arange(pool.geometry.page_bytes // 8, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).add_(seed)
     return words.view(pool.flat_dtype)
 
@@ -124,7 +123,7 @@ def chain(conversation: str, pages: int) -> list[str]:
     """Page keys, chained as an engine chains them: each stands for all tokens before it."""
     keys, digest = list[str](), conversation
     for page in range(pages):
-        digest = xxhash.xxh3_128_hexdigest(f"{digest}/{page}")
+        digest = xxhash.xxh3_128_hexdigest(f"{digest}/{page}".encode())
         keys.append(digest)
     return keys
 
@@ -231,7 +230,7 @@ def follow(
 
 
 @contextlib.contextmanager
-def writer(driver: str, path: str, conversation: str, pages: int) -> Iterator[subprocess.Popen[str]]:
+def writer(driver: str, path: str, conversation: str, pages: int) -> Generator[subprocess.Popen[str]]:
     """The storing process; killed if the demo itself fails."""
     arguments = ["--role", "store", "--driver", driver, "--path", path, "--conversation", conversation, "--pages", str(pages)]
     process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)

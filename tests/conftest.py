@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
 from hicache_storage.spec import Capabilities, Durability, PageGeometry, PoolTransfer, Sharing, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 class BytesPool:
@@ -79,9 +82,7 @@ class DictStorage(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._note("delete")
-        return [
-            [self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches
-        ]
+        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         self._note("clear")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -61,9 +61,10 @@ def option_rows(spec: DriverSpec) -> list[tuple[str, str, str]]:
     assert isinstance(info, msgspec.inspect.StructType)
     rows = list[tuple[str, str, str]]()
     for field in info.fields:
-        meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else None
+        schema = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else None
+        meaning = cast("dict[str, object]", schema or {}).get("description", "")
         default = "required" if field.required else str(field.default)
-        rows.append((field.encode_name, default, str((meta or {}).get("description", ""))))
+        rows.append((field.encode_name, default, str(meaning)))
     return rows
 
 

@@ -67,9 +67,7 @@ class ShelfStorage(ObjectStorage):
         instead = TROUBLE.strike("get")
         if instead is not None:
             return instead
-        return [
-            [read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches
-        ]
+        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         instead = TROUBLE.strike("set")

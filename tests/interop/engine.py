@@ -129,15 +129,10 @@ def pages(pool: object, indices: torch.Tensor) -> list[torch.Tensor]:
 
 
 def untouched(pool: object, indices: torch.Tensor) -> bool:
-    """Whether everything but the pages in `indices` is still as `wipe` left it."""
-    kept = [buffer.clone() for buffer in buffers(pool)]
+    """Whether every page but those in `indices` is still as `wipe` left it."""
     taken = set(indices[:: pool.page_size].tolist())
-    junk = torch.full_like(page(pool, 0), JUNK)
-    try:
-        return all(bool((page(pool, slot) == junk).all()) for slot in range(0, pool.size, pool.page_size) if slot not in taken)
-    finally:
-        for buffer, copy in zip(buffers(pool), kept, strict=True):
-            buffer.copy_(copy)
+    others = (slot for slot in range(0, pool.size, pool.page_size) if slot not in taken)
+    return all(bool((page(pool, slot) == JUNK).all()) for slot in others)
 
 
 @dataclass
@@ -189,7 +184,9 @@ class Rank:
     def bridge(self) -> object:
         return self.controller.storage_backend
 
-    def attach(self, driver: str, driver_config: dict[str, object] | None = None, *, model: str = "llama", **extra: object) -> None:
+    def attach(
+        self, driver: str, driver_config: dict[str, object] | None = None, *, model: str = "llama", **extra: object
+    ) -> None:
         config = {
             "backend_name": "hicache",
             "module_path": "hicache_storage.engines.sglang",
@@ -243,9 +240,7 @@ class Rank:
             slots = pool.alloc(count * pool.page_size)
             contents[name] = pages(pool, slots)
             transfers.append(
-                PoolTransfer(
-                    PoolName(name), host_indices=slots, keys=hashes[-count:], hit_policy=PoolHitPolicy.TRAILING_PAGES
-                )
+                PoolTransfer(PoolName(name), host_indices=slots, keys=hashes[-count:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
             )
         more = {"extra_pools": transfers} if self.hybrid else {}
         identifier = self.controller.write_storage(indices, tokens, hash_value=hashes, **more)
@@ -307,14 +302,15 @@ class Rank:
             if ack.completed_req:
                 return
 
-    def delivered(self, result: Prefetch, backup: Backup, name: str = "kv", *, last: int | None = None) -> bool:
+    def contents(self, result: Prefetch, name: str = "kv") -> list[torch.Tensor]:
+        """What now stands in the pages that a prefetch was to fill."""
+        return pages(self.pools.all()[name], result.indices[name])
+
+    def delivered(self, result: Prefetch, backup: Backup, name: str = "kv") -> bool:
         """Whether the prefetched pages of a pool are the ones that were backed up, and nothing else was written."""
-        pool, indices = self.pools.all()[name], result.indices[name]
-        got = pages(pool, indices)
-        expected = backup.contents[name]
-        expected = expected[: len(got)] if last is None else expected[-last:]
+        got, expected = self.contents(result, name), backup.contents[name]
         same = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        return same and untouched(pool, indices)
+        return same and untouched(self.pools.all()[name], result.indices[name])
 
 
 def tokens(pages: int, *, start: int = 0) -> list[int]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
 
 pytestmark = pytest.mark.interop
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+POOLS = [
+    *(pytest.param(mha_pools, layout, id=f"mha-{layout}") for layout in (*LAYOUTS, "page_head")),
+    *(pytest.param(mla_pools, layout, id=f"mla-{layout}") for layout in LAYOUTS),
+]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "page_head"])
-def test_mha_pages_come_back(ranks, storage, layout):
-    rank = ranks(mha_pools(layout))
+@pytest.mark.parametrize(("make_pools", "layout"), POOLS)
+def test_pages_come_back(ranks, storage, make_pools, layout):
+    rank = ranks(make_pools(layout))
     rank.attach(*storage)
     backup = rank.backup(tokens(6))
     assert backup.completed_tokens == 6 * PAGE_SIZE
@@ -22,3 +27,133 @@ def test_mha_pages_come_back(ranks, storage, layout):
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 6 * PAGE_SIZE)
     assert rank.delivered(result, backup)
     assert rank.bridge.refused_calls == 0
+
+
+def test_pages_come_back_where_the_pool_has_holes(ranks, storage):
+    """Host pages are handed out in any order; each page has to find its own place."""
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(8))
+    rank.wipe()
+    taken = rank.pools.kv.alloc(16 * PAGE_SIZE).view(16, PAGE_SIZE)
+    rank.pools.kv.free(taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1))
+    rank.pools.kv.alloc(rank.pools.kv.available_size() - 16 * PAGE_SIZE)
+    result = rank.prefetch(tokens(8))
+    slots = result.indices["kv"][::PAGE_SIZE].tolist()
+    assert slots != sorted(slots)
+    assert rank.delivered(result, backup)
+
+
+def test_a_long_prompt_takes_several_batches(ranks, storage):
+    rank = ranks(mha_pools("page_first", pages=300))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(290))
+    assert backup.completed_tokens == 290 * PAGE_SIZE
+    rank.wipe()
+    result = rank.prefetch(tokens(290))
+    assert (result.hit_tokens, result.completed_tokens) == (290 * PAGE_SIZE, 290 * PAGE_SIZE)
+    assert rank.delivered(result, backup)
+
+
+def test_the_stored_prefix_of_a_longer_prompt_is_found(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(4))
+    rank.wipe()
+    result = rank.prefetch(tokens(9))
+    assert (result.hit_tokens, result.completed_tokens) == (4 * PAGE_SIZE, 4 * PAGE_SIZE)
+    assert rank.delivered(result, backup)
+
+
+def test_another_prompt_is_not_found(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(4))
+    assert rank.prefetch(tokens(4, start=1000)).hit_tokens == 0
+    assert rank.bridge.refused_calls == 0
+
+
+def test_what_is_stored_is_not_written_again(ranks, storage):
+    rank = ranks(mha_pools("page_first"), metrics=True)
+    rank.attach(*storage)
+    backup = rank.backup(tokens(4), seed=1)
+    rank.wipe()
+    assert rank.backup(tokens(6), seed=2).completed_tokens == 6 * PAGE_SIZE
+    rank.wipe()
+    result = rank.prefetch(tokens(4))
+    assert rank.delivered(result, backup)
+    assert rank.bridge.storage.get_stats().pools["kv"].pages_written == 6
+
+
+def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(ranks, trouble):
+    from tests.interop.drivers import SHELVES  # noqa: PLC0415 - needs the drivers
+
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("shelf")
+    backup = rank.backup(tokens(6))
+    rank.wipe()
+    names = list(SHELVES["default"])
+    trouble.at("get", answer=lambda operation: SHELVES["default"].pop(names[3], None) and None)
+    result = rank.prefetch(tokens(6))
+    assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 3 * PAGE_SIZE)
+    result.indices["kv"] = result.indices["kv"][: 3 * PAGE_SIZE]
+    backup.contents["kv"] = backup.contents["kv"][:3]
+    assert all(torch.equal(got, expected) for got, expected in zip(rank.contents(result), backup.contents["kv"], strict=True))
+
+
+def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):
+    rank = ranks(mha_pools("page_first", dtype=torch.float8_e4m3fn))
+    assert rank.pools.kv.dtype == torch.uint8
+    rank.attach(*storage, kv_dtype="fp8_e4m3")
+    backup = rank.backup(tokens(4))
+    rank.wipe()
+    assert rank.delivered(rank.prefetch(tokens(4)), backup)
+    rank.detach()
+    rank.attach(*storage, kv_dtype="fp8_e5m2")
+    assert rank.prefetch(tokens(4)).hit_tokens == 0
+
+
+def test_pages_outlive_a_detach(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(4))
+    rank.detach()
+    rank.wipe()
+    rank.attach(*storage)
+    assert rank.delivered(rank.prefetch(tokens(4)), backup)
+
+
+def test_clear_removes_the_pages(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    other = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    other.attach(*storage, model="qwen")
+    rank.backup(tokens(4))
+    backup = other.backup(tokens(4))
+    rank.bridge.clear()
+    assert rank.prefetch(tokens(4)).hit_tokens == 0
+    other.wipe()
+    assert other.delivered(other.prefetch(tokens(4)), backup)
+
+
+def test_metrics_tell_what_moved_since_they_were_last_asked(ranks, storage):
+    rank = ranks(mha_pools("page_first"), metrics=True)
+    rank.attach(*storage)
+    rank.backup(tokens(6))
+    rank.prefetch(tokens(6))
+    metrics = rank.bridge.get_stats()
+    assert (metrics.prefetch_pgs, metrics.backup_pgs) == ([6], [6])
+    assert len(metrics.prefetch_bandwidth) == len(metrics.backup_bandwidth) == 1
+    assert metrics.prefetch_bandwidth[0] > 0
+    assert metrics.backup_bandwidth[0] > 0
+    assert rank.bridge.get_stats().prefetch_pgs == []
+    rank.backup(tokens(6))
+    assert rank.bridge.get_stats().backup_pgs == []
+
+
+def test_metrics_can_be_switched_off(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(6))
+    assert rank.bridge.get_stats().backup_pgs == []
+    assert rank.bridge.storage.get_stats().pools == {}

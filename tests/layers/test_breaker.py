@@ -36,7 +36,7 @@ def broken(kit):
 
 
 def test_opens_after_a_row_of_faults_and_leaves_the_store_alone(broken):
-    layer, storage, pool, down, clock = broken
+    layer, storage, pool, down, _clock = broken
     down.set()
     for _ in range(3):
         assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
@@ -62,7 +62,7 @@ def test_a_success_in_between_starts_the_row_again(broken):
 
 
 def test_half_open_closes_after_one_good_call(broken):
-    layer, storage, pool, down, clock = broken
+    layer, _storage, pool, down, clock = broken
     down.set()
     for _ in range(3):
         layer.batch_exists_v2(["a"])

@@ -39,7 +39,7 @@ def hanging(kit):
 
 
 def test_a_hung_lookup_is_a_miss(hanging):
-    layer, storage, pool, release = hanging("exist")
+    layer, _storage, pool, release = hanging("exist")
     assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
     stats = layer.get_stats()
     assert (stats.deadlines_missed, stats.faults, layer.fault_count()) == (1, 1, 1)
@@ -50,7 +50,7 @@ def test_a_hung_lookup_is_a_miss(hanging):
 
 
 def test_a_hung_set_is_not_acknowledged_and_its_driver_knows(hanging):
-    layer, storage, pool, release = hanging("write")
+    layer, storage, pool, _release = hanging("write")
     calls = []
     inner = storage.write_objects
     storage.write_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
@@ -60,7 +60,7 @@ def test_a_hung_set_is_not_acknowledged_and_its_driver_knows(hanging):
 
 def test_a_get_into_the_pool_is_waited_for(hanging):
     """GET-9: it could still write there."""
-    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.WAITS)
+    layer, _storage, pool, release = hanging("read", stuck_reads=StuckReads.WAITS)
     page = pool.fill(0, 1)
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
     timer = threading.Timer(0.2, release.set)
@@ -71,12 +71,12 @@ def test_a_get_into_the_pool_is_waited_for(hanging):
 
 
 def test_a_get_through_buffers_of_its_own_is_not(hanging):
-    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    layer, _storage, pool, _release = hanging("read", stuck_reads=StuckReads.BUFFERED)
     assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
 
 
 def test_errors_of_the_caller_come_through(hanging):
-    layer, storage, pool, _ = hanging("nothing")
+    layer, _storage, pool, _ = hanging("nothing")
     with pytest.raises(UnknownPoolError):
         layer.batch_set_v2([pool.transfer("swa", ["a"], [0])])
     layer.close()
@@ -85,7 +85,7 @@ def test_errors_of_the_caller_come_through(hanging):
 
 
 def test_many_callers_that_do_not_hang_are_all_served(hanging):
-    layer, storage, pool, release = hanging("nothing")
+    layer, _storage, pool, _release = hanging("nothing")
     hits, barrier = [], threading.Barrier(3 * MAX_STUCK_CALLS)
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
     patient = HiCacheStorageExtraInfo(deadline_seconds=60)
@@ -104,7 +104,7 @@ def test_many_callers_that_do_not_hang_are_all_served(hanging):
 
 
 def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
-    layer, storage, pool, release = hanging("exist")
+    layer, storage, _pool, release = hanging("exist")
     before = threading.active_count()
     for _ in range(MAX_STUCK_CALLS + 5):
         layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.001))
@@ -116,14 +116,14 @@ def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
 
 
 def test_without_need_there_is_no_thread(hanging):
-    layer, storage, pool, _ = hanging("nothing", may_hang=False)
+    layer, _storage, _pool, _ = hanging("nothing", may_hang=False)
     before = threading.active_count()
     layer.batch_exists_v2(["a"])
     assert threading.active_count() == before
 
 
 def test_the_default_stack(kit):
-    storage, pool = kit.dict_storage()
+    storage, _pool = kit.dict_storage()
     layers = wrap(storage, StorageOptions())
     assert [type(layers).__name__, type(layers.inner).__name__] == ["CircuitBreakerLayer", "DeadlineLayer"]
     assert wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)) is storage

@@ -68,7 +68,7 @@ def test_two_transfers_of_one_pool_answer_in_one_list(kit):
 
 
 def test_empty_batches(kit):
-    storage, pool = kit.dict_storage()
+    storage, _pool = kit.dict_storage()
     assert storage.batch_get_v2([]) == {}
     assert storage.batch_set_v2([PoolTransfer("kv", keys=[])]) == {"kv": []}
     assert storage.batch_exists_v2([]).kv_hit_pages == 0
@@ -76,7 +76,7 @@ def test_empty_batches(kit):
 
 
 def test_one_question_for_all_pools_of_an_exists(kit):
-    storage, pool = kit.dict_storage({name: kit.pool() for name in ("kv", "mamba", "indexer")})
+    storage, _pool = kit.dict_storage({name: kit.pool() for name in ("kv", "mamba", "indexer")})
     transfers = [PoolTransfer("mamba", hit_policy="trailing_pages"), PoolTransfer("indexer")]
     storage.batch_exists_v2([f"k{i}" for i in range(128)], transfers)
     assert storage.asked.count("exist") == 1
@@ -179,20 +179,20 @@ class TestMisuse:
             storage.batch_get_v2([pool.transfer("kv", ["a"], [0]), pool.transfer("kv", ["b"], [0])])
 
     def test_a_device_tensor_of_indices(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, _pool = kit.dict_storage()
         indices = torch.arange(2, device="meta")
         with pytest.raises(InvalidTransferError, match="must be on the CPU, got meta"):
             storage.batch_get_v2([PoolTransfer("kv", indices, keys=["a"])])
 
     def test_strided_indices_are_fine(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, _pool = kit.dict_storage()
         indices = torch.tensor([[0, 9], [1, 9], [2, 9], [3, 9]])[:, 0]
         assert storage.batch_set_v2([PoolTransfer("kv", indices, keys=["a", "b"])]) == {"kv": [True, True]}
 
     def test_operations_that_are_not_declared(self, kit):
         from hicache_storage.spec import Capabilities
 
-        storage, pool = kit.dict_storage(capabilities=Capabilities())
+        storage, _pool = kit.dict_storage(capabilities=Capabilities())
         with pytest.raises(UnsupportedOperationError, match="'deletes'"):
             storage.delete(["a"])
         with pytest.raises(UnsupportedOperationError, match="'clears'"):
@@ -249,7 +249,7 @@ class TestFaults:
             assert caplog.text.count("serving again") == 1
 
     def test_an_answer_of_the_wrong_length(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, _pool = kit.dict_storage()
         storage.objects_exist = lambda batches, call: [[True]]
         assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0
         assert storage.get_stats().faults == 1
@@ -273,7 +273,7 @@ class TestFaults:
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
 
     def test_an_absent_store_is_not_asked_at_every_call(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, _pool = kit.dict_storage()
 
         def down(operation):
             raise OSError("down")
@@ -316,7 +316,7 @@ class TestLifecycle:
         assert storage.asked == []
 
     def test_close_waits_for_calls_in_flight(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, _pool = kit.dict_storage()
         storage.open()
         entered, leave = threading.Event(), threading.Event()
 
@@ -393,7 +393,7 @@ def test_pages_over_the_limit_are_refused(kit):
 
 
 def test_the_deadline_reaches_the_driver(kit):
-    storage, pool = kit.dict_storage()
+    storage, _pool = kit.dict_storage()
     seen = []
     storage.objects_exist = lambda batches, call: (seen.append(call), [[False] * len(b.keys) for b in batches])[1]
     storage.batch_exists_v2(["a"], extra_info=HiCacheStorageExtraInfo(deadline_seconds=0.0, prefix_keys=["p"], request_id="r"))

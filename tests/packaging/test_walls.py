@@ -21,7 +21,12 @@ ALLOWED = {
     "hicache_storage.layers": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.objects"},
     "hicache_storage.hookspecs": {"hicache_storage.spec"},
     "hicache_storage.plugins": {"hicache_storage.spec", "hicache_storage.layers", "hicache_storage.hookspecs"},
-    "hicache_storage.engines": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.layers", "hicache_storage.plugins"},
+    "hicache_storage.engines": {
+        "hicache_storage.spec",
+        "hicache_storage.pools",
+        "hicache_storage.layers",
+        "hicache_storage.plugins",
+    },
     "hicache_storage.cli": {"hicache_storage.spec", "hicache_storage.plugins", "hicache_storage.hookspecs"},
     "hicache_backends": {"hicache_storage"},
     "hicache_conformance": {"hicache_storage"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -34,8 +35,11 @@ def plugin(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(name, source=GOOD, target="acme.driver:Storage", driver=None):
-        (tmp_path / f"plugin_{name}.py").write_text(source.replace("{name!r}", repr(driver or name)).replace("{target!r}", repr(target)))
-        return EntryPoint(name, f"plugin_{name}", ENTRY_POINT_GROUP)
+        module = f"plugin_{name}_{tmp_path.name}"
+        text = source.replace("{name!r}", repr(driver or name)).replace("{target!r}", repr(target))
+        (tmp_path / f"{module}.py").write_text(text)
+        importlib.invalidate_caches()
+        return EntryPoint(name, module, ENTRY_POINT_GROUP)
 
     return make
 

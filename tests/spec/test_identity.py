@@ -25,8 +25,6 @@ def test_a_field_that_affects_bytes_changes_the_fingerprint(kit, field):
     assert one.fingerprint("kv") != other.fingerprint("kv")
 
 
-
-
 @pytest.mark.parametrize("pool", ["kv", "indexer", "mamba", "swa"])
 def test_pools_have_fingerprints_of_their_own(kit, pool):
     others = {"kv", "indexer", "mamba", "swa"} - {pool}

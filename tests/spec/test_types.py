@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hicache_storage.spec as spec
+from hicache_storage import spec
 from hicache_storage.spec import errors
 
 

@@ -38,6 +38,7 @@ def _started(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The second field, the command's name in parentheses, may hold anything.
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None

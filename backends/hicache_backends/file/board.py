@@ -1,0 +1,141 @@
+"""How storages tell each other of bundles that come and go.
+
+Every storage that writes has, for each namespace, one marker: an empty file whose *name* tells how many events it has
+announced and the last of them. An announcement renames the marker, then renews the stamp. Who asks looks at the stamp
+(one request); only if it is new, it lists the markers, and mostly knows then all that has happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.attributes import list_directory
+from hicache_backends.file.names import Event, Marker, parse_marker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_backends.file.stamp import Stamp, StampValue
+    from hicache_backends.file.tree import Tree
+
+NOTHING: Mapping[str, Marker] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Notices:
+    """All markers, as of one listing."""
+
+    generation: int = 0
+    """Grows with every listing."""
+    epoch: int = 0
+    """Another one: this is another store than before, and nothing that was known of it holds."""
+    markers: Mapping[str, Mapping[str, Marker]] = field(default_factory=dict[str, "Mapping[str, Marker]"])
+    """By namespace and writer."""
+
+    def of(self, namespace: str) -> Mapping[str, Marker]:
+        return self.markers.get(namespace, NOTHING)
+
+
+class Board:
+    """The markers and the stamp of one store, seen by one writer. Safe for many threads.
+
+    `lock` is held by whoever takes a number with `next_sequence` until its event is queued.
+    """
+
+    def __init__(self, tree: Tree, stamp: Stamp, writer: str, *, asks_server: bool) -> None:
+        self.writer = writer
+        self.lock = threading.RLock()
+        self._tree, self._stamp, self._asks_server = tree, stamp, asks_server
+        self._listing = threading.Lock()
+        self._known: StampValue | None = None
+        self._parsed: dict[str, Marker | None] = {}
+        self._notices = Notices()
+        self._announced: dict[str, Marker] = {}
+        self._queued: dict[str, list[Event]] = {}
+        self._unstamped = False
+
+    def read(self) -> Notices:
+        """All that has been announced before this call.
+
+        Raises:
+            OSError: the store is away. One that was deleted is empty instead.
+        """
+        value = self._stamp_value()
+        if value == self._known:
+            return self._notices
+        with self._listing:
+            # Before the listing, so that an announcement after it gives another value than the one kept here.
+            value = self._stamp_value()
+            if value != self._known:
+                self._notices = self._list(value)
+                self._known = value
+            return self._notices
+
+    def next_sequence(self, namespace: str) -> int:
+        """The number of this writer's next event in a namespace."""
+        announced = self._announced.get(namespace)
+        return (announced.sequence if announced else 0) + len(self._queued.get(namespace, ())) + 1
+
+    def queue(self, namespace: str, events: Sequence[Event]) -> None:
+        """Announce events with the next `announce`; what they tell of has happened."""
+        with self.lock:
+            self._queued.setdefault(namespace, []).extend(events)
+
+    def announce(self) -> None:
+        """Tell everyone of the queued events.
+
+        Raises:
+            OSError: they stay queued; others may not know of them.
+        """
+        with self.lock:
+            for namespace in list(self._queued):
+                before = self._announced.get(namespace)
+                after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace])
+                self._move(before, after)
+                self._announced[namespace] = after
+                del self._queued[namespace]
+                self._unstamped = True
+            if self._unstamped:
+                self._stamp.renew()
+                self._unstamped = False
+
+    def _stamp_value(self) -> StampValue | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._stamp.read()
+        return None
+
+    def _list(self, value: StampValue | None) -> Notices:
+        names = list_directory(self._tree.writers, asks_server=self._asks_server) if value else []
+        parsed = self._parsed
+        self._parsed = {name: parsed[name] if name in parsed else parse_marker(name) for name in names}
+        markers = dict[str, dict[str, Marker]]()
+        for marker in filter(None, self._parsed.values()):
+            writers = markers.setdefault(marker.namespace, {})
+            other = writers.get(marker.writer)
+            # A listing may see a file both before and after it was renamed.
+            if other is None or other.sequence < marker.sequence:
+                writers[marker.writer] = marker
+        same = self._known is not None and value is not None and self._known.inode == value.inode
+        last = self._notices
+        return Notices(last.generation + 1, last.epoch + (not same), markers)
+
+    def _move(self, before: Marker | None, after: Marker) -> None:
+        path = f"{self._tree.writers}/{after}"
+        if before is not None:
+            try:
+                os.rename(f"{self._tree.writers}/{before}", path)
+            except FileNotFoundError:
+                pass  # Collected as forgotten, or the store was deleted; a new one says the same.
+            else:
+                return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self._tree.create()
+            descriptor = os.open(path, flags, 0o666)
+        os.close(descriptor)

@@ -1,0 +1,92 @@
+"""Open files that several threads share, bounded in number."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import OrderedDict
+
+IDLE_SECONDS = 10.0
+"""An open file keeps the room of an evicted bundle; what has not been used for so long is closed by the next call."""
+
+
+class Handle:
+    """An open file; closed when the last reference to it goes, so never under a thread that still uses it."""
+
+    __slots__ = ("descriptor", "used")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.used = 0.0
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Descriptors:
+    """The most recently used files, kept open. Safe for many threads.
+
+    Args:
+        limit: files kept open while nobody uses them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
+
+    def borrow(self, path: str, flags: int = 0) -> Handle:
+        """The file of that path, open for reading as long as the handle is referenced.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        key, now = (path, flags), time.monotonic()
+        with self._lock:
+            handle = self._open.get(key)
+            if handle is not None:
+                handle.used = now
+                self._open.move_to_end(key)
+                return handle
+        # Outside the lock: opening takes a request or more on a network mount.
+        handle = Handle(self.open(path, os.O_RDONLY | flags))
+        handle.used = now
+        with self._lock:
+            self._open[key] = handle
+            if len(self._open) > self._limit:
+                self._open.popitem(last=False)
+        return handle
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file that is not kept; where the process has no descriptor left, those kept here make room.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.close()
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def forget(self, path: str) -> None:
+        """Close a file that is about to go, or gone."""
+        with self._lock:
+            for key in [key for key in self._open if key[0] == path]:
+                del self._open[key]
+
+    def expire(self) -> None:
+        """Close what has not been used for a while."""
+        before = time.monotonic() - IDLE_SECONDS
+        with self._lock:
+            while self._open and next(iter(self._open.values())).used < before:
+                self._open.popitem(last=False)
+
+    def close(self) -> None:
+        """Close all files, but those in use. They are opened again when asked for."""
+        with self._lock:
+            self._open.clear()

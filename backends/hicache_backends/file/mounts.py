@@ -1,0 +1,56 @@
+"""Which file system a path lies on, as far as the driver cares."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"})
+_PREALLOCATES = frozenset({"ext4", "xfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """What is known about a file system."""
+
+    kind: str
+    """The kernel's name for it, empty if unknown."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it lies in this machine; anything unknown may be across a network and may hang."""
+        return self.kind in _LOCAL
+
+    @property
+    def preallocates(self) -> bool:
+        """Whether `fallocate` is a system call there, and pays.
+
+        glibc imitates it elsewhere by writing a byte into every block.
+        """
+        return self.kind in _PREALLOCATES
+
+
+def mount_of(path: str) -> Mount:
+    """The file system under an existing path."""
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                mount, _, source = line.partition(" - ")
+                point = _unescape(mount.split()[4])
+                # The last of equally long ones is mounted on top.
+                if len(point) >= best and _is_below(real, point):
+                    best, kind = len(point), source.split(maxsplit=1)[0]
+    except (OSError, IndexError):
+        return Mount("")
+    return Mount(kind)
+
+
+def _is_below(path: str, point: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

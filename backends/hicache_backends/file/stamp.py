@@ -1,0 +1,97 @@
+"""One number that is new after every change of the store: whoever finds it unchanged has missed nothing.
+
+The number is the mtime of an empty directory, set to random bits. A directory's own mtime, kept by the file system,
+would not do: two changes within one tick of its clock (4 ms on ext4, whole seconds elsewhere) look like one, and some
+file systems do not keep it at all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from hicache_backends.file.attributes import cached_attributes, server_attributes
+from hicache_backends.file.descriptors import Handle
+
+REVALIDATION_SECONDS = 2.0
+"""How long a file system that was mounted over the old one can go unnoticed."""
+
+
+class StampValue(NamedTuple):
+    """What a stamp says at one time."""
+
+    inode: int
+    """Another one: the store was deleted and made again, or another file system is mounted."""
+    number: int
+
+
+class Stamp:
+    """The stamp of one store. Safe for many threads and processes.
+
+    Args:
+        path: the directory; it exists when the stamp is read.
+        asks_server: ask the file server each time, past the attribute cache of a network mount (one request).
+    """
+
+    def __init__(self, path: str, *, asks_server: bool) -> None:
+        self._path = path
+        self._attributes = server_attributes if asks_server else cached_attributes
+        self._handle: Handle | None = None
+        self._opened = 0.0
+
+    def read(self) -> StampValue:
+        """The stamp's value.
+
+        Raises:
+            OSError: the store is away; `FileNotFoundError` where it has been deleted.
+        """
+        handle, now = self._handle, time.monotonic()
+        if handle is None or now - self._opened > REVALIDATION_SECONDS:
+            handle = self._open(now)
+        try:
+            found = self._attributes(handle.descriptor)
+        except OSError:
+            self._handle = None
+            raise
+        if not found.links:
+            found = self._attributes(self._open(now).descriptor)
+        return StampValue(found.inode, found.mtime_ns)
+
+    def renew(self) -> None:
+        """Give the stamp a new value; what changed is in place and visible.
+
+        Raises:
+            OSError: it could not be set; others may not notice the change.
+        """
+        try:
+            os.utime(self._path, ns=(_random_time(), _random_time()))
+        except PermissionError:
+            self._replace()
+
+    def close(self) -> None:
+        """Let go of the descriptor. The stamp can be used again."""
+        self._handle = None
+
+    def _open(self, now: float) -> Handle:
+        # O_PATH costs no request on a FUSE mount whose directory entries are cached.
+        handle = Handle(os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._handle, self._opened = handle, now
+        return handle
+
+    def _replace(self) -> None:
+        # Only the owner may set the times of a directory; of one that takes its place, whoever makes it.
+        fresh = f"{self._path}.{os.urandom(8).hex()}"
+        os.mkdir(fresh)
+        try:
+            os.utime(fresh, ns=(_random_time(), _random_time()))
+            os.rename(fresh, self._path)
+        except OSError:
+            os.rmdir(fresh)
+            raise
+
+
+def _random_time() -> int:
+    # Between 1978 and 2038, so that every file system can keep it; 31 bits remain where it keeps whole seconds.
+    bits = int.from_bytes(os.urandom(8), "little")
+    return ((1 << 28) + bits % ((1 << 31) - (1 << 28))) * 1_000_000_000 + (bits >> 34) % 1_000_000_000

@@ -1,0 +1,92 @@
+"""Threads that move the bytes of one call side by side."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """A bounded number of threads, started when first needed. Safe for many callers.
+
+    Args:
+        count: most threads; the caller of `run` is one more pair of hands and is not counted.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run all tasks and return when the last has ended. A task keeps its errors to itself."""
+        if len(tasks) < 2 or not self._count:
+            for task in tasks:
+                task()
+            return
+        left = _Countdown(len(tasks) - 1)
+        for task in tasks[1:]:
+            self.start(lambda task=task: left.after(task))  # type: ignore[misc]  # bound early on purpose
+        tasks[0]()
+        left.wait()
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Run a task some time, and do not wait for it."""
+        with self._lock:
+            closed = self._closed
+            if not closed and len(self._threads) < self._count:
+                thread = threading.Thread(target=self._work, name="hicache-file", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        if closed:
+            task()
+        else:
+            self._tasks.put(task)
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the threads; one that hangs in the file system ends when it comes back."""
+        with self._lock:
+            self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        until = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                logger.exception("a background task failed")
+
+
+class _Countdown:
+    """Lets one thread wait until a number of tasks have been run by others."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def after(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        finally:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()

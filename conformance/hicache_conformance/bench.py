@@ -1,0 +1,127 @@
+"""Sets up the `Lab` of a case: fills in the configuration, and asks whether the driver declares what the case needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from hicache_conformance.catalogue import MARK, described
+from hicache_conformance.lab import Lab
+from hicache_conformance.needs import undeclared
+from hicache_conformance.profiles import PROFILES
+from hicache_conformance.redact import redacted
+from hicache_conformance.settings import Settings
+from hicache_storage.plugins import create_storage, registry
+from hicache_storage.spec import Capabilities, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from hicache_conformance.driver import DriverConformance
+
+SETTINGS: Final = pytest.StashKey[Settings]()
+_HOMES: Final = pytest.StashKey[dict[str, "Path"]]()
+
+TMP: Final = "{tmp}"
+LAB_PROPERTY: Final = "hicache_lab"
+"""User property of a report: driver, capabilities and redacted options, as JSON."""
+GATE_PROPERTY: Final = "hicache_gate"
+"""User property of a report: what the case needs and the driver does not declare."""
+
+
+def filled_config(driver: str, config: Mapping[str, object], tmp: Path | str) -> dict[str, object]:
+    """The options given, and the driver's trial options where none is given, with `{tmp}` filled in.
+
+    Raises:
+        DriverError: there is no such driver.
+    """
+    options: dict[str, object] = {**registry().get(driver).trial_config, **config}
+    return {name: value.replace(TMP, str(tmp)) if isinstance(value, str) else value for name, value in options.items()}
+
+
+def instance_capabilities(driver: str, options: Mapping[str, object]) -> Capabilities:
+    """What the driver promises with these options.
+
+    Raises:
+        DriverError: it cannot be loaded, or refuses the options.
+    """
+    identity = StorageIdentity(model="conformance/model", kv_dtype="bfloat16", page_size=2, layout="page_first")
+    storage = create_storage(driver, identity, options)
+    try:
+        return storage.capabilities
+    finally:
+        storage.close()
+
+
+def require_driver(owner: type[DriverConformance]) -> str:
+    """The driver that a class is about.
+
+    Raises:
+        pytest.UsageError: it names none.
+    """
+    if not owner.driver:
+        raise pytest.UsageError(f"{owner.__qualname__} names no driver; write: driver = 'the name that `hicache drivers` lists'")
+    return owner.driver
+
+
+def open_lab(owner: DriverConformance, request: pytest.FixtureRequest, config: Mapping[str, object]) -> Iterator[Lab]:
+    """The lab of one case; a case whose needs are not declared is skipped here, before it begins."""
+    driver = require_driver(type(owner))
+    settings = request.config.stash.get(SETTINGS, None) or Settings.fresh(None, "default", ())
+    sandbox = _sandbox(request, type(owner))
+    options = filled_config(driver, config, _inner(sandbox))
+    capabilities = instance_capabilities(driver, options)
+    _tell(request, driver, capabilities, filled_config(driver, config, TMP))
+    lab = Lab(
+        driver=driver,
+        config=options,
+        case=request.node.name,
+        seed=settings.seed,
+        run=settings.run,
+        profile=PROFILES[settings.profile],
+        sandbox=sandbox,
+        tamper=owner.tamper,
+        capabilities=capabilities,
+    )
+    _gate(owner, request, lab)
+    yield lab
+    lab.close()
+
+
+def _gate(owner: DriverConformance, request: pytest.FixtureRequest, lab: Lab) -> None:
+    mark = request.node.get_closest_marker(MARK)
+    case = described(request.function, dict(mark.kwargs))
+    missing = undeclared(lab.capabilities, case.needs)
+    if missing:
+        reason = f"the driver does not declare {' and '.join(missing)}"
+        request.node.user_properties.append((GATE_PROPERTY, reason))
+        if not case.probes:
+            pytest.skip(f"not declared: {reason}")
+        request.applymarker(pytest.mark.xfail(reason=f"not declared: {reason}", strict=False))
+    if case.damages and not owner.can_tamper(lab.bare()):
+        pytest.skip("untested: no way to damage a page of this driver below the API; override tamper() and can_tamper()")
+
+
+def _sandbox(request: pytest.FixtureRequest, owner: type) -> Path:
+    """A directory for each class, so that all its storages share one store."""
+    homes = request.config.stash.setdefault(_HOMES, {})
+    name = f"{owner.__module__}.{owner.__qualname__}"
+    if name not in homes:
+        factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
+        homes[name] = factory.mktemp("hicache")
+        _inner(homes[name]).mkdir(parents=True)
+    return homes[name]
+
+
+def _inner(sandbox: Path) -> Path:
+    # Deep down, so that a key that climbs some directories up stays within sight.
+    return sandbox / "four" / "levels" / "down" / "here"
+
+
+def _tell(request: pytest.FixtureRequest, driver: str, capabilities: Capabilities, options: Mapping[str, object]) -> None:
+    record: dict[str, Any] = {"driver": driver, "capabilities": asdict(capabilities), "options": redacted(options)}
+    request.node.user_properties.append((LAB_PROPERTY, json.dumps(record)))

@@ -1,0 +1,65 @@
+"""Which cases there are, and which rules each of them tests."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from hicache_conformance.manifest import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MARK: Final = "hicache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test function of the suite."""
+
+    name: str
+    rules: tuple[str, ...]
+    levels: tuple[Level, ...]
+    needs: tuple[str, ...]
+    """Capabilities without which it says nothing."""
+    probes: bool
+    """Safe to try also where a capability is not declared."""
+    damages: bool
+    """Needs a way to damage a stored page below the API."""
+    summary: str
+
+
+def covers(
+    *rules: str, levels: Sequence[Level] = (Level.CORE,), needs: Sequence[str] = (), probes: bool = False, damages: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Say which rules a case tests, in which levels, and what it needs."""
+    # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its own.
+    mark = getattr(pytest.mark, MARK)
+    decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
+        rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, damages=damages
+    )
+    return decorate
+
+
+def described(function: Callable[..., object], arguments: dict[str, Any]) -> Case:
+    """The case that a test function with these arguments of `covers` is."""
+    summary = " ".join((inspect.getdoc(function) or "").split())
+    return Case(name=function.__name__, summary=summary, **arguments)
+
+
+@cache
+def catalogue() -> dict[str, Case]:
+    """All cases of the suite, by the name of their function, in the order of their definition."""
+    from hicache_conformance.driver import DriverConformance
+
+    found = dict[str, Case]()
+    for home in reversed(DriverConformance.__mro__):
+        for function in vars(home).values():
+            for mark in getattr(function, "pytestmark", ()):
+                if mark.name == MARK:
+                    found[function.__name__] = described(function, dict(mark.kwargs))
+    return found

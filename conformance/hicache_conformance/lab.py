@@ -1,0 +1,141 @@
+"""What a case works with: storages of the driver under test, identities and keys of its own, and a seeded source of chance."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from hicache_conformance.memory import GuardedPool
+from hicache_conformance.pages import PageBook
+from hicache_conformance.subject import Subject
+from hicache_conformance.violation import Violation
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import Capabilities, DriverError, PoolName, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hicache_conformance.damage import Damage
+    from hicache_conformance.memory import PoolMemory
+    from hicache_conformance.profiles import Profile
+    from hicache_storage.spec import HiCacheStorage
+
+
+class Tamper(Protocol):
+    """Puts a damaged object where a page belongs, below the API; `False` where this driver cannot hold such an object."""
+
+    def __call__(self, storage: HiCacheStorage, pool: str, key: str, damage: Damage) -> bool: ...
+
+
+@dataclass(kw_only=True)
+class Lab:
+    """One case's own; nothing in it is shared with another case but the store itself.
+
+    Cases never reset the store: each has an identity salt of its own, so that it finds nothing of another.
+    """
+
+    driver: str
+    config: dict[str, object]
+    """With `{tmp}` filled in."""
+    case: str
+    seed: int
+    run: str
+    """Tells this run's pages from those that an earlier run left in the same store."""
+    profile: Profile
+    sandbox: Path
+    """The directory that nothing may be written to; the one that `{tmp}` stands for lies deep inside of it."""
+    tamper: Tamper
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    random: Random = field(init=False)
+    book: PageBook = field(default_factory=PageBook)
+    _opened: ExitStack = field(default_factory=ExitStack)
+    _keys: int = 0
+    _salts: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = self.chance("case")
+
+    def chance(self, what: str) -> Random:
+        """Random numbers that depend on the seed, the case and `what` alone."""
+        return Random(f"{self.seed}/{self.case}/{what}")
+
+    def number(self, what: str) -> int:
+        """A seed for another library, from the run's seed, the case and `what`."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.case}/{what}".encode(), digest_size=8).digest(), "big")
+
+    def identity(self, **changes: object) -> StorageIdentity:
+        """A fresh identity: equal to no other that this case, or any other run, has used."""
+        self._salts += 1
+        base = StorageIdentity(
+            model="conformance/model",
+            kv_dtype="bfloat16",
+            page_size=2,
+            layout="page_first",
+            salt=f"{self.run}.{self.case}.{self._salts}",
+        )
+        return replace(base, **changes)  # type: ignore[arg-type]  # names and types are checked where they are written
+
+    def keys(self, count: int, prefix: str = "page") -> list[str]:
+        """Fresh keys; most of each is a digest, as engines have them."""
+        first, self._keys = self._keys, self._keys + count
+        return [
+            f"{prefix}{number}-{hashlib.blake2b(f'{self.seed}/{self.case}/{number}'.encode(), digest_size=16).hexdigest()}"
+            for number in range(first, first + count)
+        ]
+
+    def storage(
+        self,
+        identity: StorageIdentity | None = None,
+        *,
+        pools: Mapping[str, PoolMemory] | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> Subject:
+        """An open storage of its own, with its pools registered; closed when the case ends, if not before."""
+        subject = self.unopened(identity, pools=pools, config=config)
+        subject.call("open", subject.storage.open)
+        return subject
+
+    def unopened(
+        self,
+        identity: StorageIdentity | None = None,
+        *,
+        pools: Mapping[str, PoolMemory] | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> Subject:
+        """A storage with its pools registered that has not connected yet."""
+        storage = self.bare(identity, config)
+        self._opened.callback(self._close, storage)
+        memories = pools if pools is not None else {PoolName.KV: GuardedPool()}
+        subject = Subject(storage, memories, self.book, self.chance("places"))
+        for name, memory in memories.items():
+            subject.call("register_mem_host_pool_v2", lambda m=memory, n=name: storage.register_mem_host_pool_v2(m.host_pool, n))  # type: ignore[misc]
+        subject.call("on_host_pools_registered", storage.on_host_pools_registered)
+        return subject
+
+    def bare(self, identity: StorageIdentity | None = None, config: Mapping[str, object] | None = None) -> HiCacheStorage:
+        """A storage without pools, for the caller to close."""
+        options = self.config if config is None else dict(config)
+        try:
+            return create_storage(self.driver, identity or self.identity(), options)
+        except DriverError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise Violation("LC-1", f"constructing the driver raised {type(error).__name__}: {error}") from error
+
+    def damage(self, subject: Subject, key: str, damage: Damage, pool: str = PoolName.KV) -> bool:
+        """Put a damaged object where the page of `key` belongs; `False` where the driver cannot hold such an object."""
+        return self.tamper(subject.storage, pool, key, damage)
+
+    def close(self) -> None:
+        """Close all storages."""
+        self._opened.close()
+
+    def _close(self, storage: HiCacheStorage) -> None:
+        try:
+            storage.close()
+        except Exception as error:
+            raise Violation("LC-2", f"close raised {type(error).__name__}: {error}") from error

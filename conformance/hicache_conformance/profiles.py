@@ -1,0 +1,32 @@
+"""How much chance a run spends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Sizes of the randomised cases."""
+
+    name: str
+    histories: int
+    """Random histories of the state machine."""
+    steps: int
+    """Calls in each of them."""
+    chains: int
+    """Random chains of each existence case, beyond the exhaustive small ones."""
+    thread_calls: int
+    """Calls of each thread of the concurrent cases."""
+    shrinks: bool
+    """Whether a failing history is made as short as possible."""
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(name="smoke", histories=8, steps=15, chains=50, thread_calls=30, shrinks=False),
+        Profile(name="default", histories=40, steps=30, chains=400, thread_calls=100, shrinks=True),
+        Profile(name="soak", histories=1500, steps=120, chains=20_000, thread_calls=5_000, shrinks=True),
+    )
+}

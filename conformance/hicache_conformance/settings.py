@@ -1,0 +1,65 @@
+"""What a run was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from hicache_conformance.manifest import Level
+
+RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
+"""Environment variable by which `hicache conformance run` tells its child process where its `RunFile` is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to run, whatever the driver."""
+
+    seed: int
+    run: str
+    """Goes into the identities' salts, so that pages left by an earlier run of the same seed are not found."""
+    profile: str = "default"
+    levels: tuple[Level, ...] = tuple(Level)
+
+    @classmethod
+    def fresh(cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None) -> Self:
+        """Settings of a new run; a seed is drawn where none is given."""
+        drawn = secrets.randbelow(2**32) if seed is None else seed
+        return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """What the command line hands to its child process, out of sight of `ps`."""
+
+    driver: str
+    config: dict[str, str]
+    settings: Settings
+    stream: Path
+    """Where the outcomes go."""
+    cases: list[str] = field(default_factory=list[str])
+    """Names that a case must contain one of; empty for all."""
+
+    def write(self, path: Path) -> None:
+        """Write it for `read`."""
+        record = {**asdict(self), "stream": str(self.stream)}
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(record), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` has written."""
+        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        settings = record.pop("settings")
+        settings["levels"] = tuple(map(Level, settings["levels"]))
+        return cls(**{**record, "settings": Settings(**settings), "stream": Path(record["stream"])})
+
+    @classmethod
+    def of_environment(cls) -> Self | None:
+        """The run file of this process, where it is the child of a command line."""
+        path = os.environ.get(RUN_VARIABLE)
+        return cls.read(Path(path)) if path else None

@@ -1,0 +1,264 @@
+"""From SGLang's storage config and KV pool to our configuration and identity; without SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+
+from hicache_storage.engines.sglang_identity import (
+    ENGINE_KEYS,
+    bridge_config,
+    check_anchor,
+    check_engine,
+    is_logical,
+    logical_dtype,
+    storage_identity,
+    why_unserved,
+)
+from hicache_storage.spec import ConfigError, InvalidPoolError
+
+
+@dataclass
+class Engine:
+    """The fields of `HiCacheStorageConfig`."""
+
+    tp_rank: int = 0
+    tp_size: int = 8
+    pp_rank: int = 0
+    pp_size: int = 2
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 2
+    dp_rank: int = 0
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    is_mla_model: bool = False
+    model_name: str | None = "llama"
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
+
+    @property
+    def is_storage_writer(self) -> bool:
+        """SGLang's own rule, said again."""
+        return not self.is_mla_model or self.tp_rank == self.dcp_rank
+
+
+class Dtype:
+    """Prints as torch's dtypes do."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@dataclass
+class Anchor:
+    layout: str = "page_first"
+    page_size: int = 64
+    dtype: Dtype | None = None
+    start_layer: int = 0
+    end_layer: int = 31
+    layer_num: int = 32
+    kv_buffer: object = "memory"
+    size_per_token: int = 4096
+
+    def __post_init__(self) -> None:
+        self.dtype = self.dtype or Dtype("bfloat16")
+
+
+OPTIONS = {"interface_v1": 1, "driver": "file"}
+CONFIG = bridge_config(OPTIONS)
+
+
+def identity(engine: Engine | None = None, anchor: object = None, **options: object):
+    config = bridge_config({**OPTIONS, **options})
+    return storage_identity(engine or Engine(), config, anchor or Anchor())
+
+
+class TestConfiguration:
+    def test_defaults(self):
+        assert (CONFIG.driver, CONFIG.driver_config, CONFIG.tenant, CONFIG.deadline_seconds) == ("file", {}, "", None)
+
+    def test_everything_given(self):
+        given = {
+            "driver_config": {"path": "p"}, "tenant": "t", "revision": "r", "salt": "s", "kv_dtype": "fp8_e4m3",
+            "deadline_seconds": 2,
+        }  # fmt: skip
+        config = bridge_config({**OPTIONS, **given})
+        assert {name: getattr(config, name) for name in given} == given
+
+    def test_engine_keys_are_accepted(self):
+        assert bridge_config({**dict.fromkeys(ENGINE_KEYS, 1), **OPTIONS}) == CONFIG
+
+    @pytest.mark.parametrize("options", [None, {}, {"driver": "file"}, {"driver": "file", "interface_v1": 0}])
+    def test_interface_v1_is_needed(self, options):
+        with pytest.raises(ConfigError, match=r'set "interface_v1": 1'):
+            bridge_config(options)
+
+    @pytest.mark.parametrize(
+        ("key", "near"), [("drivr", "driver"), ("prefetch_treshold", "prefetch_threshold"), ("driver_configs", "driver_config")]
+    )
+    def test_an_unknown_key_names_the_nearest(self, key, near):
+        with pytest.raises(ConfigError, match=f"unknown key '{key}'.*did you mean '{near}'"):
+            bridge_config({**OPTIONS, key: 1})
+
+    def test_an_unknown_key_without_a_near_one_lists_all(self):
+        with pytest.raises(ConfigError, match=r"unknown key 'zzz'.*known keys: driver, driver_config"):
+            bridge_config({**OPTIONS, "zzz": 1})
+
+    @pytest.mark.parametrize(
+        "options", [{"driver_config": "path"}, {"deadline_seconds": 0}, {"deadline_seconds": "soon"}, {"tenant": 7}]
+    )
+    def test_a_bad_value_is_named(self, options):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            bridge_config({**OPTIONS, **options})
+
+    def test_a_driver_is_needed(self):
+        with pytest.raises(ConfigError, match="driver"):
+            bridge_config({"interface_v1": 1})
+
+    @pytest.mark.parametrize(
+        "fields", [{"tp_lcm_size": 8}, {"should_split_heads": True}, {"model_name": None}, {"model_name": ""}]
+    )
+    def test_engines_that_cannot_be_served(self, fields):
+        with pytest.raises(ConfigError):
+            check_engine(replace(Engine(), **fields))
+
+
+class TestIdentity:
+    def test_what_the_engine_says(self):
+        engine = Engine(tp_rank=3, pp_rank=1, attn_cp_rank=1, dp_rank=2)
+        who = identity(engine, Anchor(start_layer=16, layer_num=16), tenant="t", revision="r", salt="s")
+        assert (who.model, who.kv_dtype, who.layout, who.page_size) == ("llama", "bfloat16", "page_first", 64)
+        assert (who.tp_rank, who.tp_size, who.pp_rank, who.pp_size) == (3, 8, 1, 2)
+        assert (who.cp_rank, who.cp_size, who.dp_rank) == (1, 2, 2)
+        assert (who.layer_start, who.layer_end) == (16, 32)
+        assert (who.tenant, who.revision, who.salt) == ("t", "r", "s")
+        assert not who.kv_replicated
+
+    def test_fields_that_decide_never_collide(self):
+        """Findings D8 and D12: each of these is missing from the keys of at least one of SGLang's own drivers."""
+        variants = {
+            "nothing": identity(),
+            "model": identity(Engine(model_name="qwen")),
+            "tp_rank": identity(Engine(tp_rank=1)),
+            "tp_size": identity(Engine(tp_size=4)),
+            "pp_rank": identity(Engine(pp_rank=1)),
+            "pp_size": identity(Engine(pp_size=4)),
+            "cp_rank": identity(Engine(attn_cp_rank=1)),
+            "cp_size": identity(Engine(attn_cp_size=4)),
+            "replicated": identity(Engine(is_mla_model=True)),
+            "dtype": identity(anchor=Anchor(dtype=Dtype("float16"))),
+            "layout": identity(anchor=Anchor(layout="layer_first")),
+            "page size": identity(anchor=Anchor(page_size=32)),
+            "layers": identity(anchor=Anchor(layer_num=16)),
+            "first layer": identity(anchor=Anchor(start_layer=1, layer_num=31)),
+            "tenant": identity(tenant="t"),
+            "revision": identity(revision="r"),
+            "salt": identity(salt="s"),
+        }
+        for (name, one), (other_name, other) in combinations(variants.items(), 2):
+            assert one.fingerprint() != other.fingerprint(), f"{name} and {other_name} share pages"
+
+    def test_dp_ranks_share(self):
+        assert identity(Engine(dp_rank=0)).fingerprint() == identity(Engine(dp_rank=3)).fingerprint()
+
+    def test_replicas_share_kv_and_not_mamba_states(self):
+        ranks = [identity(Engine(tp_rank=rank, is_mla_model=True)) for rank in range(8)]
+        assert len({rank.fingerprint("kv") for rank in ranks}) == 1
+        assert len({rank.fingerprint("indexer") for rank in ranks}) == 1
+        assert len({rank.fingerprint("mamba") for rank in ranks}) == 8
+        assert [rank.is_writer("mamba") for rank in ranks] == [True] * 8
+
+    @pytest.mark.parametrize("dcp_size", [1, 2, 4])
+    def test_one_writer_for_each_dcp_shard_and_it_is_sglangs(self, dcp_size):
+        engines = [
+            Engine(tp_rank=rank, is_mla_model=True, dcp_size=dcp_size, dcp_rank=rank % dcp_size, attn_cp_size=1)
+            for rank in range(8)
+        ]
+        ranks = [identity(engine) for engine in engines]
+        assert [rank.is_writer("kv") for rank in ranks] == [engine.is_storage_writer for engine in engines]
+        shards = [rank.fingerprint("kv") for rank in ranks]
+        assert len(set(shards)) == dcp_size
+        assert all(shards[rank] == shards[rank % dcp_size] for rank in range(8))
+        assert len({rank.fingerprint("mamba") for rank in ranks}) == 8
+
+    def test_dcp_within_cp_keeps_all_shards_apart(self):
+        shards = {
+            identity(
+                Engine(tp_rank=dcp, is_mla_model=True, dcp_size=2, dcp_rank=dcp, attn_cp_rank=cp, attn_cp_size=2)
+            ).fingerprint()
+            for dcp in range(2)
+            for cp in range(2)
+        }
+        assert len(shards) == 4
+
+    def test_other_dcp_sizes_never_meet(self):
+        one = identity(Engine(is_mla_model=True, attn_cp_size=1))
+        two = identity(Engine(is_mla_model=True, attn_cp_size=1, dcp_size=2))
+        assert one.fingerprint() != two.fingerprint()
+
+    def test_the_page_size_is_the_one_that_keys_count(self):
+        anchor = SimpleNamespace(**vars(Anchor(page_size=32)), logical_page_size=64)
+        assert identity(anchor=anchor).page_size == 64
+
+    def test_a_pool_that_tells_no_layers(self):
+        anchor = SimpleNamespace(layout="page_first", page_size=64, dtype=Dtype("bfloat16"))
+        who = identity(anchor=anchor)
+        assert (who.layer_start, who.layer_end) == (0, 0)
+
+
+class TestDtype:
+    def test_the_pools_own(self):
+        assert logical_dtype(Anchor()) == "bfloat16"
+        assert logical_dtype(Anchor(), "bfloat16") == "bfloat16"
+        assert logical_dtype(Anchor(), engine_kv_dtype="auto") == "bfloat16"
+
+    def test_a_contradiction(self):
+        with pytest.raises(ConfigError, match="kv_dtype is 'fp8_e4m3'"):
+            logical_dtype(Anchor(), "fp8_e4m3")
+
+    def test_what_uint8_hides_is_told_by_the_operator_or_the_engine(self):
+        hidden = Anchor(dtype=Dtype("uint8"))
+        assert logical_dtype(hidden, engine_kv_dtype="fp8_e5m2") == "fp8_e5m2"
+        assert logical_dtype(hidden, "fp8_e4m3", "fp8_e5m2") == "fp8_e4m3"
+
+    @pytest.mark.parametrize("engine_kv_dtype", ["", "auto"])
+    def test_what_nobody_tells_is_refused(self, engine_kv_dtype):
+        with pytest.raises(InvalidPoolError, match='set "kv_dtype"'):
+            logical_dtype(Anchor(dtype=Dtype("uint8")), engine_kv_dtype=engine_kv_dtype)
+
+
+class TestPools:
+    def test_an_anchor_without_bytes(self):
+        anchor = Anchor(kv_buffer=None, size_per_token=0, layer_num=0)
+        assert is_logical(anchor)
+        check_anchor(anchor)
+
+    def test_an_anchor_whose_bytes_are_gone(self):
+        anchor = Anchor(kv_buffer=None)
+        assert not is_logical(anchor)
+        with pytest.raises(InvalidPoolError, match="no memory of its own"):
+            check_anchor(anchor)
+
+    def test_pools_of_our_own_have_other_attributes(self):
+        check_anchor(SimpleNamespace())
+        assert not is_logical(SimpleNamespace())
+
+    @pytest.mark.parametrize(
+        ("pool", "name", "engine", "served"),
+        [
+            ({"head_num": 4}, "draft", {"is_mla_model": True}, False),
+            ({"head_num": 4}, "draft", {"is_mla_model": True, "tp_size": 1}, True),
+            ({"head_num": 4}, "draft", {"is_mla_model": False}, True),
+            ({"head_num": 4}, "mamba", {"is_mla_model": True}, True),
+            ({}, "indexer", {"is_mla_model": True}, True),
+        ],
+    )
+    def test_side_pools_that_hold_heads_beside_replicated_kv(self, pool, name, engine, served):
+        engine = replace(Engine(), **engine)
+        assert (why_unserved(engine, SimpleNamespace(**pool), name, identity(engine)) == "") == served

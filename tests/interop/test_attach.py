@@ -1,0 +1,172 @@
+"""Attaching, detaching, and what is refused on the way: cleanly, with a message that says what to change."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from hicache_storage.spec import ConfigError, DriverNotFoundError, InvalidPoolError, UnsupportedOperationError
+from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
+
+pytestmark = pytest.mark.interop
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+@pytest.fixture
+def refused(ranks, trouble):
+    """Attaches where it must fail; then checks that nothing is left of it and that a right attach still works."""
+
+    def attach(error, match, *, pools=None, parallel=None, driver="shelf", driver_config=None, **extra):
+        rank = ranks(pools or mha_pools("page_first"), **(parallel or {}))
+        before = threads()
+        with pytest.raises(error, match=match):
+            rank.attach(driver, driver_config, **extra)
+        assert threads() == before
+        assert not rank.controller.enable_storage
+        assert rank.controller.storage_backend is None
+        if pools is None:
+            rank.attach("shelf")
+            assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
+
+    return attach
+
+
+def test_without_interface_v1(refused):
+    refused(ConfigError, r'set "interface_v1": 1', interface_v1=None)
+
+
+def test_an_unknown_key(refused):
+    refused(ConfigError, r"unknown key 'tennant'.*did you mean 'tenant'", tennant="x")
+
+
+def test_an_unknown_driver(refused):
+    refused(DriverNotFoundError, r"no driver named 'flie'", driver="flie")
+
+
+def test_an_unknown_option_of_the_driver(refused):
+    refused(ConfigError, r"unknown option 'shelv'; did you mean 'shelf'", driver_config={"shelv": "x"})
+
+
+def test_no_driver(refused):
+    refused(ConfigError, r"driver", driver=None)
+
+
+def test_heterogeneous_tp(refused):
+    refused(ConfigError, r"tp_lcm_size=4 .* remove it", tp_lcm_size=4)
+
+
+def test_a_model_without_a_name(refused):
+    refused(ConfigError, r"no model name", model=None)
+
+
+def test_fp8_of_an_unknown_kind(refused):
+    refused(InvalidPoolError, r"does not tell fp8_e4m3 from fp8_e5m2", pools=mha_pools("page_first", dtype=torch.float8_e5m2))
+
+
+def test_a_kv_dtype_that_is_not_the_pools(refused):
+    refused(ConfigError, r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'", kv_dtype="float16")
+
+
+@pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
+def test_a_layout_that_has_neither_addresses_nor_flat_pages(refused, make_pools):
+    refused(InvalidPoolError, r"page_unified|can neither lend its pages nor copy them", pools=make_pools("page_unified"))
+
+
+def test_a_kv_pool_that_is_gone(refused):
+    pools = mha_pools("page_first")
+    pools.kv.destroy()
+    refused(InvalidPoolError, r"no memory of its own", pools=pools)
+
+
+def test_the_engines_own_keys_are_accepted(ranks, storage):
+    """What SGLang's parser knows, whether it takes it out or leaves it in."""
+    name, driver_config = storage
+    text = (
+        '{"backend_name": "hicache", "module_path": "hicache_storage.engines.sglang", "class_name": "SGLangBridge",'
+        ' "interface_v1": 1, "prefetch_threshold": 64, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5,'
+        ' "hicache_storage_pass_prefix_keys": true, "tenant": "t", "revision": "r", "salt": "s", "deadline_seconds": 5}'
+    )
+    parsed, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    unparsed = {"prefetch_threshold": 64, "hicache_storage_pass_prefix_keys": True, "prefetch_timeout_base": 2}
+    for config in (parsed, {**parsed, **unparsed}):
+        rank = ranks(mha_pools("page_first"))
+        rank.attach_config({**config, "driver": name, "driver_config": driver_config})
+        identity = rank.bridge.storage.identity
+        assert (identity.tenant, identity.revision, identity.salt) == ("t", "r", "s")
+
+
+def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
+    pools = mha_pools("page_first")
+    pools.side["mamba"] = mamba_pool("page_first")
+    rank = ranks(pools)
+    before = threads()
+    for _ in range(3):
+        rank.attach(*storage)
+        backup = rank.backup(tokens(3), checkpoints={"mamba": 1})
+        rank.wipe()
+        result = rank.prefetch(tokens(3), windows={"mamba": 1})
+        assert rank.delivered(result, backup, "mamba")
+        rank.wipe()
+        rank.detach()
+        assert threads() == before
+
+
+def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("sealed")
+    with pytest.raises(UnsupportedOperationError, match="clears"):
+        rank.bridge.clear()
+
+
+def test_the_oldest_interface_is_refused(ranks, storage, caplog):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(2))
+    bridge, key = rank.bridge, rank.hashes(tokens(2))[0]
+    page = rank.pools.kv.get_dummy_flat_data_page()
+    assert bridge.exists(key)
+    assert not bridge.exists("nothing")
+    assert bridge.get(key, page) is None
+    assert bridge.batch_get([key, key], [page, page]) == [None, None]
+    assert bridge.set("new", page) is False
+    assert bridge.batch_set(["new"], [page]) is False
+    assert not bridge.exists("new")
+    assert bridge.refused_calls == 4
+    assert "moves no copies" in caplog.text
+
+
+def test_sglangs_own_failure_injector_can_stand_between(ranks, storage):
+    with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.0):
+        rank = ranks(mha_pools("page_first"))
+        rank.attach(*storage)
+        assert type(rank.bridge).__name__ == "HiCacheStorageFailureInjector"
+        backup = rank.backup(tokens(3))
+        rank.wipe()
+        assert rank.delivered(rank.prefetch(tokens(3)), backup)
+        rank.detach()
+
+
+def test_a_controller_reset_keeps_the_storage(ranks, storage):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(3))
+    rank.wipe()
+    rank.controller.reset()
+    assert rank.delivered(rank.prefetch(tokens(3)), backup)
+
+
+def test_side_pools_may_come_later(ranks, storage):
+    pools = mha_pools("page_first")
+    pools.side["mamba"] = mamba_pool("page_first")
+    rank = ranks(pools)
+    rank.attach(*storage)
+    late = mamba_pool("page_first")
+    rank.bridge.register_mem_host_pool_v2(late, "swa")
+    assert rank.bridge.storage.pools.keys() >= {"kv", "mamba", "swa"} if hasattr(rank.bridge.storage, "pools") else True

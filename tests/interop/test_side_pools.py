@@ -1,0 +1,204 @@
+"""Mamba states beside KV, and anchors that hold nothing, through SGLang's hybrid controller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from tests.interop.engine import PAGE_SIZE, logical_pools, mamba_pool, mha_pools, mla_pools, tokens
+
+pytestmark = pytest.mark.interop
+
+
+def with_mamba(pools, layout, **options):
+    pools.side["mamba"] = mamba_pool(layout, **options)
+    return pools
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+@pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
+def test_states_come_back_with_their_pages(ranks, storage, make_pools, layout):
+    rank = ranks(with_mamba(make_pools(layout), layout))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(6), checkpoints={"mamba": 1})
+    assert backup.completed_tokens == 6 * PAGE_SIZE
+    assert backup.pool_hits == {"mamba": 1}
+    rank.wipe()
+    result = rank.prefetch(tokens(6), windows={"mamba": 1})
+    assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 6 * PAGE_SIZE)
+    assert result.pool_hits["mamba"] == 1
+    assert rank.delivered(result, backup)
+    assert rank.delivered(result, backup, "mamba")
+    assert rank.bridge.refused_calls == 0
+
+
+def test_states_with_parts_that_have_no_addresses_come_back(ranks, storage):
+    """Side states ride along in flat pages only; SGLang's pool refuses to tell where they are."""
+    rank = ranks(with_mamba(mha_pools("page_first"), "page_first", slot_states=2))
+    with pytest.raises(NotImplementedError):
+        rank.pools.side["mamba"].get_page_buffer_meta(torch.tensor([0]))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(3), checkpoints={"mamba": 1})
+    rank.wipe()
+    result = rank.prefetch(tokens(3), windows={"mamba": 1})
+    assert rank.delivered(result, backup)
+    assert rank.delivered(result, backup, "mamba")
+
+
+def test_the_hit_ends_at_the_last_checkpoint(ranks, storage):
+    """Rule EX-1: KV reaches page 8, states exist at 2 and 5; nothing between them can be restored."""
+    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(2), checkpoints={"mamba": 1})
+    rank.wipe()
+    backup = rank.backup(tokens(5), checkpoints={"mamba": 1})
+    rank.wipe()
+    rank.backup(tokens(8))
+    rank.wipe()
+    result = rank.prefetch(tokens(8), windows={"mamba": 1})
+    assert result.hit_tokens == 5 * PAGE_SIZE
+    assert result.verdicts == {"kv": 8, "mamba": 5}
+    assert rank.delivered(result, backup, "mamba")
+
+    answer = rank.bridge.batch_exists_v2(
+        rank.hashes(tokens(8)), [PoolTransfer(PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    )
+    assert answer.restorable_prefix_pages == [2, 5]
+
+
+def test_without_a_checkpoint_there_is_no_hit_and_every_pool_has_a_verdict(ranks, storage):
+    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(4))
+    result = rank.prefetch(tokens(4), windows={"mamba": 1})
+    assert result.hit_tokens == 0
+    assert result.verdicts == {"kv": 4, "mamba": 0}
+
+
+def test_a_window_of_several_pages_comes_back(ranks, storage):
+    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(6), checkpoints={"mamba": 3})
+    rank.wipe()
+    result = rank.prefetch(tokens(6), windows={"mamba": 3})
+    assert result.hit_tokens == 6 * PAGE_SIZE
+    assert rank.delivered(result, backup, "mamba")
+
+
+def test_block_groups_report_and_do_not_decide(ranks, storage):
+    """Rule EX-4. SGLang 0.5.23 declares the policy and uses it nowhere."""
+    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
+    rank.attach(*storage)
+    rank.backup(tokens(4), checkpoints={"mamba": 4})
+    rank.wipe()
+    rank.backup(tokens(6))
+    question = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=2, group_pages=1)
+    answer = rank.bridge.batch_exists_v2(rank.hashes(tokens(6)), [question])
+    assert answer.kv_hit_pages == 6
+    assert answer.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 4}
+
+
+def test_every_rank_has_states_of_its_own_beside_replicated_kv(ranks, storage):
+    """Rule ID-3: in a model with latent attention the first rank writes KV for all, and each its own states."""
+    both = [
+        ranks(with_mamba(mla_pools("page_first"), "page_first"), tp_rank=number, tp_size=2, attn_tp_rank=number, attn_tp_size=2)
+        for number in range(2)
+    ]
+    backups = []
+    for number, rank in enumerate(both):
+        rank.attach(*storage)
+        backups.append(rank.backup(tokens(4), seed=number + 1, checkpoints={"mamba": 1}))
+    assert all(backup.completed_tokens == 4 * PAGE_SIZE for backup in backups)
+    for rank, backup in zip(both, backups, strict=True):
+        rank.wipe()
+        result = rank.prefetch(tokens(4), windows={"mamba": 1})
+        assert result.completed_tokens == 4 * PAGE_SIZE
+        assert rank.delivered(result, backups[0])
+        assert rank.delivered(result, backup, "mamba")
+
+
+class TestAnchorWithoutBytes:
+    """DeepSeek-V4: the KV pool hands out slots, the side pools hold everything."""
+
+    @pytest.fixture
+    def rank(self, ranks, storage):
+        rank = ranks(with_mamba(logical_pools(), "page_first"))
+        rank.attach(*storage, kv_dtype="fp8_e4m3")
+        return rank
+
+    def test_side_pools_come_back(self, rank):
+        backup = rank.backup(tokens(5), checkpoints={"mamba": 2})
+        assert backup.completed_tokens == 5 * PAGE_SIZE
+        rank.wipe()
+        result = rank.prefetch(tokens(5), windows={"mamba": 2})
+        assert (result.hit_tokens, result.completed_tokens) == (5 * PAGE_SIZE, 5 * PAGE_SIZE)
+        assert rank.delivered(result, backup, "mamba")
+        assert rank.bridge.refused_calls == 0
+
+    def test_side_pools_decide(self, rank):
+        rank.backup(tokens(5))
+        assert rank.prefetch(tokens(5), windows={"mamba": 1}).hit_tokens == 0
+
+    def test_nothing_is_found_where_no_side_pool_is_asked(self, rank):
+        rank.backup(tokens(5), checkpoints={"mamba": 1})
+        assert rank.prefetch(tokens(5)).hit_tokens == 0
+
+    def test_nothing_is_found_that_was_never_backed_up(self, rank):
+        rank.backup(tokens(5), checkpoints={"mamba": 1})
+        assert rank.prefetch(tokens(5, start=500), windows={"mamba": 1}).hit_tokens == 0
+
+    def test_reading_the_anchor_delivers_nothing_and_says_so_truthfully(self, rank):
+        hashes = rank.hashes(tokens(3))
+        assert rank.bridge.batch_get_v1(hashes, torch.arange(3 * PAGE_SIZE)) == [True] * 3
+
+
+class TestPoolsThatCannotBeServed:
+    """SGLang does not undo an attach that fails at a side pool, so these are attached and answered with misses."""
+
+    def test_a_pool_without_memory(self, ranks, storage, caplog):
+        pools = mha_pools("page_first")
+        pools.side["swa"] = logical_pools().kv
+        rank = ranks(pools)
+        rank.attach(*storage)
+        assert "pool 'swa' (LogicalHostPool) is not served" in caplog.text
+        backup = rank.backup(tokens(4))
+        assert backup.completed_tokens == 4 * PAGE_SIZE
+        result = rank.prefetch(tokens(4), windows={"swa": 1})
+        assert result.hit_tokens == 0
+        assert result.verdicts == {"kv": 4, "swa": 0}
+        rank.wipe()
+        assert rank.delivered(rank.prefetch(tokens(4)), backup)
+        assert rank.all_alive()
+
+    def test_moving_its_pages_does_not_disturb_the_others(self, ranks, storage):
+        pools = with_mamba(mha_pools("page_first"), "page_first")
+        pools.side["swa"] = logical_pools().kv
+        rank = ranks(pools)
+        rank.attach(*storage)
+        wanted = [
+            PoolTransfer(PoolName.SWA, host_indices=torch.arange(PAGE_SIZE), keys=["a"]),
+            PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0, 1]), keys=["a", "b"]),
+        ]
+        assert rank.bridge.batch_set_v2(wanted) == {"swa": [False], "mamba": [True, True]}
+        assert rank.bridge.batch_get_v2(wanted) == {"swa": [False], "mamba": [True, True]}
+        assert rank.bridge.refused_calls == 2
+
+    def test_heads_beside_replicated_kv(self, ranks, storage, caplog):
+        """SGLang stores a draft pool's heads from the first rank only: serving it would give the others the wrong heads."""
+        pools = mla_pools("page_first")
+        pools.side["draft"] = mha_pools("page_first").kv
+        rank = ranks(pools, tp_rank=1, tp_size=2, attn_tp_rank=1, attn_tp_size=2)
+        rank.attach(*storage)
+        assert "pool 'draft' (MHATokenToKVPoolHost) is not served" in caplog.text
+        assert rank.prefetch(tokens(2), windows={"draft": 1}).hit_tokens == 0
+
+    def test_heads_beside_replicated_kv_on_a_single_rank(self, ranks, storage):
+        pools = mla_pools("page_first")
+        pools.side["draft"] = mha_pools("page_first").kv
+        rank = ranks(pools)
+        rank.attach(*storage)
+        backup = rank.backup(tokens(4), checkpoints={"draft": 4})
+        rank.wipe()
+        result = rank.prefetch(tokens(4), windows={"draft": 4})
+        assert rank.delivered(result, backup, "draft")
