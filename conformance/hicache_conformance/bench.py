@@ -102,8 +102,16 @@ def _gate(owner: DriverConformance, request: pytest.FixtureRequest, lab: Lab) ->
         if not case.probes:
             pytest.skip(f"not declared: {reason}")
         request.applymarker(pytest.mark.xfail(reason=f"not declared: {reason}", strict=False))
-    if case.damages and not owner.can_tamper(lab.bare()):
+    if case.damages and not _can_tamper(owner, lab):
         pytest.skip("untested: no way to damage a page of this driver below the API; override tamper() and can_tamper()")
+
+
+def _can_tamper(owner: DriverConformance, lab: Lab) -> bool:
+    storage = lab.bare()
+    try:
+        return owner.can_tamper(storage)
+    finally:
+        storage.close()
 
 
 def _sandbox(request: pytest.FixtureRequest, owner: type) -> Path:

@@ -61,10 +61,9 @@ def option_rows(spec: DriverSpec) -> list[tuple[str, str, str]]:
     assert isinstance(info, msgspec.inspect.StructType)
     rows = list[tuple[str, str, str]]()
     for field in info.fields:
-        schema = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else None
-        meaning = cast("dict[str, object]", schema or {}).get("description", "")
+        schema = cast("dict[str, object] | None", getattr(field.type, "extra_json_schema", None))
         default = "required" if field.required else str(field.default)
-        rows.append((field.encode_name, default, str(meaning)))
+        rows.append((field.encode_name, default, str((schema or {}).get("description", ""))))
     return rows
 
 

@@ -57,7 +57,7 @@ def world():
 @pytest.fixture
 def ranks():
     """Makes ranks of an engine, and detaches them at the end."""
-    from tests.interop.engine import Pools, Rank  # noqa: PLC0415 - needs SGLang
+    from tests.interop.engine import Pools, Rank
 
     made: list[Rank] = []
 
@@ -73,8 +73,8 @@ def ranks():
 @pytest.fixture
 def trouble():
     """The drivers of `drivers.py` under their names, and what goes wrong in them."""
-    from hicache_storage import plugins  # noqa: PLC0415 - not before it is needed
-    from tests.interop.drivers import SHELVES, SPECS, TROUBLE  # noqa: PLC0415 - as above
+    from hicache_storage import plugins
+    from tests.interop.drivers import SEEN, SHELVES, SPECS, TROUBLE
 
     registry = plugins.registry()
     for spec in SPECS:
@@ -82,6 +82,7 @@ def trouble():
     yield TROUBLE
     TROUBLE.clear()
     SHELVES.clear()
+    SEEN.clear()
     for spec in SPECS:
         del registry.drivers[spec.name], registry.owners[spec.name]
 

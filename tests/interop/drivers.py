@@ -45,6 +45,9 @@ class Trouble:
 
 TROUBLE = Trouble()
 
+SEEN: list[tuple[str, list[str], str | None]] = []
+"""What the driver was told about each of its calls: operation, prefix keys, request."""
+
 
 class ShelfConfig(DriverConfig):
     shelf: str = "default"
@@ -58,18 +61,21 @@ class ShelfStorage(ObjectStorage):
         self.objects = SHELVES[config.shelf]
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        SEEN.append(("exists", list(call.prefix_keys), call.request_id))
         instead = TROUBLE.strike("exists")
         if instead is not None:
             return instead
         return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        SEEN.append(("get", list(call.prefix_keys), call.request_id))
         instead = TROUBLE.strike("get")
         if instead is not None:
             return instead
         return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        SEEN.append(("set", list(call.prefix_keys), call.request_id))
         instead = TROUBLE.strike("set")
         if instead is not None:
             return instead
@@ -91,6 +97,11 @@ class UnrulyStorage(StorageLayer):
 
     def __init__(self, identity: StorageIdentity, config: ShelfConfig) -> None:
         super().__init__(ShelfStorage(identity, config))
+        self.announced = 0
+
+    def on_host_pools_registered(self):
+        self.announced += 1
+        TROUBLE.strike("registered")
 
     def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
         instead = TROUBLE.strike("exists")

@@ -221,17 +221,25 @@ class Rank:
     def all_alive(self) -> bool:
         return all(thread.is_alive() for thread in self.threads())
 
-    def hashes(self, tokens: list[int]) -> list[str]:
-        return get_storage_hash_str(tokens, page_size=PAGE_SIZE)
+    def hashes(self, tokens: list[int], prefix_keys: list[str] | None = None) -> list[str]:
+        """SGLang's page hashes: a chain, which goes on from the last of `prefix_keys`."""
+        return get_storage_hash_str(tokens, prefix_keys[-1] if prefix_keys else None, page_size=PAGE_SIZE)
 
-    def backup(self, tokens: list[int], *, seed: int = 1, checkpoints: dict[str, int] | None = None) -> Backup:
+    def backup(
+        self,
+        tokens: list[int],
+        *,
+        seed: int = 1,
+        checkpoints: dict[str, int] | None = None,
+        prefix_keys: list[str] | None = None,
+    ) -> Backup:
         """Write pages of `tokens` to storage and wait for the acknowledgement.
 
-        `checkpoints` gives the side pools to write beside KV, and for how many of the last pages.
+        They begin a sequence, or continue that of `prefix_keys`. `checkpoints` gives the side pools to write beside KV, and for how many of the last pages.
         """
         for number, pool in enumerate(self.pools.all().values()):
             scribble(pool, seed * 100 + number)
-        hashes = self.hashes(tokens)
+        hashes = self.hashes(tokens, prefix_keys)
         indices = self.pools.kv.alloc(len(tokens))
         contents = {PoolName.KV.value: pages(self.pools.kv, indices)}
         transfers = []
@@ -243,7 +251,7 @@ class Rank:
                 PoolTransfer(PoolName(name), host_indices=slots, keys=hashes[-count:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
             )
         more = {"extra_pools": transfers} if self.hybrid else {}
-        identifier = self.controller.write_storage(indices, tokens, hash_value=hashes, **more)
+        identifier = self.controller.write_storage(indices, tokens, hash_value=hashes, prefix_keys=prefix_keys, **more)
         operation = self.controller.ack_backup_queue.get(timeout=WAIT_SECONDS)
         assert operation.id == identifier
         hits = dict(operation.pool_storage_result.extra_pool_hit_pages) if self.hybrid else {}
@@ -253,17 +261,20 @@ class Rank:
         for pool in self.pools.all().values():
             wipe(pool)
 
-    def prefetch(self, tokens: list[int], *, windows: dict[str, int] | None = None) -> Prefetch:
+    def prefetch(
+        self, tokens: list[int], *, windows: dict[str, int] | None = None, prefix_keys: list[str] | None = None
+    ) -> Prefetch:
         """Ask for `tokens` and read what is there; `windows` gives the trailing pages that each side pool needs."""
         transfers = [
             PoolTransfer(PoolName(name), keys=["__placeholder__"] * count, hit_policy=PoolHitPolicy.TRAILING_PAGES)
             for name, count in (windows or {}).items()
         ]
-        controller = self.controller
+        controller, last_hash = self.controller, prefix_keys[-1] if prefix_keys else None
         if self.hybrid:
-            operation = controller.prefetch(CacheRequestHandle("request", 0), tokens, extra_pools=transfers)
+            request = CacheRequestHandle("request", 0)
+            operation = controller.prefetch(request, tokens, last_hash, prefix_keys, extra_pools=transfers)
         else:
-            operation = controller.prefetch("request", tokens)
+            operation = controller.prefetch("request", tokens, last_hash, prefix_keys)
         assert controller.prefetch_hit_queue.get(timeout=WAIT_SECONDS) is operation
         result = Prefetch(operation.storage_hit_count)
         if self.hybrid:

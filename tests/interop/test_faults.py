@@ -66,7 +66,6 @@ def still_works(rank, trouble):
 @pytest.mark.parametrize("hybrid", [False, True], ids=["kv", "hybrid"])
 @pytest.mark.parametrize("fault", DRIVER_FAULTS)
 def test_a_driver_that_fails(ranks, trouble, fault, hybrid):
-    """Breaker off, so that every call meets the fault."""
     rank = ranks(with_mamba() if hybrid else mha_pools("page_first"))
     rank.attach("shelf", deadline_seconds=SHORT_SECONDS)
     checkpoints = {"mamba": 1} if hybrid else None
@@ -83,6 +82,9 @@ def test_a_driver_that_fails(ranks, trouble, fault, hybrid):
         assert trouble.happened
         rank.wipe()
         trouble.clear()
+    stats = rank.bridge.storage.get_stats()
+    # A get of this driver reads into the host pool itself, so it is waited for (rule GET-9).
+    assert stats.deadlines_missed >= 2 if fault is hang_for_a_while else stats.faults >= 3
     assert still_works(rank, trouble)
 
 
@@ -118,6 +120,16 @@ def test_a_storage_that_breaks_the_contract(ranks, trouble, fault, hybrid):
         assert trouble.happened
         rank.wipe()
         trouble.clear()
+    assert still_works(rank, trouble)
+
+
+def test_a_storage_that_fails_when_all_pools_are_registered(ranks, trouble, caplog):
+    """SGLang would be left half attached, with its threads running."""
+    trouble.at("registered", answer=raise_runtime_error)
+    rank = ranks(with_mamba())
+    rank.attach("unruly")
+    assert trouble.happened == 1
+    assert "refused on_host_pools_registered" in caplog.text
     assert still_works(rank, trouble)
 
 

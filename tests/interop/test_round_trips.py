@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
+from tests.interop.drivers import SEEN, SHELVES
 from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
 
 pytestmark = pytest.mark.interop
@@ -86,19 +88,40 @@ def test_what_is_stored_is_not_written_again(ranks, storage):
 
 
 def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(ranks, trouble):
-    from tests.interop.drivers import SHELVES  # noqa: PLC0415 - needs the drivers
-
     rank = ranks(mha_pools("page_first"))
     rank.attach("shelf")
     backup = rank.backup(tokens(6))
     rank.wipe()
-    names = list(SHELVES["default"])
-    trouble.at("get", answer=lambda operation: SHELVES["default"].pop(names[3], None) and None)
+    fourth = list(SHELVES["default"])[3]
+    trouble.at("get", answer=lambda operation: SHELVES["default"].pop(fourth, None) and None)
     result = rank.prefetch(tokens(6))
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 3 * PAGE_SIZE)
-    result.indices["kv"] = result.indices["kv"][: 3 * PAGE_SIZE]
-    backup.contents["kv"] = backup.contents["kv"][:3]
-    assert all(torch.equal(got, expected) for got, expected in zip(rank.contents(result), backup.contents["kv"], strict=True))
+    assert all(map(torch.equal, rank.contents(result)[:3], backup.contents["kv"][:3]))
+
+
+def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
+    """With `hicache_storage_pass_prefix_keys`, in each of several batches."""
+    rank = ranks(mha_pools("page_first", pages=300))
+    rank.attach("shelf")
+    prompt = tokens(210)
+    hashes = rank.hashes(prompt)
+    rank.backup(prompt[: 10 * PAGE_SIZE])
+    SEEN.clear()
+    rank.backup(prompt[10 * PAGE_SIZE :], prefix_keys=hashes[:10])
+    assert [prefix for operation, prefix, _ in SEEN if operation == "set"] == [hashes[:10], hashes[: 10 + 128]]
+    rank.wipe()
+    SEEN.clear()
+    rank.prefetch(prompt[10 * PAGE_SIZE :], prefix_keys=hashes[:10])
+    for kind in ("exists", "get"):
+        assert [prefix for operation, prefix, _ in SEEN if operation == kind] == [hashes[:10], hashes[: 10 + 128]]
+
+
+def test_the_driver_is_told_the_session(ranks, trouble):
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("shelf")
+    rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": "chat-7"}))
+    rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": 7}))
+    assert SEEN == [("exists", [], "chat-7"), ("exists", [], None)]
 
 
 def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):

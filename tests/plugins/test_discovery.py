@@ -82,7 +82,7 @@ def test_plugins_can_be_disabled(plugin, monkeypatch):
 
 def test_a_driver_whose_dependency_is_missing(plugin):
     spec = plugins.discover([plugin("acme")]).get("acme")
-    with pytest.raises(DriverUnavailableError, match="'acme': cannot import acme.driver:Storage; it needs acme-client"):
+    with pytest.raises(DriverUnavailableError, match=r"'acme': cannot import acme\.driver:Storage; it needs acme-client"):
         plugins.driver_class(spec)
 
 

@@ -118,7 +118,7 @@ class TestLent:
             memoryview(bytes(8)),
             memoryview(bytearray(9)),
             memoryview(bytearray(16))[::2],
-            memoryview(bytearray(8)).cast("i"),
+            memoryview(bytearray(32)).cast("i"),
             memoryview(bytearray(8)).cast("B", (2, 4)),
         ],
         ids=["read-only", "another length", "with holes", "not bytes", "two-dimensional"],
@@ -196,12 +196,20 @@ class TestAddressed:
         write(access, [0], some_pages(access, 1))
         assert read(access, [0]) == some_pages(access, 1)
 
-    def test_memory_that_has_moved_is_found(self) -> None:
+    @pytest.mark.parametrize("place", [0, 2], ids=["lower", "higher"])
+    def test_memory_that_has_moved_is_found(self, place: int) -> None:
         pool = AddressPool()
+        arena = torch.zeros(3, pool.size * WIDTH * 2, dtype=torch.uint8)
+
+        def lie_in(row: torch.Tensor) -> None:
+            k, v = row.split(pool.size * WIDTH)
+            pool.k_buffer, pool.v_buffer = k.view(-1, WIDTH), v[: len(v) // 2].view(-1, WIDTH // 2)
+
+        lie_in(arena[1])
         access = page_access(pool)
-        kept = pool.k_buffer, pool.v_buffer
-        pool.k_buffer, pool.v_buffer = (torch.full_like(buffer, 9) for buffer in kept)
-        assert read(access, [4]) == [b"\x09" * 60]
+        arena[place] = 9
+        lie_in(arena[place])
+        assert read(access, [4, 20]) == [b"\x09" * 60] * 2
 
     def test_the_same_layout_and_components_are_the_same_geometry(self) -> None:
         own = MLAHostPool(size=8, page_size=4, layer_num=2, kv_cache_dim=3, dtype=torch.bfloat16)

@@ -204,6 +204,23 @@ class TestMeaning:
         assert torch.equal(other.temporal_buffer[2, :, 0], first.temporal_buffer[:, 1])
         assert torch.equal(other.conv_buffers[0][2, :, 0], first.conv_buffers[0][:, 1])
 
+    def test_states_of_one_element_are_not_next_to_each_other(self) -> None:
+        """A flattened view of such a page is a strided one, which cannot be seen as bytes."""
+        pool = MambaHostPool(
+            size=4,
+            layer_num=3,
+            temporal_shape=(1,),
+            conv_shapes=[(1,)],
+            temporal_dtype=torch.float32,
+            conv_dtype=torch.float16,
+            layout="layer_first",
+        )
+        for buffer in pool.buffers:
+            buffer.copy_(torch.arange(12).view(3, 4, 1))
+        assert pool.get_data_page(1).view(torch.float16)[6:].tolist() == [1, 5, 9]
+        pool.set_from_flat_data_page(3, pool.get_data_page(1))
+        assert page_bytes(pool, 3) == page_bytes(pool, 1)
+
     def test_equal_sizes_in_two_layouts_are_two_geometries(self) -> None:
         geometries = {
             MHAHostPool(size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16, layout=layout).geometry

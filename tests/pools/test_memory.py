@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import warnings
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -155,3 +157,11 @@ def test_host_memory_is_told_from_other_addresses() -> None:
     assert in_host_memory([(start, 8192), (start + 4096, 100)])
     assert not in_host_memory([(start, 8192), (0x1000, 1)])
     assert not in_host_memory([(start, 1 << 40)])
+
+
+def test_memory_that_cannot_be_written_is_not_host_memory() -> None:
+    reserved = mmap.mmap(-1, 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = torch.frombuffer(reserved, dtype=torch.uint8).data_ptr()
+    assert not in_host_memory([(start, 8192)])

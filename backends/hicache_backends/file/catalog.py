@@ -1,0 +1,188 @@
+"""Which pages a namespace has, and where: the bundles' indexes, merged in memory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.bundle import TAIL_BYTES, Index, NotABundleError, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_backends.file.board import Notices
+    from hicache_backends.file.descriptors import Descriptors
+    from hicache_backends.file.shelf import Bundle, Shelf
+    from hicache_backends.file.workers import Workers
+    from hicache_storage.objects import Namespace
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""A bundle whose index could not be read, for want of a descriptor or by an I/O error, is not tried again sooner."""
+
+BUNDLES_A_TASK = 16
+
+Location = tuple["Bundle", int]
+"""A bundle and the number of a page in it."""
+
+
+class Catalog:
+    """The pages of one namespace. Safe for many threads: lookups take no lock, changes take the shelf's.
+
+    A page that stands in several bundles is taken from the newest of them, so that a repaired copy wins over the
+    damaged one; when that goes, the next newest takes its place.
+    """
+
+    def __init__(self, namespace: Namespace, shelf: Shelf, descriptors: Descriptors, workers: Workers, *, parallel: bool) -> None:
+        self.namespace = namespace
+        self.shelf = shelf
+        self.shape = Shape(namespace.page_bytes, namespace.fingerprint)
+        self.pages: dict[str, Location] = {}
+        self.ignored = 0
+        """Files that are named like bundles and are none."""
+        self._copies: dict[str, list[Location]] = {}
+        self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
+        self._unread: dict[Bundle, None] = {}
+        self._retry_at = 0.0
+        self._touched: dict[Bundle, None] = {}
+        shelf.listen(self)
+
+    def catch_up(self, notices: Notices) -> None:
+        """Take in what others have announced.
+
+        Raises:
+            OSError: the bundles could not be listed.
+        """
+        self.shelf.catch_up(notices)
+        if self._unread and time.monotonic() >= self._retry_at:
+            with self.shelf.lock:
+                again, self._unread = list(self._unread), {}
+                self.bundles_added(again)
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """For each key, whether the page is there."""
+        return list(map(self.pages.__contains__, keys))
+
+    def copies(self, key: str) -> list[Location]:
+        """All bundles that hold a page."""
+        with self.shelf.lock:
+            location = self.pages.get(key)
+            return [] if location is None else [location, *self._copies.get(key, ())]
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Note that pages were used, the last first: the head of a chain counts as the most recently used (rule EV-3)."""
+        now, last, find = time.time_ns(), None, self.pages.get
+        for key in reversed(keys):
+            location = find(key)
+            if location is not None and location[0] is not last:
+                last = location[0]
+                now += 1
+                last.touched = now
+                self._touched[last] = None
+
+    def touch_bundles(self, bundles: Sequence[Bundle]) -> None:
+        """Note that bundles of one batch were written, the last first."""
+        now = time.time_ns()
+        for rank, bundle in enumerate(reversed(bundles)):
+            bundle.touched = now + rank
+            self._touched[bundle] = None
+
+    def take_touched(self) -> list[Bundle]:
+        """The bundles that were used since the last call."""
+        touched, self._touched = self._touched, {}
+        return [bundle for bundle in list(touched) if not bundle.gone]
+
+    def publish(self, bundles: Sequence[tuple[Bundle, Index]]) -> None:
+        """Note bundles of this storage's own, whose index need not be read; the shelf's lock is held."""
+        for bundle, index in bundles:
+            bundle.keys, bundle.envelopes = index.keys, index.envelopes
+        self.shelf.add([bundle for bundle, _ in bundles])
+
+    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+        unread = [bundle for bundle in bundles if not bundle.keys]
+        if self._parallel and len(unread) > BUNDLES_A_TASK:
+            parts = [unread[at : at + BUNDLES_A_TASK] for at in range(0, len(unread), BUNDLES_A_TASK)]
+            self._workers.run([lambda part=part: self._read_indexes(part) for part in parts])  # type: ignore[misc]
+        else:
+            self._read_indexes(unread)
+        # Oldest first: of two copies of a page, the later one goes on top.
+        for bundle in sorted(bundles, key=lambda bundle: bundle.name.created_ms):
+            self._insert(bundle)
+        self.shelf.remove([bundle for bundle in unread if bundle.gone])
+
+    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
+        for bundle in bundles:
+            self._descriptors.forget(bundle.path)
+            self._touched.pop(bundle, None)
+            self._unread.pop(bundle, None)
+            for key in bundle.keys:
+                self._forget(key, bundle)
+
+    def _insert(self, bundle: Bundle) -> None:
+        places = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
+        known = self.pages.keys() & bundle.keys
+        if not known:
+            self.pages.update(zip(bundle.keys, places, strict=True))
+            return
+        for key, place in zip(bundle.keys, places, strict=True):
+            current = self.pages.get(key)
+            if current is None:
+                self.pages[key] = place
+            elif current[0].name.created_ms > bundle.name.created_ms:
+                self._copies.setdefault(key, []).append(place)
+            else:
+                self._copies.setdefault(key, []).insert(0, current)
+                self.pages[key] = place
+
+    def _forget(self, key: str, bundle: Bundle) -> None:
+        others = [place for place in self._copies.pop(key, ()) if place[0] is not bundle]
+        current = self.pages.get(key)
+        if current is not None and current[0] is bundle:
+            if others:
+                self.pages[key] = others.pop(0)
+            else:
+                del self.pages[key]
+        if others:
+            self._copies[key] = others
+
+    def _read_indexes(self, bundles: Iterable[Bundle]) -> None:
+        for bundle in bundles:
+            try:
+                index = self._read_index(bundle)
+            except NotABundleError as error:
+                self._ignore(bundle, error)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ESTALE):
+                    bundle.gone = True
+                else:
+                    self._unread[bundle] = None
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    logger.debug("cannot read %s now: %s", bundle.path, error)
+            else:
+                bundle.keys, bundle.envelopes = index.keys, index.envelopes
+
+    def _read_index(self, bundle: Bundle) -> Index:
+        size = bundle.name.size
+        descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
+        try:
+            # A longer or shorter file has no footer there that would fit the length in its name.
+            end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+            length = self.shape.tail_bytes(end, size)
+            if length > len(end):
+                end = os.pread(descriptor, length, size - length)
+            if length > len(end):
+                raise NotABundleError("shorter than its name says")
+            return self.shape.parse(end[-length:])
+        finally:
+            os.close(descriptor)
+
+    def _ignore(self, bundle: Bundle, error: NotABundleError) -> None:
+        bundle.useless = True
+        level = logging.DEBUG if self.ignored else logging.WARNING
+        self.ignored += 1
+        logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)

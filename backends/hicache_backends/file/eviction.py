@@ -1,0 +1,83 @@
+"""Which bundle goes first: the one that no process has used for longest."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.file.shelf import Bundle
+
+STAT_SECONDS = 1.0
+"""A file's mtime is not asked for again sooner."""
+
+_Entry = tuple[int, int, str, str, "Bundle"]
+
+
+class EvictionQueue:
+    """Bundles of all namespaces by their recency. Not thread-safe.
+
+    Recency only grows, by uses in this process and by mtimes that others have set, so that an entry that has become
+    stale is found when it is taken out, and goes back to its new place: one `stat` for each victim, not for each bundle.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._fresh: list[Bundle] = []
+
+    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+        """Called by shelves, from any thread."""
+        self._fresh.extend(bundles)
+
+    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
+        """Called by shelves; a bundle that is gone is noticed when its turn comes."""
+
+    def pop(self) -> Bundle | None:
+        """Take out the next victim; None if there is none left."""
+        self._take_fresh()
+        while self._heap:
+            recency, _, _, _, bundle = self._heap[0]
+            if bundle.gone:
+                heapq.heappop(self._heap)
+                continue
+            now = time.monotonic()
+            if now - bundle.checked > STAT_SECONDS:
+                _ask_mtime(bundle, now)
+            if bundle.recency > recency:
+                heapq.heapreplace(self._heap, _entry(bundle))
+                continue
+            heapq.heappop(self._heap)
+            return bundle
+        return None
+
+    def put_back(self, bundle: Bundle) -> None:
+        """A victim that could not be removed."""
+        heapq.heappush(self._heap, _entry(bundle))
+
+    def _take_fresh(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        if len(fresh) > len(self._heap) // 8:
+            self._heap = [entry for entry in self._heap if not entry[-1].gone]
+            self._heap += map(_entry, fresh)
+            heapq.heapify(self._heap)
+        else:
+            for bundle in fresh:
+                heapq.heappush(self._heap, _entry(bundle))
+
+
+def _entry(bundle: Bundle) -> _Entry:
+    # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a tail rather than a head.
+    return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, bundle
+
+
+def _ask_mtime(bundle: Bundle, now: float) -> None:
+    bundle.checked = now
+    try:
+        bundle.modified = max(bundle.modified, os.stat(bundle.path).st_mtime_ns)
+    except OSError:
+        # Gone, perhaps: whoever tries to remove it will see.
+        return

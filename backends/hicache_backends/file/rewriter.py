@@ -1,0 +1,75 @@
+"""Takes pages out of bundles: what deletes, repairs and shrinks, since a bundle itself never changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.bundle import Index
+from hicache_backends.file.vectored import read_into, write_from
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.changes import Changes
+    from hicache_backends.file.descriptors import Descriptors
+    from hicache_backends.file.drafts import Drafts
+    from hicache_backends.file.shelf import Bundle
+
+logger = logging.getLogger(__name__)
+
+_STEP_BYTES = 1 << 20
+
+
+class Rewriter:
+    """Replaces bundles by others with fewer pages. Safe for many threads."""
+
+    def __init__(self, drafts: Drafts, descriptors: Descriptors, changes: Changes, *, syncs: bool) -> None:
+        self._drafts, self._descriptors, self._changes, self._syncs = drafts, descriptors, changes, syncs
+
+    def drop(self, catalog: Catalog, bundle: Bundle, keys: Container[str]) -> None:
+        """Replace a bundle by one without these pages; others are told with the next announcement.
+
+        Raises:
+            FileNotFoundError: someone else has removed or replaced it meanwhile.
+            OSError: the bundle is as it was.
+        """
+        kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
+        if not kept:
+            self._changes.remove(catalog.shelf, bundle)
+            return
+        index = Index([bundle.keys[page] for page in kept], b"".join([_envelope(bundle, page) for page in kept]))
+        name = self._drafts.name(catalog.shape.bundle_bytes(index.keys))
+        try:
+            descriptor = self._drafts.create(name)
+            try:
+                end = self._copy(catalog, bundle, kept, descriptor)
+                write_from(descriptor, [memoryview(catalog.shape.tail(index))], end)
+                os.utime(descriptor, ns=(bundle.recency, bundle.recency))
+                if self._syncs:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._changes.replace(catalog, bundle, name, index)
+        except OSError:
+            self._drafts.discard(name)
+            raise
+
+    def _copy(self, catalog: Catalog, bundle: Bundle, pages: Sequence[int], target: int) -> int:
+        source = self._descriptors.borrow(bundle.path)
+        page_bytes, end = catalog.namespace.page_bytes, 0
+        buffer = memoryview(bytearray(min(page_bytes, _STEP_BYTES)))
+        for page in pages:
+            for at in range(0, page_bytes, _STEP_BYTES):
+                part = buffer[: min(_STEP_BYTES, page_bytes - at)]
+                # A page that is cut off keeps what the buffer held: its checksum tells, as before.
+                read_into(source.descriptor, [part], page * page_bytes + at)
+                write_from(target, [part], end)
+                end += len(part)
+        return end
+
+
+def _envelope(bundle: Bundle, page: int) -> bytes:
+    return Index(bundle.keys, bundle.envelopes).envelope(page)

@@ -1,0 +1,150 @@
+"""Existence and hit policies: every presence map of small chains, asked of the driver itself."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.manifest import Level
+from hicache_conformance.memory import GuardedPool
+from hicache_conformance.oracle import Asked, check
+from hicache_conformance.subject import Share, Subject, all_pages, block_groups, trailing
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_conformance.lab import Lab
+    from hicache_storage.spec import PoolTransfer
+
+SIDE, OTHER = "mamba", "indexer"
+_STORED_AT_ONCE = 32
+
+
+class ExistenceCases:
+    """EX-1 to EX-8."""
+
+    @covers("EX-1", "EX-2", "EX-5", "EX-6")
+    def test_kv_prefixes(self, lab: Lab) -> None:
+        """Every presence map of up to 6 KV pages."""
+        library = _Library(lab, [PoolName.KV], length=6)
+        for length in range(1, 7):
+            for pattern in product(range(2), repeat=length):
+                library.ask(pattern, [])
+
+    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6")
+    def test_one_side_pool(self, lab: Lab) -> None:
+        """Every presence map of 4 pages in KV and one side pool, under each policy."""
+        library = _Library(lab, [PoolName.KV, SIDE], length=4)
+        for pattern in product(range(4), repeat=4):
+            for transfer in _policies(SIDE, windows=(0, 1, 2, 3, 5), groups=((1, 0), (2, 0), (2, 1), (3, 2))):
+                library.ask(pattern, [transfer])
+
+    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
+    def test_two_side_pools(self, lab: Lab) -> None:
+        """Every presence map of 3 pages in KV and two side pools, under each pair of policies."""
+        library = _Library(lab, [PoolName.KV, SIDE, OTHER], length=3)
+        pairs = list(
+            product(
+                _policies(SIDE, windows=(1, 2), groups=((2, 1),)),
+                _policies(OTHER, windows=(1, 2), groups=((2, 1),)),
+            )
+        )
+        for pattern in product(range(8), repeat=3):
+            for pair in pairs:
+                library.ask(pattern, pair)
+
+    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
+    def test_long_chains(self, lab: Lab) -> None:
+        """Random chains of up to 16 pages over three side pools with random windows and groups."""
+        side = [SIDE, OTHER, "swa"]
+        library = _Library(lab, [PoolName.KV, *side], length=16)
+        for _ in range(lab.profile.chains):
+            # Mostly present, so that prefixes are long enough to tell policies apart.
+            pattern = [lab.random.choice([15, 15, 15, lab.random.randrange(16)]) for _ in range(lab.random.randint(1, 16))]
+            asked = lab.random.sample(side, lab.random.randint(1, len(side)))
+            library.ask(pattern, [lab.random.choice(_random_policies(lab, pool)) for pool in asked])
+
+    @covers("EX-7", levels=[Level.CORE, Level.POOLS])
+    def test_unknown_pool(self, lab: Lab) -> None:
+        """A pool that nobody registered makes the hit 0, and its verdict is 0."""
+        subject, keys = lab.storage(), lab.keys(3)
+        subject.store(keys)
+        for transfer in (all_pages("never_registered"), trailing("never_registered", 2)):
+            answer = subject.exists(keys, transfer)
+            if answer.kv_hit_pages or answer.restorable_prefix_pages:
+                raise Violation("EX-7", f"with an unregistered pool ({transfer.hit_policy}) the hit is {answer.kv_hit_pages}, must be 0")
+            if answer.extra_pool_hit_pages.get(PoolName("never_registered")) != 0:
+                raise Violation("EX-7", f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}")
+
+    @covers("EX-8", levels=[Level.CORE, Level.POOLS])
+    def test_no_keys(self, lab: Lab) -> None:
+        """An empty chain is a hit of 0 pages, with side pools or without."""
+        subject = lab.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
+        for transfers in ([], [all_pages(SIDE)], [trailing(SIDE, 2)], [block_groups(SIDE, 2, 1)]):
+            answer = subject.exists([], *transfers)
+            if answer.kv_hit_pages != 0 or answer.restorable_prefix_pages != []:
+                raise Violation("EX-8", f"no keys gave {answer}")
+
+    @covers("EX-8", levels=[Level.CORE, Level.POOLS])
+    def test_keys_that_stand_twice(self, lab: Lab) -> None:
+        """A chain may name a page twice."""
+        subject = lab.storage()
+        stored, missing = lab.keys(2), lab.keys(1)
+        subject.store(stored)
+        for chain in ([stored[0], stored[0]], [stored[0], stored[1], stored[0]], [stored[0], missing[0], stored[0]], missing * 2):
+            hit, wanted = subject.exists(chain).kv_hit_pages, _leading(chain, stored)
+            if hit != wanted:
+                raise Violation("EX-8", f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}")
+
+    @covers("EX-2", levels=[Level.CORE])
+    def test_existence_is_of_the_chain_asked(self, lab: Lab) -> None:
+        """The same stored pages in another order, behind a missing page, or in part."""
+        subject, keys, missing = lab.storage(), lab.keys(8), lab.keys(1)
+        subject.store(keys)
+        for chain, wanted in ((keys[::-1], 8), (keys[3:], 5), (missing + keys, 0), (keys[:4] + missing + keys[4:], 4)):
+            hit = subject.exists(chain).kv_hit_pages
+            if hit != wanted:
+                raise Violation("EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}")
+
+
+class _Library:
+    """Pages stored in every combination of pools, so that any presence map is a choice of keys and needs no new set.
+
+    Bit b of a pattern says whether the page is in pool b.
+    """
+
+    def __init__(self, lab: Lab, pools: Sequence[str], length: int) -> None:
+        self._pools = list(pools)
+        self._subject: Subject = lab.storage(pools={pool: GuardedPool(components=(48,)) for pool in pools})
+        self._keys = [lab.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)]
+        for bit, pool in enumerate(pools):
+            present = [key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1]
+            for start in range(0, len(present), _STORED_AT_ONCE):
+                self._subject.store_many([Share(present[start : start + _STORED_AT_ONCE], pool)])
+
+    def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
+        """Ask for the chain that has these patterns, and check the answer."""
+        chain = [self._keys[place][pattern] for place, pattern in enumerate(patterns)]
+        present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
+        answer = self._subject.exists(chain, *transfers)
+        check(answer, present[PoolName.KV], [Asked(transfer, present[transfer.name]) for transfer in transfers])
+
+
+def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> list[PoolTransfer]:
+    return [
+        all_pages(pool),
+        *(trailing(pool, window) for window in windows),
+        *(block_groups(pool, block, group) for block, group in groups),
+    ]
+
+
+def _random_policies(lab: Lab, pool: str) -> list[PoolTransfer]:
+    block = lab.random.randint(1, 5)
+    return _policies(pool, windows=[lab.random.randint(1, 8)], groups=[(block, lab.random.randint(0, block))])
+
+
+def _leading(chain: Sequence[str], stored: Sequence[str]) -> int:
+    return next((index for index, key in enumerate(chain) if key not in stored), len(chain))

@@ -1,0 +1,76 @@
+"""Host pools of every shape: served correctly, or refused when they are registered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.memory import EnginePool, GuardedPool, LentMemory
+from hicache_conformance.unusual import POOLS, ReadOnlyPool, StridedPool, WrongLengthPool
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import HiCacheError, PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.memory import PoolMemory
+    from hicache_storage.spec import HostPool
+
+
+class HostPoolCases:
+    """GET-8."""
+
+    @covers("GET-8")
+    @pytest.mark.parametrize("make", POOLS.values(), ids=POOLS.keys())
+    def test_the_sdk_s_pools(self, lab: Lab, make: Callable[[], HostPool]) -> None:
+        """MHA, MLA, Mamba and indexer pools in each of their layouts."""
+        _serve(lab, LentMemory(make()))
+
+    @covers("GET-8")
+    @pytest.mark.parametrize("skew", [1, 3, 7, 63])
+    def test_misaligned_memory(self, lab: Lab, skew: int) -> None:
+        """Components of odd lengths at odd addresses."""
+        _serve(lab, GuardedPool(pages=16, components=(61, 7, 129), skew=skew))
+
+    @covers("GET-8")
+    def test_page_sizes(self, lab: Lab) -> None:
+        """Pages of one slot, of three and of sixty-four."""
+        for page_size in (1, 3, 64):
+            _serve(lab, GuardedPool(pages=8, page_size=page_size))
+
+    @covers("GET-8")
+    def test_an_engine_s_strided_pool(self, lab: Lab) -> None:
+        """A pool as engines have them, whose pages are not contiguous and can only be copied."""
+        _serve_or_refuse(lab, EnginePool())
+
+    @covers("GET-8")
+    @pytest.mark.parametrize("kind", [ReadOnlyPool, StridedPool, WrongLengthPool])
+    def test_pools_that_cannot_be_served(self, lab: Lab, kind: Callable[[], PoolMemory]) -> None:
+        """Pools whose views are read-only, not contiguous, or not as long as the geometry says."""
+        _serve_or_refuse(lab, kind())
+
+
+def _serve(lab: Lab, memory: PoolMemory) -> None:
+    subject, keys = lab.storage(pools={PoolName.KV: memory}), lab.keys(memory.pages // 2)
+    subject.store(keys)
+    subject.expect(keys, rule="GET-8")
+
+
+def _serve_or_refuse(lab: Lab, memory: PoolMemory) -> None:
+    storage = lab.bare()
+    try:
+        storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
+    except HiCacheError:
+        # Refused, as it may be.
+        served = False
+    except Exception as error:
+        raise Violation("GET-8", f"registering {type(memory).__name__} raised {type(error).__name__}: {error}") from error
+    else:
+        served = True
+    finally:
+        storage.close()
+    if served:
+        _serve(lab, memory)

@@ -1,0 +1,90 @@
+"""Host pools that a driver rarely meets in its own tests."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hicache_conformance.memory import GuardedPool
+from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_storage.spec import HostPool
+
+PAGES, PAGE_SIZE = 8, 2
+
+
+class ReadOnlyPool(GuardedPool):
+    """Lends views that cannot be written."""
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[view.toreadonly() for view in page] for page in super().page_buffers(first_slots)]
+
+
+class StridedPool(GuardedPool):
+    """Lends every second byte of twice as long components, so that no view is contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(components=(32, 32))
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        pages = super().page_buffers(first_slots)
+        return [[memoryview(bytearray(2 * len(view)))[::2] for view in page] for page in pages]
+
+
+class WrongLengthPool(GuardedPool):
+    """Lends views one byte shorter than its geometry says."""
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[view[:-1] for view in page] for page in super().page_buffers(first_slots)]
+
+
+def _mha(layout: str) -> HostPool:
+    import torch
+
+    return MHAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, dtype=torch.bfloat16, layout=layout,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _uneven_mha() -> HostPool:
+    import torch
+
+    return MHAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, v_head_dim=5, dtype=torch.uint8,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _mla(layout: str) -> HostPool:
+    import torch
+
+    return MLAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, kv_cache_dim=36, dtype=torch.bfloat16, layout=layout,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _mamba(layout: str) -> HostPool:
+    import torch
+
+    return MambaHostPool(
+        size=PAGES, layer_num=2, temporal_shape=(3, 4), conv_shapes=((5, 3), (7,)), temporal_dtype=torch.float32,
+        conv_dtype=torch.bfloat16, layout=layout, pin_memory=False,
+    )  # fmt: skip
+
+
+def _indexer(layout: str) -> HostPool:
+    return IndexerHostPool(size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=2, layout=layout, pin_memory=False)
+
+
+POOLS: dict[str, Callable[[], HostPool]] = {
+    **{f"mha-{layout}": partial(_mha, layout) for layout in MHAHostPool.LAYOUTS},
+    "mha-uneven-heads": _uneven_mha,
+    **{f"mla-{layout}": partial(_mla, layout) for layout in MLAHostPool.LAYOUTS},
+    **{f"mamba-{layout}": partial(_mamba, layout) for layout in MambaHostPool.LAYOUTS},
+    **{f"indexer-{layout}": partial(_indexer, layout) for layout in IndexerHostPool.LAYOUTS},
+}
