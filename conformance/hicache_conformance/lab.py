@@ -116,6 +116,11 @@ class Lab:
         subject.call("on_host_pools_registered", storage.on_host_pools_registered)
         return subject
 
+    def with_pool(self, subject: Subject, name: str, memory: PoolMemory) -> Subject:
+        """Register one more pool, or one in the place of another."""
+        subject.call("register_mem_host_pool_v2", lambda: subject.storage.register_mem_host_pool_v2(memory.host_pool, name))
+        return Subject(subject.storage, {**subject.memories, name: memory}, self.book, self.chance(f"places of {name}"))
+
     def bare(self, identity: StorageIdentity | None = None, config: Mapping[str, object] | None = None) -> HiCacheStorage:
         """A storage without pools, for the caller to close."""
         options = self.config if config is None else dict(config)

@@ -95,12 +95,15 @@ class GuardedPool:
             for memory in self._memory
         )
 
-    def _page(self, page: int) -> list[memoryview]:
-        lengths = self.geometry.component_bytes
+    def components_at(self, page: int, lengths: Sequence[int]) -> list[memoryview]:
+        """A page's share of each component's memory."""
         return [
             memory[self._start + page * length : self._start + (page + 1) * length]
             for memory, length in zip(self._memory, lengths, strict=True)
         ]
+
+    def _page(self, page: int) -> list[memoryview]:
+        return self.components_at(page, self.geometry.component_bytes)
 
 
 class LentMemory:

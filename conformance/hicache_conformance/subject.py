@@ -66,10 +66,7 @@ class Subject:
         """Store pages of several transfers in one call. Their sources are overwritten as soon as it returns (SET-7)."""
         placed = self._place(shares)
         for share, pages in zip(shares, placed, strict=True):
-            memory = self.memories[share.pool]
-            for key, page in zip(share.keys, pages, strict=True):
-                owner = Page(self.identity, share.pool, key, share.generation)
-                memory.write(page, self._book.render(owner, memory.page_bytes))
+            self.fill(share, pages)
         transfers = self.transfers(shares, placed)
         answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers))
         for share, pages in zip(shares, placed, strict=True):
@@ -106,6 +103,13 @@ class Subject:
             memory = self.memories[pool]
             delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
         return delivered
+
+    def fill(self, share: Share, pages: Sequence[int]) -> None:
+        """Put a transfer's pages where it will read them."""
+        memory = self.memories[share.pool]
+        for key, page in zip(share.keys, pages, strict=True):
+            owner = Page(self.identity, share.pool, key, share.generation)
+            memory.write(page, self._book.render(owner, memory.page_bytes))
 
     def transfers(self, shares: Sequence[Share], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
         """The transfers of a call that moves `shares` from or to the given pages."""

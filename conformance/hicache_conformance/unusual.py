@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,19 @@ class ReadOnlyPool(GuardedPool):
 
 
 class StridedPool(GuardedPool):
-    """Lends every second byte of twice as long components, so that no view is contiguous."""
+    """Lends every second byte of its memory, so that no view is contiguous."""
 
     def __init__(self) -> None:
-        super().__init__(components=(32, 32))
+        super().__init__(components=(64, 64))
+        self._stored = self.geometry.component_bytes
+        self.geometry = replace(self.geometry, component_bytes=(32, 32))
+        self.page_bytes = self.geometry.page_bytes
 
-    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        pages = super().page_buffers(first_slots)
-        return [[memoryview(bytearray(2 * len(view)))[::2] for view in page] for page in pages]
+    def read(self, page: int) -> bytes:
+        return b"".join(view.tobytes() for view in self._page(page))
+
+    def _page(self, page: int) -> list[memoryview]:
+        return [view[::2] for view in self.components_at(page, self._stored)]
 
 
 class WrongLengthPool(GuardedPool):
