@@ -83,6 +83,7 @@ def open_lab(owner: DriverConformance, request: pytest.FixtureRequest, config: M
         seed=settings.seed,
         run=settings.run,
         profile=PROFILES[settings.profile],
+        tmp=_inner(sandbox),
         sandbox=sandbox,
         tamper=owner.tamper,
         capabilities=capabilities,

@@ -46,8 +46,10 @@ class Lab:
     run: str
     """Tells this run's pages from those that an earlier run left in the same store."""
     profile: Profile
+    tmp: Path
+    """The directory that `{tmp}` stands for; all cases of a class share it."""
     sandbox: Path
-    """The directory that nothing may be written to; the one that `{tmp}` stands for lies deep inside of it."""
+    """A directory some levels above `tmp`; what is written in between has left the store."""
     tamper: Tamper
     capabilities: Capabilities = field(default_factory=Capabilities)
     random: Random = field(init=False)

@@ -204,6 +204,27 @@ class Subject:
             if self.has(key, pool):
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {why}, and exists says that it is there")
 
+    def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
+        """Read pages that this identity and others have stored under the same keys, each with its own bytes.
+
+        Raises:
+            Violation: `rule`; the message tells whose bytes were delivered.
+        """
+        for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
+            wrong = "is gone" if content is None else self._book.explain(content, Page(self.identity, pool, key))
+            if wrong:
+                raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
+
+    def expect_existing(self, keys: Sequence[str], *, rule: str) -> None:
+        """Make sure that a chain of KV pages is said to exist.
+
+        Raises:
+            Violation: `rule`.
+        """
+        hit = self.exists(keys).kv_hit_pages
+        if hit != len(keys):
+            raise Violation(rule, f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key {short(keys[hit])} is missing")
+
     def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
         """Which of several generations a page holds; None if it is none of them."""
         owner = (Page(self.identity, pool, key, generation) for generation in generations)

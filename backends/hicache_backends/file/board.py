@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.stamp import Stamp, StampValue
     from hicache_backends.file.tree import Tree
+
+MANY_MARKERS = 128
+FORGOTTEN_SECONDS = 24 * 3600.0
 
 NOTHING: Mapping[str, Marker] = {}
 
@@ -102,6 +106,16 @@ class Board:
             if self._unstamped:
                 self._stamp.renew()
                 self._unstamped = False
+
+    def collect_forgotten(self) -> None:
+        """Remove the markers of writers that have long said nothing, if there are many. One that still lives makes a new one."""
+        names = [name for name in os.listdir(self._tree.writers) if parse_marker(name) is not None]
+        if len(names) <= MANY_MARKERS:
+            return
+        for path in (f"{self._tree.writers}/{name}" for name in names):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(path).st_ctime > FORGOTTEN_SECONDS:
+                    os.unlink(path)
 
     def _stamp_value(self) -> StampValue | None:
         with contextlib.suppress(FileNotFoundError):

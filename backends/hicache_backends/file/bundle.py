@@ -55,9 +55,6 @@ class Index:
     envelopes: bytes
     """64 bytes a page."""
 
-    def envelope(self, page: int) -> bytes:
-        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.eviction import EvictionQueue
-from hicache_backends.file.shelf import Shelf
+from hicache_backends.file.shelf import Bundle, Shelf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.changes import Changes
     from hicache_backends.file.drafts import Drafts
     from hicache_backends.file.rewriter import Rewriter
-    from hicache_backends.file.shelf import Bundle
     from hicache_backends.file.tree import Tree
+    from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Capacity:
         changes: Changes,
         rewriter: Rewriter,
         catalogs: Callable[[str], Catalog | None],
-        evicted: Callable[[str, int], None],
+        evicted: Callable[[Namespace, int], None],
     ) -> None:
         self.limit = limit
         self._tree, self._board, self._shelves, self._drafts = tree, board, shelves, drafts
@@ -100,10 +100,18 @@ class Capacity:
         for namespace in notices.markers:
             self._shelves.get(namespace)
         # Whoever was killed while writing may also have published without telling.
-        if collected or time.monotonic() >= self._relist_at:
-            self._list_again()
+        if collected:
+            self._relist_at = 0.0
+        started = time.monotonic()
+        listing = started >= self._relist_at
+        if listing:
+            for namespace in self._tree.namespaces():
+                self._shelves.get(namespace).distrust()
         for shelf in self._shelves.all():
             shelf.catch_up(notices)
+        if listing:
+            ended = time.monotonic()
+            self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
         return reserved + sum(shelf.used for shelf in self._shelves.all())
 
     def make_room(self) -> int:
@@ -127,35 +135,37 @@ class Capacity:
                 self._queue.put_back(bundle)
             return max(0, excess)
 
-    def _list_again(self) -> None:
-        started = time.monotonic()
-        for namespace in self._tree.namespaces():
-            self._shelves.get(namespace).list_again()
-        ended = time.monotonic()
-        self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
-
     def _evict(self, victim: Bundle, excess: int) -> int:
         """Remove a bundle, or its last pages if these are enough; how many bytes that has freed."""
         try:
             freed = self._shrink(victim, excess)
-            if freed:
-                return freed
+        except FileNotFoundError:
+            return victim.name.size
+        except OSError as error:
+            # A full disk, most likely, which has no room for a shorter copy.
+            logger.debug("cannot shrink %s: %s", victim.path, error)
+            freed = 0
+        if freed:
+            return freed
+        try:
             self._changes.remove(self._shelves.get(victim.namespace), victim)
         except OSError as error:
             logger.debug("cannot evict %s: %s", victim.path, error)
             return 0
-        self._evicted(victim.namespace, len(victim.keys))
+        if (catalog := self._catalogs(victim.namespace)) is not None:
+            self._evicted(catalog.namespace, len(victim.keys))
         return victim.name.size
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
         catalog, size = self._catalogs(victim.namespace), victim.name.size
-        if catalog is None or size * SMALL_STORE_BUNDLES < self.limit:
+        if catalog is None or size * SMALL_STORE_BUNDLES < self.limit or excess >= size:
             return 0
-        pages, page_bytes = len(victim.keys), catalog.namespace.page_bytes
-        dropped = max(-(-excess // page_bytes), -(-pages // SHRINK_SHARE))
+        pages, bundle_bytes = len(victim.keys), catalog.shape.bundle_bytes
+        dropped = -(-pages // SHRINK_SHARE)
+        while dropped < pages and size - bundle_bytes(victim.keys[:-dropped]) < excess:
+            dropped += 1
         if dropped * 4 > pages * 3:
             return 0
-        tail = frozenset(victim.keys[-dropped:])
-        self._rewriter.drop(catalog, victim, tail)
-        self._evicted(victim.namespace, dropped)
-        return size - catalog.shape.bundle_bytes(victim.keys[:-dropped])
+        self._rewriter.drop(catalog, victim, frozenset(victim.keys[-dropped:]))
+        self._evicted(catalog.namespace, dropped)
+        return size - bundle_bytes(victim.keys[:-dropped])

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import time
+from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.shelf import Bundle, Shelf
     from hicache_backends.file.workers import Workers
-    from hicache_storage.objects import Namespace
+    from hicache_storage.objects import Namespace, ObjectRead
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,18 @@ BUNDLES_A_TASK = 16
 
 Location = tuple["Bundle", int]
 """A bundle and the number of a page in it."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One page to be read: where it is, where it goes, and whether it has arrived."""
+
+    read: ObjectRead
+    bundle: Bundle
+    page: int
+    arrived: bool = False
+    gone: bool = False
+    """Its bundle is not there any more; another may have taken its place."""
 
 
 class Catalog:
@@ -67,6 +80,11 @@ class Catalog:
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether the page is there."""
         return list(map(self.pages.__contains__, keys))
+
+    def locate(self, reads: Sequence[ObjectRead]) -> list[Wanted]:
+        """Where the pages are that exist."""
+        find = self.pages.get
+        return [Wanted(read, *place) for read in reads if (place := find(read.key)) is not None]
 
     def copies(self, key: str) -> list[Location]:
         """All bundles that hold a page."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class EvictionQueue:
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
-        self._fresh: list[Bundle] = []
+        self._fresh: deque[Bundle] = deque()
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         """Called by shelves, from any thread."""
@@ -59,7 +60,7 @@ class EvictionQueue:
         heapq.heappush(self._heap, _entry(bundle))
 
     def _take_fresh(self) -> None:
-        fresh, self._fresh = self._fresh, []
+        fresh = [self._fresh.popleft() for _ in range(len(self._fresh))]
         if len(fresh) > len(self._heap) // 8:
             self._heap = [entry for entry in self._heap if not entry[-1].gone]
             self._heap += map(_entry, fresh)

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import FOOTER_BYTES
+from hicache_backends.file.catalog import Wanted
+from hicache_backends.file.shelf import Bundle
 from hicache_backends.file.vectored import read_into
-from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.file.catalog import Catalog
     from hicache_backends.file.descriptors import Descriptors, Handle
-    from hicache_backends.file.shelf import Bundle
     from hicache_backends.file.workers import Workers
-    from hicache_storage.objects import Call, ObjectRead
+    from hicache_storage.objects import Call
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +29,6 @@ At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then
 """
 
 GONE = (errno.ENOENT, errno.ESTALE)
-
-
-@dataclass(slots=True)
-class Wanted:
-    """One page to be read: where it is, where it goes, and whether it has arrived."""
-
-    read: ObjectRead
-    bundle: Bundle
-    page: int
-    arrived: bool = False
-    gone: bool = False
-    """Its bundle is not there any more; another may have taken its place."""
 
 
 @dataclass(slots=True)
@@ -82,11 +69,6 @@ class Reader:
         self._threads, self._bytes_per_thread = threads, bytes_per_thread
         self._direct = direct
         self._retires_bad_sectors = retires_bad_sectors
-
-    def locate(self, reads: Sequence[ObjectRead], catalog: Catalog) -> list[Wanted | None]:
-        """Where each page is; None for one that does not exist."""
-        places = map(catalog.pages.get, [read.key for read in reads])
-        return [None if place is None else Wanted(read, *place) for read, place in zip(reads, places, strict=True)]
 
     def read(self, wanted: Sequence[Wanted], call: Call) -> OSError | None:
         """Read pages and mark those that arrived; the first fault that kept one away, other than that it is gone."""
@@ -185,8 +167,7 @@ class Reader:
             raise fault
 
     def _finish(self, wanted: Wanted) -> None:
-        envelope_at = wanted.page * ENVELOPE_BYTES
-        wanted.read.envelope = wanted.bundle.envelopes[envelope_at : envelope_at + ENVELOPE_BYTES]
+        wanted.read.envelope = wanted.bundle.envelope(wanted.page)
         # Here, in the thread that has read the bytes, while they are in its cache.
         wanted.read.verify()
         wanted.arrived = True

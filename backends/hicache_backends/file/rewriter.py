@@ -7,27 +7,52 @@ import os
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index
+from hicache_backends.file.shelf import Bundle
 from hicache_backends.file.vectored import read_into, write_from
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
 
-    from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.board import Board
+    from hicache_backends.file.catalog import Catalog, Location
     from hicache_backends.file.changes import Changes
     from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.drafts import Drafts
-    from hicache_backends.file.shelf import Bundle
 
 logger = logging.getLogger(__name__)
 
 _STEP_BYTES = 1 << 20
+_ATTEMPTS = 8
 
 
 class Rewriter:
     """Replaces bundles by others with fewer pages. Safe for many threads."""
 
-    def __init__(self, drafts: Drafts, descriptors: Descriptors, changes: Changes, *, syncs: bool) -> None:
-        self._drafts, self._descriptors, self._changes, self._syncs = drafts, descriptors, changes, syncs
+    def __init__(self, board: Board, drafts: Drafts, descriptors: Descriptors, changes: Changes, *, syncs: bool) -> None:
+        self._board, self._drafts, self._descriptors, self._changes = board, drafts, descriptors, changes
+        self._syncs = syncs
+
+    def drop_all(self, catalog: Catalog, find: Callable[[], Sequence[Location]]) -> None:
+        """Drop all pages that `find` finds, and tell everyone. It is asked again if someone else moves them meanwhile.
+
+        Raises:
+            OSError: some may still be there.
+        """
+        for _ in range(_ATTEMPTS):
+            bundles = dict[Bundle, set[str]]()
+            for bundle, page in find():
+                bundles.setdefault(bundle, set()).add(bundle.keys[page])
+            moved = False
+            for bundle, keys in bundles.items():
+                try:
+                    self.drop(catalog, bundle, keys)
+                except FileNotFoundError:
+                    moved = True
+            self._changes.announce()
+            if not moved:
+                return
+            catalog.catch_up(self._board.read())
+        raise FileNotFoundError("others keep on rewriting the same bundles")
 
     def drop(self, catalog: Catalog, bundle: Bundle, keys: Container[str]) -> None:
         """Replace a bundle by one without these pages; others are told with the next announcement.
@@ -40,7 +65,7 @@ class Rewriter:
         if not kept:
             self._changes.remove(catalog.shelf, bundle)
             return
-        index = Index([bundle.keys[page] for page in kept], b"".join([_envelope(bundle, page) for page in kept]))
+        index = Index([bundle.keys[page] for page in kept], b"".join([bundle.envelope(page) for page in kept]))
         name = self._drafts.name(catalog.shape.bundle_bytes(index.keys))
         try:
             descriptor = self._drafts.create(name)
@@ -69,7 +94,3 @@ class Rewriter:
                 write_from(target, [part], end)
                 end += len(part)
         return end
-
-
-def _envelope(bundle: Bundle, page: int) -> bytes:
-    return Index(bundle.keys, bundle.envelopes).envelope(page)

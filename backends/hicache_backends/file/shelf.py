@@ -6,13 +6,14 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.names import Added, BundleId, BundleName, Removed, bundles_among
+from hicache_backends.file.names import Added, BundleId, BundleName, Event, Removed, bundles_among
+from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from hicache_backends.file.board import Board, Notices
-    from hicache_backends.file.names import Event, Marker
+    from hicache_backends.file.names import Marker
     from hicache_backends.file.tree import Tree
 
 
@@ -40,6 +41,10 @@ class Bundle:
     def recency(self) -> int:
         """When it was last used, as far as is known."""
         return 0 if self.useless else max(self.touched, self.modified)
+
+    def envelope(self, page: int) -> bytes:
+        """The envelope of a page, once the index has been read."""
+        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
 
 
 class ShelfListener(Protocol):
@@ -91,14 +96,13 @@ class Shelf:
             self._seen = {writer: marker.sequence for writer, marker in markers.items()}
             self._generation, self._epoch = notices.generation, notices.epoch
 
-    def list_again(self) -> None:
-        """Find also what nobody has announced: bundles whose writer was killed before it could, files deleted by hand.
+    def distrust(self) -> None:
+        """List the bundles the next time, to find also what nobody has announced.
 
-        Raises:
-            OSError: the bundles could not be listed.
+        That is a bundle whose writer was killed before it could, or a file deleted by hand.
         """
         with self.lock:
-            self._list()
+            self._generation = self._epoch = -1
 
     def add(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles that were published."""

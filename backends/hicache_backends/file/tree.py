@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,9 @@ class Tree:
 
     def namespaces(self) -> list[str]:
         """The namespaces that anyone has written to."""
-        return [name for name in os.listdir(self.root) if is_namespace(name)]
+        with contextlib.suppress(FileNotFoundError):
+            return [name for name in os.listdir(self.root) if is_namespace(name)]
+        return []
 
     def create_namespace(self, namespace: str) -> None:
         """Make a namespace's directories."""

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index
@@ -101,6 +101,10 @@ class Writer:
 
     def write(self, draft: Draft, call: Call) -> None:
         """Write a bundle and close its file. Where there is no room for all pages, it holds the first ones."""
+        if draft.descriptor < 0:
+            self.open(draft)
+        if draft.fault is not None:
+            return
         try:
             while not self._try(draft, call):
                 draft.writes = draft.writes[: len(draft.writes) // 2]

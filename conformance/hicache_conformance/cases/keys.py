@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.catalogue import covers
@@ -12,8 +13,6 @@ from hicache_conformance.violation import Violation
 from hicache_storage.spec import MAX_KEY_BYTES, PoolName
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hicache_conformance.lab import Lab
 
 KEYS: Final = (
@@ -57,9 +56,9 @@ class KeyCases:
     def test_keys_stay_inside(self, lab: Lab) -> None:
         """Keys that climb directories leave no trace outside of the store's own."""
         subject = lab.storage(pools={PoolName.KV: GuardedPool(pages=256)})
-        before = _outside(lab.sandbox)
+        before = _outside(lab)
         subject.store(list(KEYS))
-        new = _outside(lab.sandbox) - before
+        new = _outside(lab) - before
         if new:
             raise Violation("ID-5", f"keys that climb directories wrote outside the store: {sorted(map(str, new))}")
 
@@ -106,14 +105,7 @@ def _long_keys(lab: Lab) -> list[str]:
     ]
 
 
-def _outside(sandbox: Path) -> set[Path]:
-    """Everything in the sandbox but what lies in the directory that the configuration names."""
-    found, level = set[Path](), sandbox
-    while True:
-        entries = list(level.iterdir())
-        if not level.is_relative_to(sandbox / "four" / "levels" / "down"):
-            found.update(entries)
-        next_level = next((entry for entry in entries if entry.name in ("four", "levels", "down")), None)
-        if next_level is None:
-            return found
-        level = next_level
+def _outside(lab: Lab) -> set[Path]:
+    """What lies around the directory that `{tmp}` stands for, and what in it is named like a key that climbed one level."""
+    around = {entry for level in lab.tmp.parents if level.is_relative_to(lab.sandbox) for entry in level.iterdir()}
+    return around.union(lab.tmp.glob("escape*"), Path("/tmp").glob("hicache-conformance-escape*"))

@@ -1,0 +1,65 @@
+"""Options of the file driver."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from hicache_storage.spec import DriverConfig, parse_bytes
+
+
+class FileConfig(DriverConfig, frozen=True, kw_only=True):
+    """Options of the file driver. All processes that share a directory should be given the same.
+
+    Raises:
+        ValueError: the capacity is no size.
+    """
+
+    path: Annotated[str, Meta(min_length=1, description="Directory of the store; made if it is missing.")]
+    capacity: Annotated[
+        int | str | None,
+        Meta(
+            description="Most bytes that the directory may hold, such as '500GiB': all namespaces and processes together. "
+            "The least recently used pages are evicted to keep it. Unlimited by default."
+        ),
+    ] = None
+    fsync: Annotated[
+        bool, Meta(description="Pages survive a loss of power before a set answers True. Writes wait for the disk.")
+    ] = False
+    direct_io: Annotated[
+        bool,
+        Meta(
+            description="Read past the page cache (O_DIRECT) where file system and buffers allow it. "
+            "For stores much larger than memory, and FUSE mounts."
+        ),
+    ] = False
+    threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most threads that move the bytes of one call. By default 4, or the number of cores if less, "
+            "on a local disk; 8 on a network mount and with direct_io.",
+        ),
+    ] = None
+    verify_checksums: Annotated[
+        bool,
+        Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway."),
+    ] = True
+    metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    open_files: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Files kept open between calls. Each keeps the room of an evicted bundle (64 MiB at most) until "
+            "the next call.",
+        ),
+    ] = 64
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes == 0:
+            raise ValueError("capacity must not be 0; leave it out for no limit")
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The capacity as a number."""
+        return None if self.capacity is None else parse_bytes(self.capacity)

@@ -1,0 +1,231 @@
+"""The file driver: pages in bundles below a directory that any number of processes and nodes share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.catalog import Location
+from hicache_backends.file.store import Store
+from hicache_backends.file.writer import Draft
+from hicache_storage.objects import ObjectStorage
+from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.config import FileConfig
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.spec import StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""A bundle that is rewritten while a call uses it is looked up again."""
+
+
+class FileStorage(ObjectStorage):
+    """Stores pages as files.
+
+    What a set has answered `True` for is seen by the next call of any storage on the same directory, in any process or
+    node, and survives the death of all of them. Several storages may read, write, evict and delete at the same time.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: FileConfig) -> None:
+        super().__init__(
+            identity,
+            driver_name="file",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                durability=Durability.MACHINE if config.fsync else Durability.PROCESS,
+                deletes=True,
+                clears=True,
+                evicts=config.capacity is not None,
+            ),
+            verifies_checksums=config.verify_checksums,
+            metrics=config.metrics,
+        )
+        self._config = config
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """The open store.
+
+        Raises:
+            StorageUnavailableError: it is not open.
+        """
+        if self._store is None:
+            raise StorageUnavailableError("file: the store is not open")
+        return self._store
+
+    def connect(self) -> None:
+        self._store = Store(self._config, self._count_evicted)
+        # Known only now: a path says nothing about where it leads.
+        self._capabilities = replace(self._capabilities, may_hang=not self._store.is_local)
+
+    def disconnect(self) -> None:
+        store, self._store = self.store, None
+        store.close()
+
+    def check_health(self) -> Health:
+        self.store.board.read()
+        ignored = self.store.ignored()
+        return Health(ok=True, detail=f"{ignored} damaged bundles ignored" if ignored else "")
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        store = self.store
+        catalogs = store.catalogs([batch.namespace for batch in batches])
+        if store.capacity is not None:
+            for catalog, batch in zip(catalogs, batches, strict=True):
+                catalog.touch([*call.prefix_keys, *batch.keys])
+        store.after_call()
+        return [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        store = self.store
+        namespaces = [batch.namespace for batch in batches]
+        catalogs = store.catalogs(namespaces)
+        if store.capacity is not None:
+            for catalog, batch in zip(catalogs, batches, strict=True):
+                catalog.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
+        wanted = [page for batch, catalog in zip(batches, catalogs, strict=True) for page in catalog.locate(batch.reads)]
+        fault = store.reader.read(wanted, call)
+        arrived = {page.read for page in wanted if page.arrived}
+        for _ in range(ATTEMPTS):
+            gone = {page.read for page in wanted if page.gone}
+            if not gone:
+                break
+            # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
+            store.forget({page.bundle for page in wanted if page.gone})
+            catalogs = store.catalogs(namespaces)
+            wanted = [
+                page
+                for batch, catalog in zip(batches, catalogs, strict=True)
+                for page in catalog.locate([read for read in batch.reads if read in gone])
+            ]
+            fault = store.reader.read(wanted, call) or fault
+            arrived |= {page.read for page in wanted if page.arrived}
+        store.after_call()
+        self._note_partial_fault(fault, bool(arrived))
+        return [[read in arrived for read in batch.reads] for batch in batches]
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        store = self.store
+        catalogs = store.catalogs([batch.namespace for batch in batches])
+        drafts = self._planned(batches, catalogs, call)
+        store.workers.run([lambda draft=draft: store.writer.write(draft, call) for draft in drafts])  # type: ignore[misc]
+        published = store.changes.publish(drafts, call)
+        stored = {write for draft, _ in published for write in draft.writes}
+        if store.capacity is not None:
+            for catalog in catalogs:
+                catalog.touch_bundles([bundle for draft, bundle in published if draft.catalog is catalog])
+                # A head that is older than its tail would be evicted before it.
+                catalog.touch(call.prefix_keys)
+        for catalog in catalogs:
+            self._retire_damaged(catalog, [write for write in stored if write.replaces and write.namespace is catalog.namespace])
+        store.after_call()
+        self._note_partial_fault(next((draft.fault for draft in drafts if draft.fault), None), bool(stored))
+        return [[write in stored for write in batch.writes] for batch in batches]
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        store = self.store
+        catalogs = store.catalogs([batch.namespace for batch in batches])
+        found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
+        for catalog, batch in zip(catalogs, batches, strict=True):
+            store.rewriter.drop_all(catalog, lambda catalog=catalog, keys=batch.keys: _places(catalog, keys))  # type: ignore[misc]
+        return found
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        store = self.store
+        for namespace in namespaces:
+            store.shelves.get(namespace.name).distrust()
+        fault: OSError | None = None
+        for catalog in store.catalogs(namespaces):
+            for bundle in list(catalog.shelf.bundles.values()):
+                try:
+                    store.changes.remove(catalog.shelf, bundle)
+                except OSError as error:
+                    fault = error
+        store.changes.announce()
+        if fault is not None:
+            raise fault
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+        store = self.store
+        for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
+            store.rewriter.drop_all(catalog, lambda catalog=catalog, reads=batch.reads: _damaged_places(catalog, reads))  # type: ignore[misc]
+
+    def _planned(self, batches: Sequence[WriteBatch], catalogs: Sequence[Catalog], call: Call) -> list[Draft]:
+        """The bundles to be written, with room made for them."""
+        store, drafts = self.store, list[Draft]()
+        limit = None if store.capacity is None else store.capacity.limit
+        for batch, catalog in zip(batches, catalogs, strict=True):
+            planned = store.writer.plan(catalog, batch.writes, limit)
+            drafts += planned
+            if limit is not None:
+                limit -= sum(draft.name.size for draft in planned)
+        if store.capacity is None:
+            return drafts
+        for catalog in catalogs:
+            catalog.touch(call.prefix_keys)
+        for draft in drafts:
+            store.writer.open(draft)
+        try:
+            excess = store.capacity.make_room()
+        except OSError:
+            for draft in drafts:
+                store.writer.discard(draft)
+            raise
+        while excess > 0 and drafts:
+            draft = drafts.pop()
+            store.writer.discard(draft)
+            excess -= draft.name.size
+        return drafts
+
+    def _retire_damaged(self, catalog: Catalog, writes: Sequence[ObjectWrite]) -> None:
+        """Drop the damaged copies of pages that have just been written anew."""
+        envelopes = {write.key: write.envelope for write in writes}
+        if not envelopes:
+            return
+        try:
+            self.store.rewriter.drop_all(
+                catalog,
+                lambda: [
+                    (bundle, page)
+                    for key, envelope in envelopes.items()
+                    for bundle, page in catalog.copies(key)
+                    if bundle.envelope(page) != envelope
+                ],
+            )
+        except OSError as error:
+            # The new copy is the newer one, and read in their stead.
+            logger.debug("cannot drop damaged copies: %s", error)
+
+    def _count_evicted(self, namespace: Namespace, pages: int) -> None:
+        self.recorder.count(namespace.pool, pages_evicted=pages)
+
+    def _note_partial_fault(self, fault: OSError | None, served: bool) -> None:
+        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
+        if fault is None:
+            return
+        if not served:
+            raise fault
+        self.recorder.count_fault()
+        logger.debug("answering misses for a part of a call: %s", fault)
+
+
+def _places(catalog: Catalog, keys: Sequence[str]) -> list[Location]:
+    return [place for key in keys for place in catalog.copies(key)]
+
+
+def _damaged_places(catalog: Catalog, reads: Sequence[ObjectRead]) -> list[Location]:
+    """The copies that were read; where the file was too short to read one, the copy that is found first."""
+    places = list[Location]()
+    for read in reads:
+        copies = catalog.copies(read.key)
+        same = [(bundle, page) for bundle, page in copies if bundle.envelope(page) == read.envelope]
+        places += same if any(read.envelope) else copies[:1]
+    return places

@@ -1,0 +1,31 @@
+"""Registers the driver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_storage.hookspecs import DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities, Durability, Sharing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@hookimpl
+def hicache_register_drivers() -> Sequence[DriverSpec]:
+    """Offer the driver `file`."""
+    return [
+        DriverSpec(
+            name="file",
+            target="hicache_backends.file.driver:FileStorage",
+            config="hicache_backends.file.config:FileConfig",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                durability=Durability.MACHINE,
+                deletes=True,
+                clears=True,
+                evicts=True,
+            ),
+            summary="Files in a directory, local or on a mount that many nodes share",
+        )
+    ]

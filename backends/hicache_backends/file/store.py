@@ -1,0 +1,178 @@
+"""An open store: everything that exists between `connect` and `disconnect`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.board import Board
+from hicache_backends.file.capacity import Capacity, Shelves
+from hicache_backends.file.catalog import Catalog
+from hicache_backends.file.changes import Changes
+from hicache_backends.file.descriptors import Descriptors
+from hicache_backends.file.drafts import Drafts
+from hicache_backends.file.mounts import mount_of
+from hicache_backends.file.names import random_writer
+from hicache_backends.file.reader import Reader
+from hicache_backends.file.rewriter import Rewriter
+from hicache_backends.file.stamp import Stamp
+from hicache_backends.file.tree import Tree, sync_directory
+from hicache_backends.file.workers import Workers
+from hicache_backends.file.writer import Writer
+from hicache_storage.spec import ConfigError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from hicache_backends.file.config import FileConfig
+    from hicache_backends.file.shelf import Bundle
+    from hicache_storage.objects import Namespace
+
+logger = logging.getLogger(__name__)
+
+LOCAL_THREADS = 4
+NETWORK_THREADS = 8
+
+LOCAL_BYTES_PER_THREAD = 24 << 20
+"""From the page cache, a second thread costs more than it gains below about 48 MiB a call."""
+
+NETWORK_BYTES_PER_THREAD = 4 << 20
+
+FLUSH_SECONDS = 5.0
+"""How long other processes may not know of this one's uses of a bundle, which decide about what is evicted."""
+
+FLUSHED_BUNDLES = 1024
+"""Most bundles whose times are set at a time."""
+
+CLOSE_SECONDS = 5.0
+
+
+class Store:
+    """A store's directory, opened by one storage.
+
+    Args:
+        config: the storage's options.
+        evicted: told the namespace and the number of pages that were evicted.
+
+    Raises:
+        ConfigError: the path is no directory.
+        StorageUnavailableError: the directory cannot be made, listed or written to.
+    """
+
+    def __init__(self, config: FileConfig, evicted: Callable[[Namespace, int], None]) -> None:
+        self.path = os.path.abspath(config.path)
+        self.tree = Tree(self.path)
+        self._create(syncs=config.fsync)
+        mount = mount_of(self.path)
+        self.is_local = mount.is_local
+        asks_server, writer_name = not mount.is_local, random_writer()
+        threads = config.threads or _default_threads(mount.is_local and not config.direct_io)
+        self.workers = Workers(threads - 1)
+        self.descriptors = Descriptors(config.open_files)
+        self._stamp = Stamp(self.tree.stamp, asks_server=asks_server)
+        self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server)
+        self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
+        self.drafts = Drafts(self.tree, writer_name, asks_server=asks_server)
+        self.changes = Changes(self.tree, self.board, self.drafts, syncs=config.fsync)
+        self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, syncs=config.fsync)
+        self.reader = Reader(
+            self.descriptors,
+            self.workers,
+            threads=threads,
+            bytes_per_thread=LOCAL_BYTES_PER_THREAD if mount.is_local else NETWORK_BYTES_PER_THREAD,
+            direct=config.direct_io,
+            retires_bad_sectors=mount.is_local,
+        )
+        self.writer = Writer(self.drafts, preallocates=mount.preallocates, syncs=config.fsync, threads=threads)
+        self._catalogs: dict[str, Catalog] = {}
+        self._lock = threading.Lock()
+        self._flush_at = time.monotonic() + FLUSH_SECONDS
+        self.capacity: Capacity | None = None
+        if config.capacity_bytes is not None:
+            self.capacity = Capacity(
+                config.capacity_bytes, self.tree, self.board, self.shelves, self.drafts, self.changes, self.rewriter,
+                self._catalogs.get, evicted,
+            )  # fmt: skip
+        self._tidy()
+
+    def catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
+        """The namespaces' catalogs, up to date with all that was announced before this call.
+
+        Raises:
+            OSError: the store is away.
+        """
+        notices = self.board.read()
+        catalogs = [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
+        for catalog in catalogs:
+            catalog.catch_up(notices)
+        return catalogs
+
+    def forget(self, bundles: Iterable[Bundle]) -> None:
+        """Take bundles off their shelves, whose files are gone."""
+        for bundle in bundles:
+            self.shelves.get(bundle.namespace).remove([bundle])
+
+    def after_call(self) -> None:
+        """Do now and then what must not make a call wait."""
+        self.descriptors.expire()
+        if self.capacity is not None and time.monotonic() >= self._flush_at:
+            self._flush_at = time.monotonic() + FLUSH_SECONDS
+            self.workers.start(self.flush_touches)
+
+    def flush_touches(self) -> None:
+        """Tell other processes which bundles were used, by the files' mtimes."""
+        touched = [bundle for catalog in list(self._catalogs.values()) for bundle in catalog.take_touched()]
+        # The most recent first: a victim is looked for at the other end.
+        for bundle in sorted(touched, key=lambda bundle: bundle.touched, reverse=True)[:FLUSHED_BUNDLES]:
+            if bundle.touched > bundle.modified:
+                bundle.modified = bundle.touched
+                with contextlib.suppress(OSError):
+                    os.utime(bundle.path, ns=(bundle.touched, bundle.touched))
+
+    def ignored(self) -> int:
+        """Files in this storage's namespaces that are named like bundles and are none."""
+        return sum(catalog.ignored for catalog in list(self._catalogs.values()))
+
+    def close(self) -> None:
+        """Leave no thread and no descriptor behind."""
+        if self.capacity is not None:
+            self.flush_touches()
+        self.workers.close(CLOSE_SECONDS)
+        self.descriptors.close()
+        self._stamp.close()
+
+    def _open(self, namespace: Namespace) -> Catalog:
+        shelf = self.shelves.get(namespace.name)
+        with self._lock:
+            catalog = self._catalogs.get(namespace.name)
+            if catalog is None:
+                catalog = Catalog(namespace, shelf, self.descriptors, self.workers, parallel=not self.is_local)
+                self._catalogs[namespace.name] = catalog
+            return catalog
+
+    def _create(self, *, syncs: bool) -> None:
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise ConfigError(f"path {self.path!r} is a file; name a directory")
+        try:
+            self.tree.create()
+            if syncs:
+                sync_directory(self.tree.root)
+                sync_directory(self.path)
+        except OSError as error:
+            raise StorageUnavailableError(f"cannot make the store's directories in {self.path!r}: {error}") from error
+
+    def _tidy(self) -> None:
+        try:
+            self.drafts.collect()
+            self.board.collect_forgotten()
+        except OSError as error:
+            self.close()
+            raise StorageUnavailableError(f"cannot list the store in {self.path!r}: {error}") from error
+
+
+def _default_threads(local: bool) -> int:
+    return min(LOCAL_THREADS, os.cpu_count() or 1) if local else NETWORK_THREADS

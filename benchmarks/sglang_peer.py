@@ -1,0 +1,144 @@
+"""SGLang's `HiCacheFile` and this project's file driver on the same SGLang host pool, each used the way it is meant to be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+# Importing SGLang on a machine without a GPU is talkative.
+with contextlib.redirect_stderr(io.StringIO()):
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from hicache_storage import PoolTransfer, StorageIdentity, create_storage
+from hicache_storage.layers import innermost
+
+PAGE_TOKENS = 64
+BATCH_PAGES = 128
+# Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
+SHAPES = {64 << 10: (2, 1), 256 << 10: (8, 1), 1 << 20: (16, 2), 4 << 20: (32, 4)}
+
+
+class Contender(Protocol):
+    """One of those who are compared."""
+
+    name: str
+
+    def write(self, keys: list[str]) -> bool: ...
+    def read(self, keys: list[str]) -> bool: ...
+    def exists(self, keys: list[str]) -> int: ...
+    def remove(self) -> None: ...
+    def files(self) -> list[Path]: ...
+    def close(self) -> None: ...
+
+
+def host_pool(page_bytes: int) -> MHATokenToKVPoolHost:
+    """SGLang's host pool of 128 pages, `page_first`, filled with random bytes."""
+    layers, heads = SHAPES[page_bytes]
+    size = BATCH_PAGES * PAGE_TOKENS
+    device = MHATokenToKVPool(
+        size=size, page_size=PAGE_TOKENS, dtype=torch.bfloat16, head_num=heads, head_dim=128, layer_num=layers, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    pool = MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, "page_first", pin_memory=False,
+        device_capacity_tokens=size, start_layer=0, end_layer=layers,
+    )  # fmt: skip
+    assert pool.get_size_per_token() * PAGE_TOKENS == page_bytes
+    pool.kv_buffer.view(torch.uint8).random_(0, 256)
+    return pool
+
+
+@dataclass
+class Peer:
+    """`HiCacheFile`, called as `HiCacheController._generic_page_get` and `_generic_page_set` call it."""
+
+    pool: MHATokenToKVPoolHost
+    directory: Path
+    name: str = "HiCacheFile"
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True)
+        config = HiCacheStorageConfig(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            enable_storage_metrics=False, is_page_first_layout=True, model_name="benchmark",
+        )  # fmt: skip
+        self.storage = HiCacheFile(config, str(self.directory))
+        self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
+
+    def write(self, keys: list[str]) -> bool:
+        data = [self.pool.get_data_page(self.indices[page * PAGE_TOKENS]) for page in range(len(keys))]
+        return self.storage.batch_set(keys, data)
+
+    def read(self, keys: list[str]) -> bool:
+        targets = [self.pool.get_dummy_flat_data_page() for _ in keys]
+        pages = self.storage.batch_get(keys, targets)
+        for page, data in enumerate(pages):
+            if data is None:
+                return False
+            self.pool.set_from_flat_data_page(self.indices[page * PAGE_TOKENS], data)
+        return True
+
+    def exists(self, keys: list[str]) -> int:
+        return self.storage.batch_exists(keys)
+
+    def remove(self) -> None:
+        for path in self.files():
+            path.unlink()
+
+    def files(self) -> list[Path]:
+        return list(self.directory.iterdir())
+
+    def close(self) -> None:
+        self.remove()
+
+
+class Ours:
+    """The file driver with verification on, through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
+
+    def __init__(self, pool: MHATokenToKVPoolHost, directory: Path, name: str = "hicache file", **options: object) -> None:
+        self.name, self.directory = name, directory
+        identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first")
+        self.storage = create_storage("file", identity, {"path": str(directory), **options})
+        self.storage.register_mem_host_pool_v2(pool, "kv")
+        self.storage.open()
+        self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
+
+    def write(self, keys: list[str]) -> bool:
+        return all(self.storage.batch_set_v2([PoolTransfer("kv", self.indices, keys=keys)])["kv"])
+
+    def read(self, keys: list[str]) -> bool:
+        return all(self.storage.batch_get_v2([PoolTransfer("kv", self.indices, keys=keys)])["kv"])
+
+    def exists(self, keys: list[str]) -> int:
+        return self.storage.batch_exists_v2(keys).kv_hit_pages
+
+    def remove(self) -> None:
+        innermost(self.storage).clear()
+
+    def files(self) -> list[Path]:
+        return list(self.directory.rglob("*.bundle"))
+
+    def close(self) -> None:
+        self.remove()
+        self.storage.close()
+
+
+def drop_from_page_cache(paths: list[Path]) -> None:
+    """Write files to disk and forget them, so that the next read is cold."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+logging.getLogger("sglang").setLevel(logging.ERROR)

@@ -1,0 +1,148 @@
+"""Whose pages are whose: one case for each field of the identity, in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.manifest import Level
+from hicache_conformance.memory import GuardedPool
+from hicache_storage.spec import IDENTITY_FIELDS, PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+IDENTITY = [Level.IDENTITY]
+
+# Every range given and nothing replicated, so that each field decides by itself. TP rank 0, because it writes replicated pools too.
+BASE: Final[Mapping[str, object]] = {
+    "revision": "main", "layer_start": 4, "layer_end": 8, "head_start": 2, "head_end": 4, "tp_rank": 0, "tp_size": 4,
+    "pp_rank": 1, "pp_size": 4, "cp_rank": 1, "cp_size": 4, "dp_rank": 1, "dp_size": 4, "dp_replicated": False,
+    "tenant": "a", "adapter": "b",
+}  # fmt: skip
+OTHER: Final[Mapping[str, object]] = {
+    "model": "conformance-model", "kv_dtype": "float16", "page_size": 4, "layout": "layer_first", "revision": "main2",
+    "layer_start": 5, "layer_end": 9, "head_start": 1, "head_end": 5, "tp_rank": 2, "tp_size": 8, "pp_rank": 2, "pp_size": 8,
+    "cp_rank": 2, "cp_size": 8, "dp_rank": 2, "dp_size": 8, "kv_replicated": True, "dp_replicated": True, "tenant": "A",
+    "adapter": "", "salt": "another salt",
+}  # fmt: skip
+DECIDING: Final = tuple(name for name in IDENTITY_FIELDS if name != "tp_sharded_pools")
+"""Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3 tests it."""
+
+ALIKE: Final[Mapping[str, tuple[Mapping[str, object], Mapping[str, object]]]] = {
+    "fp8-kinds": ({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e5m2"}),
+    "separators": ({"model": "a/b"}, {"model": "a-b"}),
+    "case": ({"model": "Qwen"}, {"model": "qwen"}),
+    "prefix": ({"model": "model"}, {"model": "model_1"}),
+    "tenant-and-adapter": ({"tenant": "x", "adapter": ""}, {"tenant": "", "adapter": "x"}),
+    "text-that-moves-over": ({"tenant": "ab", "adapter": "c"}, {"tenant": "a", "adapter": "bc"}),
+    "text-with-a-separator": ({"tenant": "a_b", "adapter": "c"}, {"tenant": "a", "adapter": "b_c"}),
+    "model-and-revision": ({"model": "m_r", "revision": ""}, {"model": "m", "revision": "r"}),
+    "tp-and-cp": ({"tp_rank": 1, "cp_rank": 2}, {"tp_rank": 2, "cp_rank": 1}),
+    "pp-and-dp": ({"pp_rank": 1, "dp_rank": 2}, {"pp_rank": 2, "dp_rank": 1}),
+    "tp-1-of-12-and-11-of-2x": ({"tp_rank": 1, "tp_size": 12}, {"tp_rank": 11, "tp_size": 12}),
+    "layer-ranges": ({"layer_start": 1, "layer_end": 23}, {"layer_start": 12, "layer_end": 23}),
+}
+"""Pairs that differ, and look alike to whoever pastes fields together."""
+
+GEOMETRIES: Final[Mapping[str, Mapping[str, object]]] = {
+    "layout": {"layout": "layer_first"},
+    "dtype": {"dtype": "float16"},
+    "component-split": {"components": (160, 96)},
+    "component-count": {"components": (256,)},
+    "page-bytes": {"components": (96, 161)},
+    "half-page-bytes": {"components": (48, 80)},
+    "page-size": {"page_size": 4},
+}
+"""What may differ between two pools of equal identity; the last engine to be reconfigured finds the pages of the one before."""
+
+
+class IdentityCases:
+    """ID-1, ID-2 and ID-4."""
+
+    @covers("ID-1", levels=IDENTITY)
+    @pytest.mark.parametrize("field", DECIDING)
+    def test_one_field_differs(self, lab: Lab, field: str) -> None:
+        """Identities that differ in one field alone."""
+        base = lab.identity(**BASE)
+        _keep_apart(lab.storage(base), lab.storage(replace(base, **{field: OTHER[field]})), lab.keys(4), "ID-1")  # type: ignore[arg-type]
+
+    @covers("ID-1", levels=IDENTITY)
+    @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
+    def test_identities_that_look_alike(self, lab: Lab, pair: tuple[Mapping[str, object], Mapping[str, object]]) -> None:
+        """Identities that are one text where fields are pasted together."""
+        base = lab.identity(**BASE)
+        one, two = (replace(base, **fields) for fields in pair)  # type: ignore[arg-type]
+        _keep_apart(lab.storage(one), lab.storage(two), lab.keys(4), "ID-1")
+
+    @covers("ID-1", levels=IDENTITY)
+    @pytest.mark.parametrize("difference", GEOMETRIES.values(), ids=GEOMETRIES.keys())
+    def test_one_geometry_differs(self, lab: Lab, difference: Mapping[str, object]) -> None:
+        """Equal identities whose pools have pages of another layout, element type or length."""
+        base = lab.identity()
+        one = lab.storage(base)
+        two = lab.storage(base, pools={PoolName.KV: GuardedPool(**difference)})  # type: ignore[arg-type]
+        for writer, reader in ((one, two), (two, one)):
+            keys = lab.keys(4)
+            writer.store(keys)
+            reader.expect_missing(keys, rule="ID-1", why="was set from a pool of another geometry")
+            writer.expect(keys)
+
+    @covers("ID-4", levels=IDENTITY)
+    @pytest.mark.parametrize("ranks", ["pp", "cp", "dp"])
+    def test_ranks_of_one_group(self, lab: Lab, ranks: str) -> None:
+        """Four ranks write the same keys, each its own bytes; each reads back its own."""
+        base, keys = lab.identity(**{**BASE, f"{ranks}_rank": 0}), lab.keys(4)
+        group = [lab.storage(replace(base, **{f"{ranks}_rank": rank})) for rank in range(4)]  # type: ignore[arg-type]
+        _keep_apart(group[0], group[1], lab.keys(2), "ID-4")
+        for rank in group:
+            rank.store(keys)
+        for rank in group:
+            rank.expect_own(keys, rule="ID-4")
+
+    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    def test_equal_identities_share(self, lab: Lab) -> None:
+        """Two storages of one process: what one sets, the other finds and reads; and the other way round."""
+        one = lab.storage(lab.identity(**BASE))
+        two = lab.storage(replace(one.identity))
+        for writer, reader in ((one, two), (two, one)):
+            keys = lab.keys(4)
+            writer.store(keys)
+            reader.expect(keys, rule="ID-2")
+            reader.expect_existing(keys, rule="ID-2")
+
+    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    def test_what_does_not_decide(self, lab: Lab) -> None:
+        """DP ranks that serve the same weights share, whatever their rank."""
+        one = lab.storage(lab.identity(**{**BASE, "dp_replicated": True}))
+        two = lab.storage(replace(one.identity, dp_rank=3))
+        keys = lab.keys(4)
+        one.store(keys)
+        two.expect(keys, writer=one.identity, rule="ID-2")
+
+    @covers("ID-2", "SET-1", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
+    def test_pages_survive_reopening(self, lab: Lab) -> None:
+        """All storages are closed; one that is opened afterwards finds the pages."""
+        one, keys = lab.storage(lab.identity(**BASE)), lab.keys(8)
+        one.store(keys)
+        one.call("close", one.storage.close)
+        two = lab.storage(replace(one.identity))
+        two.expect(keys, rule="ID-2")
+        two.expect_existing(keys, rule="ID-2")
+
+
+def _keep_apart(one: Subject, two: Subject, keys: list[str], rule: str) -> None:
+    """Each writes and the other must not see it; then both have the same keys, each with its own bytes."""
+    for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
+        writer.store(half)
+        reader.expect_missing(half, rule=rule, why="was set under another identity")
+    one.store(keys)
+    two.store(keys)
+    for subject in (one, two):
+        subject.expect_own(keys, rule=rule)

@@ -1,0 +1,110 @@
+"""Pools replicated over TP have one object and one writer; pools sharded over TP have one object for each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.manifest import Level
+from hicache_conformance.memory import GuardedPool
+from hicache_conformance.pages import short
+from hicache_conformance.subject import Share
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.memory import PoolMemory
+    from hicache_conformance.subject import Subject
+
+LEVELS = [Level.POOLS, Level.IDENTITY]
+
+
+class ReplicationCases:
+    """ID-3."""
+
+    @covers("ID-3", levels=LEVELS)
+    def test_only_the_writer_writes(self, lab: Lab) -> None:
+        """A rank that is not the writer of replicated KV stores nothing and answers what exists."""
+        writer, other = _ranks(lab, 2)
+        keys = lab.keys(4)
+        for index, ok in enumerate(other.set(keys)):
+            if ok:
+                raise Violation("ID-3", f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set answers True")
+        other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
+        writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
+
+    @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
+    def test_all_ranks_read_the_writer_s_pages(self, lab: Lab) -> None:
+        """What rank 0 has set, every rank finds; a set by another rank then answers True and changes nothing."""
+        ranks = _ranks(lab, 4)
+        keys = lab.keys(4)
+        ranks[0].store(keys[:3])
+        for rank in ranks[1:]:
+            rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
+            answer = rank.set(keys)
+            if answer != [True, True, True, False]:
+                raise Violation("ID-3", f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it answers {answer}")
+            rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
+
+    @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
+    def test_replicated_pages_outlive_the_tp_size(self, lab: Lab) -> None:
+        """Replicated bytes are the same for every TP size, so another TP size finds them."""
+        two = _ranks(lab, 2)
+        keys = lab.keys(3)
+        two[0].store(keys)
+        eight = lab.storage(replace(two[0].identity, tp_size=8, tp_rank=5), pools=_pools())
+        eight.expect(keys, writer=two[0].identity, rule="ID-3")
+
+    @covers("ID-3", levels=LEVELS)
+    def test_sharded_state_beside_replicated_kv(self, lab: Lab) -> None:
+        """Every rank stores its own Mamba state under the same keys and reads back its own."""
+        ranks = _ranks(lab, 4)
+        keys = lab.keys(3)
+        for rank in ranks:
+            for index, ok in enumerate(rank.set(keys, PoolName.MAMBA)):
+                if not ok:
+                    told = f"rank {rank.identity.tp_rank} of a pool that is sharded over TP was refused"
+                    raise Violation("ID-3", f"page {index} key {short(keys[index])}: {told}")
+        for rank in ranks:
+            rank.expect_own(keys, PoolName.MAMBA, rule="ID-3")
+
+    @covers("ID-3", levels=LEVELS)
+    def test_sharded_state_of_another_rank(self, lab: Lab) -> None:
+        """A rank whose own state was never set does not find another's, nor under another TP size."""
+        one, two = _ranks(lab, 2)
+        keys = lab.keys(3)
+        one.store(keys, PoolName.MAMBA)
+        two.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set by TP rank 0 in a pool that is sharded")
+        wider = lab.storage(replace(one.identity, tp_size=4), pools=_pools())
+        wider.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set under TP size 2 in a pool that is sharded")
+
+    @covers("ID-3", levels=LEVELS)
+    def test_one_call_for_both_kinds(self, lab: Lab) -> None:
+        """One set of a rank that is not the writer: its KV is left alone, its state is stored."""
+        _, other = _ranks(lab, 2)
+        keys = lab.keys(3)
+        answer = other.set_many([Share(keys), Share(keys, PoolName.MAMBA)])
+        if answer != {"kv": [False] * 3, "mamba": [True] * 3}:
+            raise Violation("ID-3", f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it answers {answer}")
+
+    @covers("ID-3", levels=LEVELS)
+    def test_every_rank_writes_sharded_kv(self, lab: Lab) -> None:
+        """Without replication each TP rank has KV of its own."""
+        base, keys = lab.identity(tp_size=4), lab.keys(3)
+        ranks = [lab.storage(replace(base, tp_rank=rank)) for rank in range(4)]
+        for rank in ranks:
+            rank.store(keys)
+        for rank in ranks:
+            rank.expect_own(keys, rule="ID-3")
+
+
+def _pools() -> dict[str, PoolMemory]:
+    return {PoolName.KV: GuardedPool(), PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24))}
+
+
+def _ranks(lab: Lab, size: int) -> list[Subject]:
+    """All TP ranks of a model whose KV is replicated and whose Mamba state is not."""
+    base = lab.identity(kv_replicated=True, tp_size=size)
+    return [lab.storage(replace(base, tp_rank=rank), pools=_pools()) for rank in range(size)]
