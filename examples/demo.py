@@ -89,16 +89,14 @@ class Model:
                 total += pool.geometry.page_bytes
         return total
 
-    def wrong_pages(self, transfers: list[PoolTransfer], delivered: dict[PoolName, list[bool]]) -> list[str]:
-        """Keys whose page was delivered and is not, byte for byte, what was computed."""
-        wrong = list[str]()
-        for transfer in transfers:
-            pool = self.pools[transfer.name]
-            for index, (key, ok) in enumerate(zip(transfer.keys or (), delivered[transfer.name], strict=True)):
-                page = pool.get_data_page(index * pool.page_size)
-                if ok and not same_bytes(page, expected_page(pool, transfer.name, key)):
-                    wrong.append(key)
-        return wrong
+    def wrong_pages(self, transfers: list[PoolTransfer], name: str, delivered: list[bool]) -> int:
+        """How many pages were delivered into a pool and are not, byte for byte, what was computed."""
+        pool = self.pools[name]
+        keys = next(transfer.keys or () for transfer in transfers if transfer.name == name)
+        return sum(
+            ok and not same_bytes(pool.get_data_page(index * pool.page_size), expected_page(pool, name, key))
+            for index, (key, ok) in enumerate(zip(keys, delivered, strict=True))
+        )
 
     def forget(self) -> None:
         """Fill the host pools with junk, so that nothing can be right by accident."""
@@ -160,8 +158,8 @@ class Restored:
     hits: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
     bytes: int = 0
     seconds: float = 0.0
-    wrong: int = 0
-    damaged: int = 0
+    wrong: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
+    damaged: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
     longest_prefix: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -178,15 +176,15 @@ def restore(driver: str, path: str) -> None:
             started = time.perf_counter()
             delivered = storage.batch_get_v2(transfers)
             result.seconds += time.perf_counter() - started
-            result.wrong += len(model.wrong_pages(transfers, delivered))
             for name, pages in delivered.items():
+                result.wrong[name] += model.wrong_pages(transfers, name, pages)
                 result.pages[name] += len(pages)
                 result.hits[name] += sum(pages)
                 result.bytes += sum(pages) * model.pools[name].geometry.page_bytes
         for conversation, keys in conversations.items():
             window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
             result.longest_prefix[conversation] = storage.batch_exists_v2(keys, [window]).kv_hit_pages
-        result.damaged = sum(stats.pages_damaged for stats in storage.get_stats().pools.values())
+        result.damaged.update({name: stats.pages_damaged for name, stats in storage.get_stats().pools.items()})
     print(json.dumps(asdict(result)))
 
 
@@ -249,15 +247,17 @@ def report(console: Console, result: Restored) -> int:
     for column in ("pool", "pages acknowledged", "hits", "GB/s", "damaged", "wrong bytes"):
         table.add_column(column, justify="left" if column == "pool" else "right")
     for name in ("kv", "mamba"):
-        table.add_row(name, str(result.pages[name]), str(result.hits[name]))
+        damaged, wrong = str(result.damaged[name]), str(result.wrong[name])
+        table.add_row(name, str(result.pages[name]), str(result.hits[name]), "", damaged, wrong)
     speed = f"{result.bytes / result.seconds / 1e9:.2f}"
     table.add_section()
     pages, hits = sum(result.pages.values()), sum(result.hits.values())
-    table.add_row("all", str(pages), str(hits), speed, str(result.damaged), str(result.wrong))
+    damaged, wrong = sum(result.damaged.values()), sum(result.wrong.values())
+    table.add_row("all", str(pages), str(hits), speed, str(damaged), str(wrong))
     console.print(table)
     for conversation, prefix in result.longest_prefix.items():
         console.print(f"{conversation} conversation: {prefix} pages ({prefix * PAGE_SIZE} tokens) can be resumed")
-    right = hits == pages and not result.wrong and not result.damaged
+    right = hits == pages and not wrong and not damaged
     console.print("[green]every acknowledged page came back, every byte verified" if right else "[red]pages were lost or wrong")
     return 0 if right else 1
 

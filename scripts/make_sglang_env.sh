@@ -11,14 +11,15 @@ env_dir=$1
 python=$env_dir/bin/python
 sglang=0.5.23
 
-# Only this list and its pins decide what SGLang's storage layer meets. SGLang's own requirements ask for CUDA kernels that
-# cannot be installed here, so it goes in alone and these are the modules that it imports on the way to the storage layer.
+# SGLang's own requirements ask for CUDA kernels that cannot be installed here, so it goes in alone, and these are the modules
+# that it imports on the way to its storage layer. Pinned, because nothing else says which versions that version of it meets;
+# triton is torch's choice, where torch has one.
 needed=(
-  numpy psutil requests pillow tqdm dill pyzmq orjson pybase64 partial_json_parser
-  msgspec aiohttp fastapi uvicorn ipython triton sentencepiece gguf
-  transformers==5.19.0 compressed-tensors==0.18.0 openai==2.8.0 apache-tvm-ffi==0.1.11
+  aiohttp==3.14.5 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill==0.4.1 fastapi==0.165.0 gguf==0.19.0 ipython==9.18.1
+  msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow==13.0.0 psutil==7.2.2
+  pybase64==1.5.1 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 triton
 )
-for_tests=(pluggy xxhash msgspec pytest pytest-timeout hypothesis)
+for_tests=(pluggy xxhash pytest pytest-timeout hypothesis)
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -41,12 +42,12 @@ mark_done() { printf '%s\n' "$2" >"$env_dir/.hicache-$1"; }
 find_interpreter() {
   local candidate
   for candidate in python3.11 python3.12 python3; do
-    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "make_sglang_env: needs Python 3.11 or newer with the venv module" >&2
+  echo "make_sglang_env: needs Python 3.11 or newer with the venv and ensurepip modules" >&2
   exit 1
 }
 

@@ -11,9 +11,9 @@ import pytest
 from hicache_conformance.catalogue import MARK, described
 from hicache_conformance.lab import Lab
 from hicache_conformance.needs import undeclared
+from hicache_conformance.options import settings_of
 from hicache_conformance.profiles import PROFILES
 from hicache_conformance.redact import redacted
-from hicache_conformance.settings import Settings
 from hicache_storage.plugins import create_storage, registry
 from hicache_storage.spec import Capabilities, StorageIdentity
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from hicache_conformance.driver import DriverConformance
 
-SETTINGS: Final = pytest.StashKey[Settings]()
 _HOMES: Final = pytest.StashKey[dict[str, "Path"]]()
 
 TMP: Final = "{tmp}"
@@ -71,7 +70,7 @@ def require_driver(owner: type[DriverConformance]) -> str:
 def open_lab(owner: DriverConformance, request: pytest.FixtureRequest, config: Mapping[str, object]) -> Iterator[Lab]:
     """The lab of one case; a case whose needs are not declared is skipped here, before it begins."""
     driver = require_driver(type(owner))
-    settings = request.config.stash.get(SETTINGS, None) or Settings.fresh(None, "default", ())
+    settings = settings_of(request.config)
     sandbox = _sandbox(request, type(owner))
     options = filled_config(driver, config, _inner(sandbox))
     capabilities = instance_capabilities(driver, options)

@@ -14,7 +14,7 @@ from hicache_conformance.manifest import Level
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MARK: Final = "hicache"
+MARK: Final = "hicache_case"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

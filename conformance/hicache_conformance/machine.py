@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 KEYS = 6
 PLACES = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=10)
+POOLS = st.integers(0, 2)
 SPEAKERS = st.integers(0, 1)
 GENERATIONS = st.integers(0, 3)
 WINDOWS = st.integers(0, 4)
@@ -77,14 +78,14 @@ class _Machine(RuleBasedStateMachine):
         self.subjects = list[Subject]()
         self._open()
 
-    @rule(pool=st.integers(0), places=PLACES, generation=GENERATIONS, speaker=SPEAKERS)
+    @rule(pool=POOLS, places=PLACES, generation=GENERATIONS, speaker=SPEAKERS)
     def set(self, pool: int, places: list[int], generation: int, speaker: int) -> None:
         name, chain = self._pool(pool), self._chain(places)
         self._speaker(speaker).store(chain, name, generation=generation)
         for key in chain:
             self.stored.setdefault((name, key), generation)
 
-    @rule(pool=st.integers(0), places=PLACES, speaker=SPEAKERS)
+    @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
     def get(self, pool: int, places: list[int], speaker: int) -> None:
         name, chain, subject = self._pool(pool), self._chain(places), self._speaker(speaker)
         for index, (key, content) in enumerate(zip(chain, subject.get(chain, name), strict=True)):
@@ -104,7 +105,7 @@ class _Machine(RuleBasedStateMachine):
         check(answer, present[PoolName.KV], [Asked(transfer, present[transfer.name]) for transfer in transfers])
 
     @precondition(lambda self: self.lab.capabilities.deletes)
-    @rule(pool=st.integers(0), places=PLACES, speaker=SPEAKERS)
+    @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
     def delete(self, pool: int, places: list[int], speaker: int) -> None:
         name, doomed, subject = self._pool(pool), list(dict.fromkeys(self._chain(places))), self._speaker(speaker)
         removed = subject.call("delete", lambda: subject.storage.delete(doomed, pool=name))

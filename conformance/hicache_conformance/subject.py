@@ -253,6 +253,10 @@ class Subject:
         except Exception as error:
             raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
 
+    def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
+        """A page of this lane for each of the keys."""
+        return list(self._own_pages(self.memories[pool]))[: len(keys)]
+
     def _own_pages(self, memory: PoolMemory) -> range:
         share = memory.pages // self._lanes
         return range(self._lane * share, (self._lane + 1) * share)

@@ -27,7 +27,6 @@ from hicache_storage.engines.accounting import Meter, Refusals
 from hicache_storage.engines.marks import MarkPool
 from hicache_storage.engines.sglang_identity import (
     bridge_config,
-    check_anchor,
     check_engine,
     is_logical,
     storage_identity,
@@ -118,7 +117,6 @@ class SGLangBridge(EngineStorage):
             ConfigError: the driver refuses its configuration.
             InvalidPoolError: the KV pool cannot be served.
         """
-        check_anchor(mem_pool_host)
         identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
         options = StorageOptions(metrics=self._engine.enable_storage_metrics)
         if self._config.deadline_seconds is not None:

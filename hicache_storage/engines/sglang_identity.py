@@ -169,16 +169,6 @@ def is_logical(pool: object) -> bool:
     return getattr(pool, "size_per_token", None) == 0
 
 
-def check_anchor(anchor: object) -> None:
-    """Refuse KV pools whose pages are not where the pool's indices say.
-
-    Raises:
-        InvalidPoolError: the pool's memory belongs to somebody else.
-    """
-    if getattr(anchor, "kv_buffer", anchor) is None and not is_logical(anchor):
-        raise InvalidPoolError(f"hicache bridge: the KV host pool ({type(anchor).__name__}) has pages, but no memory of its own")
-
-
 def why_unserved(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
     """Why a side pool cannot be served without risking another rank's bytes; empty if it can."""
     if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):

@@ -88,6 +88,6 @@ def trouble():
 
 
 @pytest.fixture
-def storage(trouble):
-    """A driver's name and configuration."""
-    return "shelf", {"shelf": "test"}
+def storage(tmp_path):
+    """The driver that keeps the pages, and its configuration."""
+    return "file", {"path": str(tmp_path / "pages")}

@@ -11,7 +11,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.group import PoolEntry
 
-from hicache_storage.spec import ConfigError, DriverNotFoundError, InvalidPoolError, UnsupportedOperationError
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import (
+    ConfigError,
+    DriverNotFoundError,
+    InvalidPoolError,
+    StorageClosedError,
+    UnsupportedOperationError,
+)
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
 
 pytestmark = pytest.mark.interop
@@ -22,7 +29,20 @@ def threads():
 
 
 @pytest.fixture
-def refused(ranks, trouble):
+def created(monkeypatch):
+    """The storages that the bridge creates."""
+    storages = []
+
+    def create(*arguments, **options):
+        storages.append(create_storage(*arguments, **options))
+        return storages[-1]
+
+    monkeypatch.setattr("hicache_storage.engines.sglang.create_storage", create)
+    return storages
+
+
+@pytest.fixture
+def refused(ranks, trouble, created):
     """Attaches where it must fail; then checks that nothing is left of it and that a right attach still works."""
 
     def attach(error, match, *, pools=None, parallel=None, driver="shelf", driver_config=None, **extra):
@@ -33,6 +53,9 @@ def refused(ranks, trouble):
         assert threads() == before
         assert not rank.controller.enable_storage
         assert rank.controller.storage_backend is None
+        for storage in created:
+            with pytest.raises(StorageClosedError):
+                storage.batch_exists_v2(["a"])
         if pools is None:
             rank.attach("shelf")
             assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
@@ -77,14 +100,16 @@ def test_a_kv_dtype_that_is_not_the_pools(refused):
 
 
 @pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
-def test_a_layout_that_has_neither_addresses_nor_flat_pages(refused, make_pools):
+def test_a_layout_that_has_neither_addresses_nor_flat_pages(refused, created, make_pools):
     refused(InvalidPoolError, r"can neither lend its pages nor copy them", pools=make_pools("page_unified"))
+    assert created
 
 
-def test_a_kv_pool_that_is_gone(refused):
+def test_a_kv_pool_that_is_gone(refused, created):
     pools = mha_pools("page_first")
     pools.kv.destroy()
     refused(InvalidPoolError, r"no memory of its own", pools=pools)
+    assert created
 
 
 def test_the_engines_own_keys_are_accepted(ranks, storage):

@@ -133,6 +133,16 @@ def test_a_storage_that_fails_when_all_pools_are_registered(ranks, trouble, capl
     assert still_works(rank, trouble)
 
 
+def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
+    """SGLang reads a pool that is left out as one that nothing is known about."""
+    rank = ranks(with_mamba())
+    rank.attach("unruly")
+    trouble.at("exists", answer=raise_runtime_error)
+    answer = rank.bridge.batch_exists_v2(["a"], [PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.TRAILING_PAGES)])
+    assert (answer.kv_hit_pages, answer.restorable_prefix_pages) == (0, [])
+    assert answer.extra_pool_hit_pages == {"kv": 0, "mamba": 0}
+
+
 def test_damaged_pages_are_misses_and_are_repaired(ranks, trouble):
     rank = ranks(mha_pools("page_first"))
     rank.attach("shelf")

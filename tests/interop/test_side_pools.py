@@ -127,7 +127,8 @@ class TestAnchorWithoutBytes:
         rank.attach(*storage, kv_dtype="fp8_e4m3")
         return rank
 
-    def test_side_pools_come_back(self, rank):
+    def test_side_pools_come_back(self, rank, caplog):
+        assert not [record for record in caplog.get_records("setup") if record.levelname == "ERROR"]
         backup = rank.backup(tokens(5), checkpoints={"mamba": 2})
         assert backup.completed_tokens == 5 * PAGE_SIZE
         rank.wipe()
@@ -183,6 +184,17 @@ class TestPoolsThatCannotBeServed:
         assert rank.bridge.batch_set_v2(wanted) == {"swa": [False], "mamba": [True, True]}
         assert rank.bridge.batch_get_v2(wanted) == {"swa": [False], "mamba": [True, True]}
         assert rank.bridge.refused_calls == 2
+
+    def test_a_pool_that_takes_the_place_of_a_served_one(self, ranks, storage):
+        """The memory of the former must not be touched any more."""
+        rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
+        rank.attach(*storage)
+        wanted = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=["a"])
+        assert rank.bridge.batch_set_v2([wanted]) == {"mamba": [True]}
+        rank.bridge.register_mem_host_pool_v2(logical_pools().kv, "mamba")
+        assert rank.bridge.batch_get_v2([wanted]) == {"mamba": [False]}
+        rank.bridge.register_mem_host_pool_v2(mamba_pool("page_first"), "mamba")
+        assert rank.bridge.batch_get_v2([wanted]) == {"mamba": [True]}
 
     def test_heads_beside_replicated_kv(self, ranks, storage, caplog):
         """SGLang stores a draft pool's heads from the first rank only: serving it would give the others the wrong heads."""

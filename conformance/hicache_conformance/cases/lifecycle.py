@@ -1,0 +1,230 @@
+"""From import to close: what a storage takes, and that it gives it back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.forked import ask_in_child
+from hicache_conformance.memory import GuardedPool, slots_of
+from hicache_conformance.probe import probe
+from hicache_conformance.residue import Residue
+from hicache_conformance.subject import Share
+from hicache_conformance.threads import together
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+GRACE_SECONDS: Final = 10.0
+"""Time for threads that are on their way out; a working driver needs none of it."""
+
+
+class LifecycleCases:
+    """LC-1 to LC-3 and LC-5."""
+
+    @covers("LC-1")
+    def test_import_and_construct(self, lab: Lab) -> None:
+        """In a fresh process: no engine and no GPU, no connection, nothing written, no signal handler, no logging set up."""
+        before = sorted(lab.tmp.rglob("*"))
+        found = probe(lab.driver, lab.config)
+        if found:
+            raise Violation("LC-1", f"importing and constructing the driver {found}")
+        if sorted(lab.tmp.rglob("*")) != before:
+            raise Violation("LC-1", "constructing the driver wrote into its directory; open() is for that")
+
+    @covers("LC-1")
+    def test_the_first_call_connects(self, lab: Lab) -> None:
+        """Without open(), the first call finds its own way; open() after that, and twice, does no harm."""
+        subject, keys = lab.unopened(), lab.keys(3)
+        subject.store(keys)
+        for _ in range(2):
+            subject.call("open", subject.storage.open)
+        subject.expect(keys)
+        if not subject.call("health", subject.storage.health).ok:
+            raise Violation("LC-1", f"the storage serves, and health() says {subject.storage.health()}")
+
+    @covers("LC-2")
+    def test_calls_after_close(self, lab: Lab) -> None:
+        """Calls raise StorageClosedError; close() again, get_stats() and health() do not raise."""
+        subject, keys = lab.storage(), lab.keys(2)
+        subject.store(keys)
+        for _ in range(3):
+            subject.call("close", subject.storage.close)
+        transfer = PoolTransfer(PoolName.KV, slots_of([0, 1], 2), keys=keys)
+        for name, ask in (
+            ("batch_exists_v2", lambda: subject.storage.batch_exists_v2(keys)),
+            ("batch_get_v2", lambda: subject.storage.batch_get_v2([transfer])),
+            ("batch_set_v2", lambda: subject.storage.batch_set_v2([transfer])),
+            ("open", subject.storage.open),
+        ):
+            _check_closed(name, ask)
+        subject.call("get_stats after close", subject.storage.get_stats)
+        if subject.call("health after close", subject.storage.health).ok:
+            raise Violation("LC-2", "health() of a closed storage says that it can serve")
+
+    @covers("LC-2")
+    def test_close_without_open(self, lab: Lab) -> None:
+        """A storage that never connected closes too, with pools and without."""
+        for subject in (lab.unopened(), lab.unopened(pools={})):
+            subject.call("close", subject.storage.close)
+            _check_closed("batch_exists_v2", lambda: subject.storage.batch_exists_v2(["a"]))  # noqa: B023 - called at once
+
+    @covers("LC-2")
+    def test_nothing_is_left_behind(self, lab: Lab) -> None:
+        """Storages that are opened, used and closed leave no thread and no descriptor."""
+        # The first one may import modules and start what the process keeps.
+        _live_once(lab)
+        before = Residue.now()
+        for _ in range(5):
+            _live_once(lab)
+        left = _after_grace(lambda: Residue.now().beyond(before))
+        if left:
+            raise Violation("LC-2", f"5 storages were opened, used and closed; they left {left}")
+
+    @covers("LC-2")
+    def test_the_host_pool_is_let_go(self, lab: Lab) -> None:
+        """When a closed storage is dropped, nothing keeps its host pool's memory registered."""
+        kept = _after_grace(partial(_still_alive, _live_and_forget(lab)))
+        if kept:
+            raise Violation("LC-2", "the storage is closed and gone, and something still holds its host pool")
+
+    @covers("LC-2")
+    def test_close_during_calls(self, lab: Lab) -> None:
+        """close() while eight threads call: it ends, and each thread gets answers and then StorageClosedError."""
+        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(pages=128)}), lab.keys(8)
+        subject.store(keys)
+        busy = threading.Semaphore(0)
+        lanes = [subject.lane(number, 8, lab.chance(f"lane {number}")) for number in range(8)]
+
+        def close() -> None:
+            for _ in lanes:
+                busy.acquire()
+            subject.call("close", subject.storage.close)
+
+        together("LC-2", [*(partial(_call_until_closed, lane, keys, busy) for lane in lanes), close])
+
+    @covers("LC-3")
+    def test_another_thread_than_the_main_one(self, lab: Lab) -> None:
+        """Constructed, opened, used and closed in a thread of its own."""
+        together("LC-3", [lambda: _live_once(lab)])
+
+    @covers("LC-3")
+    def test_the_process_is_left_alone(self, lab: Lab) -> None:
+        """Signal handlers, the root logger and the hooks for uncaught exceptions are what they were."""
+        before = _process_state()
+        _live_once(lab)
+        for name, was in before.items():
+            now = _process_state()[name]
+            if now != was:
+                raise Violation("LC-3", f"a storage was opened, used and closed, and changed {name} from {was!r} to {now!r}")
+
+    @covers("LC-5")
+    def test_a_forked_child(self, lab: Lab) -> None:
+        """A child that was forked from an opened storage gets an error that says why, or its pages; its parent goes on."""
+        subject, keys = lab.storage(), lab.keys(4)
+        subject.store(keys)
+        told = ask_in_child(subject, keys)
+        if told:
+            raise Violation("LC-5", told)
+        subject.expect(keys, rule="LC-5")
+        more = lab.keys(2)
+        subject.store(more)
+        subject.expect(more)
+
+
+def _live_once(lab: Lab) -> None:
+    storage = lab.bare()
+    try:
+        memory = GuardedPool(pages=8)
+        storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
+        storage.open()
+        transfer = PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=lab.keys(2))
+        storage.batch_set_v2([transfer])
+        storage.batch_exists_v2(transfer.keys or [])
+        storage.batch_get_v2([transfer])
+        storage.get_stats()
+    except SystemExit as error:
+        raise Violation("LC-3", f"a driver tried to end the process: {error!r}") from error
+    except Exception as error:
+        raise Violation("", f"opening and using a storage raised {type(error).__name__}: {error}") from error
+    finally:
+        storage.close()
+
+
+def _live_and_forget(lab: Lab) -> weakref.ref[GuardedPool]:
+    storage, memory = lab.bare(), GuardedPool(pages=8)
+    storage.register_mem_host_pool_v2(memory, PoolName.KV)
+    storage.open()
+    keys = lab.keys(2)
+    storage.batch_set_v2([PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=keys)])
+    storage.batch_get_v2([PoolTransfer(PoolName.KV, slots_of([2, 3], 2), keys=keys)])
+    storage.close()
+    return weakref.ref(memory)
+
+
+def _still_alive(reference: weakref.ref[GuardedPool]) -> str:
+    gc.collect()
+    return "" if reference() is None else "alive"
+
+
+def _after_grace(look: Callable[[], str]) -> str:
+    """What `look` still says when things have had time to settle."""
+    end = time.monotonic() + GRACE_SECONDS
+    while (found := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def _check_closed(name: str, ask: Callable[[], object]) -> None:
+    try:
+        answer = ask()
+    except StorageClosedError:
+        return
+    except Exception as error:
+        raise Violation("LC-2", f"{name} after close() raised {type(error).__name__} and not StorageClosedError: {error}") from error
+    raise Violation("LC-2", f"{name} after close() raised nothing and answered {answer!r:.100}")
+
+
+def _call_until_closed(subject: Subject, keys: list[str], busy: threading.Semaphore) -> None:
+    storage: HiCacheStorage = subject.storage
+    rounds = 0
+    try:
+        while True:
+            storage.batch_exists_v2(keys)
+            storage.batch_get_v2(subject.transfers([Share(keys)], [subject.own_pages(keys)]))
+            storage.batch_set_v2(subject.transfers([Share(keys)], [subject.own_pages(keys)]))
+            rounds += 1
+            if rounds == 2:
+                busy.release()
+    except StorageClosedError:
+        return
+    except Exception as error:
+        raise Violation("LC-2", f"a call that ran while the storage was closed raised {type(error).__name__}: {error}") from error
+    finally:
+        busy.release()
+
+
+def _process_state() -> dict[str, object]:
+    root = logging.getLogger()
+    return {
+        "signal handlers": {number.name: signal.getsignal(number) for number in signal.valid_signals() if isinstance(number, signal.Signals)},
+        "the root logger's level": root.level,
+        "the root logger's handlers": list(root.handlers),
+        "the root logger's filters": list(root.filters),
+        "logging.disable": root.manager.disable,
+        "sys.excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
+    }

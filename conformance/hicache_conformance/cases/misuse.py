@@ -1,0 +1,185 @@
+"""Misuse is an error of the caller: always raised, naming the argument, before any I/O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.memory import GuardedPool, slots_of
+from hicache_conformance.pages import canary
+from hicache_conformance.subject import Share, block_groups
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+PAGES: Final = (5, 2, 9)
+
+BAD_INDICES: Final[Mapping[str, Callable[[torch.Tensor], object]]] = {
+    "none": lambda good: None,
+    "too-few": lambda good: good[:-1],
+    "a-page-too-few": lambda good: good[:-2],
+    "too-many": lambda good: good.repeat(2),
+    "none-at-all": lambda good: good[:0],
+    "int32": lambda good: good.int(),
+    "floats": lambda good: good.double(),
+    "a-list": lambda good: good.tolist(),
+    "negative": lambda good: good - 100,
+    "behind-the-end": lambda good: good + 1_000_000,
+    "last-slot-behind-the-end": lambda good: slots_of([64, *PAGES[1:]], 2),
+    "off-a-page-s-start": lambda good: good + 1,
+    "not-consecutive": lambda good: good.flip(0),
+}
+"""How indices can be wrong, for 3 pages of 2 slots in a pool of 64 pages."""
+
+BAD_KEYS: Final[Mapping[str, object]] = {
+    "none": None,
+    "one-text": "abc",
+    "a-number-among-them": ["a", 7, "c"],
+    "nul": ["a", "b\0c", "c"],
+    "513-bytes": ["a", "k" * 513, "c"],
+    "513-bytes-of-unicode": ["a", "\u00e9" * 256 + "k", "c"],
+    "a-lone-surrogate": ["a", "\ud800", "c"],
+}
+"""How keys can be wrong, for 3 pages."""
+
+
+class MisuseCases:
+    """FT-2."""
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
+    @pytest.mark.parametrize("how", BAD_INDICES)
+    def test_bad_indices(self, lab: Lab, call: str, how: str) -> None:
+        """Indices that do not fit the keys or the pool."""
+        good = slots_of(PAGES, 2)
+        _check_refused(lab, call, {"host_indices": BAD_INDICES[how](good)}, "indices", how)
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
+    @pytest.mark.parametrize("how", BAD_KEYS)
+    def test_bad_keys(self, lab: Lab, call: str, how: str) -> None:
+        """Keys that are no legal text, or not a list of them."""
+        _check_refused(lab, call, {"keys": BAD_KEYS[how]}, "key", how)
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
+    def test_an_unregistered_pool(self, lab: Lab, call: str) -> None:
+        """A pool that nobody registered; the error names it."""
+        _check_refused(lab, call, {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
+    def test_before_any_registration(self, lab: Lab, call: str) -> None:
+        """A storage without any pool."""
+        subject = lab.storage(pools={})
+        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=lab.keys(3))
+        _refused(lambda: getattr(subject.storage, call)([transfer]), f"{call} before any registration", PoolName.KV)
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("how", [how for how in BAD_KEYS if how not in ("none", "one-text")])
+    def test_bad_keys_of_exists(self, lab: Lab, how: str) -> None:
+        """exists refuses the same keys as get and set."""
+        subject = lab.storage()
+        chain: Any = BAD_KEYS[how]
+        _refused(lambda: subject.storage.batch_exists_v2(chain), f"exists of keys with {how}", "key")
+
+    @covers("FT-2")
+    @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
+    def test_bad_block_groups(self, lab: Lab, block: int, group: int) -> None:
+        """Groups that do not fit their block."""
+        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}), lab.keys(4)
+        transfer = block_groups("indexer", block, group)
+        _refused(lambda: subject.storage.batch_exists_v2(keys, [transfer]), f"block_groups of {block}/{group}", "block")
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("pool", [None, 7, "kv", object()], ids=["None", "number", "text", "object"])
+    def test_no_host_pool(self, lab: Lab, pool: object) -> None:
+        """Something that is no host pool at all is refused when it is registered."""
+        subject = lab.storage(pools={})
+        _refused(lambda: subject.storage.register_mem_host_pool_v2(pool, PoolName.KV), f"registering {pool!r}", "")
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("name", ["", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9"])
+    def test_bad_pool_names(self, lab: Lab, name: str) -> None:
+        """Names of pools are of [a-z0-9_]{1,64}."""
+        subject = lab.storage(pools={})
+        _refused(lambda: subject.storage.register_mem_host_pool_v2(GuardedPool(), name), f"registering as {name!r}", "name")
+
+    @covers("FT-2")
+    def test_a_borrower_without_a_lender(self, lab: Lab) -> None:
+        """indices_from_pool names a pool that has no transfer in the call."""
+        subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
+        transfer = PoolTransfer(PoolName.INDEXER, keys=lab.keys(2), indices_from_pool=PoolName.KV)
+        _refused(lambda: subject.storage.batch_get_v2([transfer]), "indices from a pool that is not in the call", "indices")
+
+    @covers("FT-2")
+    def test_undeclared_operations(self, lab: Lab) -> None:
+        """delete() and clear() raise UnsupportedOperationError where they are not declared, and work where they are."""
+        subject, keys = lab.storage(), lab.keys(1)
+        for name, declared, ask in (
+            ("delete", lab.capabilities.deletes, lambda: subject.storage.delete(keys)),
+            ("clear", lab.capabilities.clears, subject.storage.clear),
+        ):
+            if declared:
+                subject.call(name, ask)
+            else:
+                _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
+
+    @covers("FT-2")
+    def test_deleting_from_an_unregistered_pool(self, lab: Lab) -> None:
+        """delete() names the pool that it does not know, or is not declared at all."""
+        subject, keys = lab.storage(), lab.keys(1)
+        _refused(lambda: subject.storage.delete(keys, pool="nobody_s_pool"), "delete from an unregistered pool", "")
+
+
+def _check_refused(lab: Lab, call: str, change: dict[str, object], argument: str, how: str) -> None:
+    """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
+    subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
+    keys, stored = lab.keys(3), lab.keys(3)
+    subject.store(stored, "indexer")
+    right_keys = keys if call == "batch_set_v2" else stored
+    right = PoolTransfer(PoolName.INDEXER, slots_of(PAGES, 2), keys=right_keys)
+    fields: Any = {"name": "kv", "host_indices": slots_of(PAGES, 2), "keys": keys, **change}
+    _prepare(subject, right_keys)
+    for transfers in ([right, PoolTransfer(**fields)], [PoolTransfer(**fields), right]):
+        _refused(lambda: getattr(subject.storage, call)(transfers), f"{call} with {argument}: {how}", argument)  # noqa: B023 - called at once
+        _check_untouched(subject, keys, call, how)
+
+
+def _prepare(subject: Subject, keys: list[str]) -> None:
+    for pool, memory in subject.memories.items():
+        for page in range(memory.pages):
+            memory.write(page, canary(0, memory.page_bytes))
+        subject.fill(Share(keys, pool), PAGES)
+
+
+def _check_untouched(subject: Subject, keys: list[str], call: str, how: str) -> None:
+    for key in keys:
+        if subject.has(key, "indexer"):
+            raise Violation("FT-2", f"{call} was refused ({how}), and stored the page of the other transfer before it raised")
+    for pool, memory in subject.memories.items():
+        blank = canary(0, memory.page_bytes)
+        touched = [page for page in range(memory.pages) if page not in PAGES and memory.read(page) != blank]
+        if touched:
+            raise Violation("FT-2", f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed")
+
+
+def _refused(ask: Callable[[], object], what: str, named: str, kind: type[HiCacheError] = HiCacheError) -> None:
+    try:
+        answer = ask()
+    except kind as error:
+        if named.lower() not in str(error).lower():
+            raise Violation("FT-2", f"{what} was refused, but the error does not name {named!r}: {error}") from error
+        return
+    except Exception as error:
+        raise Violation("FT-2", f"{what} raised {type(error).__name__}, which is no {kind.__name__}: {error}") from error
+    raise Violation("FT-2", f"{what} raised nothing and answered {answer!r:.100}")

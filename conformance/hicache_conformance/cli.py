@@ -1,0 +1,188 @@
+"""`hicache conformance`: run the suite, list the rules, explain one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hicache_conformance.manifest import Level, parse_levels, rules
+from hicache_conformance.outcomes import Outcome, Stream
+from hicache_conformance.profiles import PROFILES
+from hicache_conformance.settings import Settings
+from hicache_conformance.verdict import Verdict, judge
+
+if TYPE_CHECKING:
+    from hicache_conformance.verdict import Judgement
+
+app = typer.Typer(help="Whether a driver keeps the HiCacheStorage v2 contract.", no_args_is_help=True)
+
+CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
+STYLES: Final = {
+    Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_DECLARED: "dim", Outcome.UNTESTED: "yellow", Outcome.ERROR: "magenta",
+    Verdict.CONFORMANT: "bold green", Verdict.NON_CONFORMANT: "bold red", Verdict.INCOMPLETE: "bold yellow",
+}  # fmt: skip
+
+
+@app.command()
+def run(
+    driver: Annotated[str, typer.Argument(help="The driver, as `hicache drivers` lists it.")],
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; {tmp} stands for an empty directory."),
+    ] = None,
+    level: Annotated[str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")] = "all",
+    seed: Annotated[int | None, typer.Option(help="Of everything random; drawn and printed if not given.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here.")] = None,
+    profile: Annotated[str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")] = "default",
+    case: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated.")] = None,
+    case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
+    run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
+) -> None:
+    """Run the suite against a driver.
+
+    Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do its work.
+    """
+    console = Console(stderr=True)
+    try:
+        levels = parse_levels(level)
+        options = dict(_option(text) for text in config or [])
+        if profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+    except ValueError as error:
+        console.print(Text(str(error), "red"))
+        raise typer.Exit(BROKEN) from error
+    settings = Settings.fresh(seed, profile, levels, run_id)
+    console.print(f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False)
+    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report))
+
+
+@app.command("rules")
+def list_rules(level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all") -> None:
+    """List every rule of the contract, its levels, the capability it needs, and how many cases test it."""
+    from hicache_conformance.catalogue import catalogue
+
+    try:
+        levels = parse_levels(level)
+    except ValueError as error:
+        Console(stderr=True).print(Text(str(error), "red"))
+        raise typer.Exit(BROKEN) from error
+    table = Table("rule", "levels", "needs", "cases", "text", box=None, header_style="bold", pad_edge=False)
+    for rule in rules().values():
+        if set(rule.levels) & set(levels):
+            cases = sum(rule.id in case.rules for case in catalogue().values())
+            table.add_row(rule.id, ", ".join(rule.levels), rule.needs, str(cases), rule.text)
+    Console().print(table)
+
+
+@app.command()
+def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1.")]) -> None:
+    """Say what a rule asks, why it exists, and which cases test it."""
+    from hicache_conformance.catalogue import catalogue
+
+    console = Console(highlight=False)
+    known = rules().get(rule.upper())
+    if known is None:
+        Console(stderr=True).print(Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red"))
+        raise typer.Exit(BROKEN)
+    console.print(f"[bold]{known.id}[/]  level {', '.join(known.levels)}" + (f"; needs {known.needs}" if known.needs else ""))
+    console.print(known.text, markup=False)
+    console.print(f"\n[bold]Why[/]  {known.why}")
+    console.print("\n[bold]Cases[/]")
+    cases = [case for case in catalogue().values() if known.id in case.rules]
+    for case in cases:
+        needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
+        console.print(f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}", markup=True)
+    if not cases:
+        console.print("  none yet: the rule is reported as untested")
+
+
+def _run(
+    console: Console, driver: str, options: dict[str, str], settings: Settings, cases: list[str], case_seconds: float, report: Path | None
+) -> int:
+    from hicache_conformance.catalogue import catalogue
+    from hicache_conformance.runner import run as run_suite
+
+    with _Bar(console) as bar:
+        ran = run_suite(driver, options, settings, cases=cases, case_seconds=case_seconds, progress=bar.update)
+    stream = ran.stream
+    if stream.broken or stream.header is None:
+        console.print(Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red"))
+        return BROKEN
+    judgement = judge(stream, settings.levels, catalogue())
+    if report is not None:
+        from hicache_conformance.report import write_report
+
+        write_report(report, stream.header, judgement)
+        (report / "pytest.log").write_text(ran.log, encoding="utf-8")
+    _show(console, judgement, stream)
+    if not stream.finished:
+        console.print(Text(f"the run hung for {case_seconds:.0f} s and was ended" if ran.hung else ran.log[-1500:], "red"))
+    if report is not None:
+        console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
+    return _exit_status(judgement, stream)
+
+
+def _exit_status(judgement: Judgement, stream: Stream) -> int:
+    if not stream.finished:
+        return BROKEN
+    if judgement.verdict is Verdict.CONFORMANT:
+        return CONFORMANT
+    suite_broke = judgement.count(Outcome.ERROR) and not judgement.count(Outcome.FAIL)
+    return BROKEN if suite_broke else NOT_CONFORMANT
+
+
+def _show(console: Console, judgement: Judgement, stream: Stream) -> None:
+    """Verdict last, because that is where a terminal ends; before it every rule that is not a pass."""
+    table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
+    for result in judgement.rules:
+        if result.selected and result.outcome is not Outcome.PASS:
+            reason = result.reason.removeprefix(f"{result.rule.id}: ")
+            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(reason))
+    if table.row_count:
+        console.print(table)
+    for case in judgement.failures():
+        console.print(Text(f"{case.case}: {case.reason}", STYLES[case.outcome]), soft_wrap=True)
+    counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
+    seconds = sum(case.seconds for case in stream.outcomes)
+    console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
+    console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"-c {text!r} is not of the form key=value")
+    return name, value
+
+
+class _Bar:
+    """A progress bar where somebody watches; silent in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console, transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, stream: Stream) -> None:
+        """Show how far a run has come."""
+        now = ", ".join(stream.running.rules) if stream.running else ""
+        self._progress.update(self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now)
+
+
+__all__ = ["Level", "app"]

@@ -1,0 +1,84 @@
+"""What a report says about where it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, fields
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from hicache_conformance.manifest import rules, spec_version
+from hicache_conformance.needs import undeclared
+from hicache_conformance.outcomes import Header
+from hicache_storage.hookspecs import ENTRY_POINT_GROUP
+from hicache_storage.plugins import registry
+from hicache_storage.spec import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.settings import Settings
+
+SUITE = "hicache-storage"
+"""Distribution that this suite comes with."""
+
+
+def blank_header(
+    driver: str, settings: Settings, *, capabilities: Mapping[str, Any] | None = None, options: Mapping[str, str] | None = None
+) -> Header:
+    """The header of a run.
+
+    Args:
+        driver: name of the driver.
+        settings: what was asked for.
+        capabilities: of the instance under test, as plain values; None while it is not known.
+        options: of the driver, redacted.
+    """
+    declared = _capabilities(capabilities or {})
+    return Header(
+        driver=driver,
+        distribution=_distribution(driver),
+        seed=settings.seed,
+        profile=settings.profile,
+        levels=[str(level) for level in settings.levels],
+        spec_version=spec_version(),
+        suite_version=_version(SUITE),
+        capabilities=asdict(declared) if capabilities else {},
+        undeclared=undeclared(declared, sorted({rule.needs for rule in rules().values() if rule.needs})) if capabilities else [],
+        options=dict(options or {}),
+        environment={
+            "cpus": str(os.cpu_count()),
+            "platform": platform.platform(),
+            "pytest": _version("pytest"),
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+        },
+    )
+
+
+def _capabilities(values: Mapping[str, Any]) -> Capabilities:
+    """Capabilities from plain values: texts become members of their enumerations."""
+    hints = get_type_hints(Capabilities)
+    known = {field.name for field in fields(Capabilities)}
+    typed = dict[str, Any]()
+    for name, value in values.items():
+        if name in known:
+            kind = hints[name]
+            typed[name] = kind(value) if isinstance(kind, type) and issubclass(kind, StrEnum) else value
+    return Capabilities(**typed)
+
+
+def _distribution(driver: str) -> str:
+    owner = registry().owners.get(driver, "")
+    names = {point.dist.name: point.dist.version for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist}
+    name = owner.partition(":")[0]
+    return f"{name} {names[name]}" if name in names else owner
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

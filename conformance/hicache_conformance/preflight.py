@@ -1,0 +1,50 @@
+"""Before the first case of a command-line run: can the driver be loaded, constructed and opened at all?"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.bench import TMP, filled_config
+from hicache_conformance.environment import blank_header
+from hicache_conformance.redact import redacted
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
+
+if TYPE_CHECKING:
+    from hicache_conformance.outcomes import StreamWriter
+    from hicache_conformance.settings import RunFile
+
+
+def check_driver(run: RunFile, writer: StreamWriter) -> None:
+    """Construct, open and close the driver once, and write the header of the run.
+
+    Raises:
+        pytest.UsageError: that is not possible; the reason has been written down.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
+            storage = create_storage(run.driver, _identity(), filled_config(run.driver, run.config, directory))
+            try:
+                storage.open()
+            finally:
+                storage.close()
+        shown = redacted(filled_config(run.driver, run.config, TMP))
+        writer.header(blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown))
+    except HiCacheError as error:
+        what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
+        _give_up(writer, f"driver {run.driver!r} {what}: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
+        _give_up(writer, f"driver {run.driver!r} cannot be opened: {type(error).__name__}: {error}")
+
+
+def _give_up(writer: StreamWriter, reason: str) -> None:
+    writer.broken(reason)
+    raise pytest.UsageError(reason)
+
+
+def _identity() -> StorageIdentity:
+    return StorageIdentity(model="conformance/preflight", kv_dtype="bfloat16", page_size=2, layout="page_first")

@@ -1,0 +1,28 @@
+"""`badge.json`: what shields.io asks of an endpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_conformance.manifest import Level
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.verdict import Verdict
+
+if TYPE_CHECKING:
+    from hicache_conformance.outcomes import Header
+    from hicache_conformance.verdict import Judgement
+
+COLOURS: Final = {Verdict.CONFORMANT: "brightgreen", Verdict.NON_CONFORMANT: "red", Verdict.INCOMPLETE: "orange"}
+
+
+def badge(header: Header, judgement: Judgement) -> dict[str, Any]:
+    """A verdict and its levels; never a percentage, because a driver does not conform by 97%."""
+    levels = "all levels" if len(header.levels) == len(Level) else ", ".join(header.levels)
+    failed = judgement.count(Outcome.FAIL)
+    detail = f"{failed} rules broken" if failed else levels
+    return {
+        "schemaVersion": 1,
+        "label": f"HiCacheStorage v{header.spec_version}",
+        "message": f"{judgement.verdict} ({detail})",
+        "color": COLOURS[judgement.verdict],
+    }

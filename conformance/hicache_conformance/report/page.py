@@ -1,0 +1,55 @@
+"""`index.html`: one file that needs nothing else, verdict first."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+from jinja2 import Environment, StrictUndefined
+
+from hicache_conformance.catalogue import catalogue
+from hicache_conformance.manifest import Level
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.report.results import reproduction
+
+if TYPE_CHECKING:
+    from hicache_conformance.outcomes import Header
+    from hicache_conformance.verdict import Judgement
+
+LEVEL_SUMMARIES: Final = {
+    Level.CORE: "One pool: right bytes or none, from open to close",
+    Level.POOLS: "Several pools and hit policies",
+    Level.IDENTITY: "Whose pages are whose",
+    Level.SHARED: "Several processes on one store",
+    Level.DURABLE: "kill -9 and restart",
+    Level.FAULTS: "Full disks, lost servers, hung mounts",
+    Level.STREAM: "Device copies and their order",
+    Level.BUDGET: "Round trips, copies and counters",
+}
+
+
+def page(header: Header, judgement: Judgement) -> str:
+    """The text of the file."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
+    template = environment.from_string(files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8"))
+    return template.render(
+        header=header,
+        judgement=judgement,
+        levels=[_level(level, header, judgement) for level in Level],
+        outcomes=list(Outcome),
+        failures=[(case, reproduction(header, case.case)) for case in judgement.failures()],
+        summaries={case.name: case.summary for case in catalogue().values()},
+    )
+
+
+def _level(level: Level, header: Header, judgement: Judgement) -> dict[str, object]:
+    counts = {outcome: judgement.count(outcome, level) for outcome in Outcome}
+    return {
+        "name": str(level),
+        "summary": LEVEL_SUMMARIES[level],
+        "selected": level in header.levels,
+        "counts": {outcome: count for outcome, count in counts.items() if count},
+        "total": sum(counts.values()),
+        "passed": counts[Outcome.PASS],
+    }

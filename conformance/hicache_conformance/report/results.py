@@ -1,0 +1,83 @@
+"""`results.json`: everything, in an order that depends on the contract and not on the run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_conformance.manifest import Level
+from hicache_conformance.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from hicache_conformance.outcomes import CaseOutcome, Header
+    from hicache_conformance.verdict import Judgement, RuleResult
+
+SCHEMA: Final = 1
+"""Raised when a field changes its meaning or goes; new fields do not raise it."""
+
+
+def results(header: Header, judgement: Judgement) -> dict[str, Any]:
+    """A run as plain values."""
+    name, _, version = header.distribution.partition(" ")
+    return {
+        "schema": SCHEMA,
+        "spec_version": header.spec_version,
+        "suite_version": header.suite_version,
+        "driver": {"name": header.driver, "distribution": name, "version": version},
+        "capabilities": header.capabilities,
+        "options": header.options,
+        "environment": header.environment,
+        "seed": header.seed,
+        "profile": header.profile,
+        "levels": header.levels,
+        "verdict": str(judgement.verdict),
+        "reason": judgement.reason,
+        "totals": {str(outcome): judgement.count(outcome) for outcome in Outcome},
+        "totals_by_level": {
+            str(level): {str(outcome): judgement.count(outcome, level) for outcome in Outcome}
+            for level in Level
+            if level in header.levels
+        },
+        "rules": [_rule(result) for result in judgement.rules],
+    }
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """The text of a file."""
+    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+
+
+def reproduction(header: Header, case: str) -> str:
+    """The command that runs one case again."""
+    options = [f"-c '{name}={value}'" for name, value in header.options.items()]
+    parts = ["hicache conformance run", header.driver, *options, f"--seed {header.seed}", f"--case '{case}'"]
+    if header.profile != "default":
+        parts.append(f"--profile {header.profile}")
+    return " ".join(parts)
+
+
+def _rule(result: RuleResult) -> dict[str, Any]:
+    return {
+        "id": result.rule.id,
+        "text": result.rule.text,
+        "level": [str(level) for level in result.rule.levels],
+        "needs": result.rule.needs,
+        "selected": result.selected,
+        "outcome": str(result.outcome),
+        "outcome_by_level": {str(level): str(outcome) for level, outcome in result.levels.items()},
+        "reason": result.reason,
+        "seconds": round(result.seconds, 3),
+        "cases": [_case(case) for case in result.cases],
+    }
+
+
+def _case(case: CaseOutcome) -> dict[str, Any]:
+    return {
+        "name": case.case,
+        "outcome": str(case.outcome),
+        "reason": case.reason,
+        "detail": case.detail,
+        "broken_rule": case.broken_rule,
+        "passes_undeclared": case.passes_undeclared,
+        "seconds": case.seconds,
+    }

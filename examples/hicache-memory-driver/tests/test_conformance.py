@@ -1,0 +1,6 @@
+from hicache_conformance import DriverConformance
+
+
+class TestMemory(DriverConformance):
+    driver = "memory"
+    config = {"store": "tests"}
