@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
 from rich.console import Console
@@ -39,9 +39,13 @@ def run(
     ] = None,
     level: Annotated[str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")] = "all",
     seed: Annotated[int | None, typer.Option(help="Of everything random; drawn and printed if not given.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here.")
+    ] = None,
     profile: Annotated[str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")] = "default",
-    case: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated.")
+    ] = None,
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
 ) -> None:
@@ -59,7 +63,9 @@ def run(
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
     settings = Settings.fresh(seed, profile, levels, run_id)
-    console.print(f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False)
+    console.print(
+        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
+    )
     raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report))
 
 
@@ -104,7 +110,13 @@ def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1
 
 
 def _run(
-    console: Console, driver: str, options: dict[str, str], settings: Settings, cases: list[str], case_seconds: float, report: Path | None
+    console: Console,
+    driver: str,
+    options: dict[str, str],
+    settings: Settings,
+    cases: list[str],
+    case_seconds: float,
+    report: Path | None,
 ) -> int:
     from hicache_conformance.catalogue import catalogue
     from hicache_conformance.runner import run as run_suite
@@ -172,7 +184,7 @@ class _Bar:
         )  # fmt: skip
         self._task = self._progress.add_task("starting", total=None)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

@@ -18,9 +18,9 @@ class Damage(StrEnum):
     """What is wrong with an object."""
 
     SHORT = "short"
-    """Its last component ends early."""
+    """Its last component is too short."""
     LONG = "long"
-    """Its last component goes on."""
+    """Its last component is too long."""
     FLIPPED_BIT = "flipped bit"
     """One bit of its bytes differs from what was sealed."""
     OTHER_KEY = "other key"
@@ -57,7 +57,8 @@ def _damaged(namespace: Namespace, key: str, damage: Damage) -> ObjectWrite:
         case Damage.SHORT:
             return _Forgery(honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope)
         case Damage.LONG:
-            return _Forgery(honest, [*buffers[:-1], memoryview(bytes(buffers[-1]) + b"more")], honest.envelope)
+            # At the front, so that a store that cuts objects to length is not left with the honest page.
+            return _Forgery(honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope)
         case Damage.FLIPPED_BIT:
             sealed, flipped = honest.envelope, bytearray(buffers[-1])
             flipped[len(flipped) // 2] ^= 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, fields
-from enum import StrEnum
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from hicache_conformance.manifest import rules, spec_version
 from hicache_conformance.needs import undeclared
@@ -36,7 +37,7 @@ def blank_header(
         capabilities: of the instance under test, as plain values; None while it is not known.
         options: of the driver, redacted.
     """
-    declared = _capabilities(capabilities or {})
+    declared = msgspec.convert(capabilities or {}, Capabilities)
     return Header(
         driver=driver,
         distribution=_distribution(driver),
@@ -56,18 +57,6 @@ def blank_header(
             "torch": _version("torch"),
         },
     )
-
-
-def _capabilities(values: Mapping[str, Any]) -> Capabilities:
-    """Capabilities from plain values: texts become members of their enumerations."""
-    hints = get_type_hints(Capabilities)
-    known = {field.name for field in fields(Capabilities)}
-    typed = dict[str, Any]()
-    for name, value in values.items():
-        if name in known:
-            kind = hints[name]
-            typed[name] = kind(value) if isinstance(kind, type) and issubclass(kind, StrEnum) else value
-    return Capabilities(**typed)
 
 
 def _distribution(driver: str) -> str:

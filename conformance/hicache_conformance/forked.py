@@ -13,6 +13,7 @@ from hicache_storage.spec import HiCacheError, PoolName
 
 if TYPE_CHECKING:
     from hicache_conformance.subject import Subject
+    from hicache_storage.spec import PoolTransfer
 
 CHILD_SECONDS: Final = 60.0
 """A child that has not answered after this long hangs."""
@@ -42,7 +43,7 @@ def ask_in_child(subject: Subject, keys: list[str]) -> str:
         os.close(reading)
 
 
-def _answer(subject: Subject, keys: list[str], pages: list[int], transfers: list) -> str:  # type: ignore[type-arg]
+def _answer(subject: Subject, keys: list[str], pages: list[int], transfers: list[PoolTransfer]) -> str:
     try:
         answer = subject.storage.batch_get_v2(transfers)[PoolName.KV]
     except HiCacheError as error:

@@ -111,7 +111,7 @@ class Lab:
         """A storage with its pools registered that has not connected yet."""
         storage = self.bare(identity, config)
         self._opened.callback(self._close, storage)
-        memories = pools if pools is not None else {PoolName.KV: GuardedPool()}
+        memories: Mapping[str, PoolMemory] = {PoolName.KV: GuardedPool()} if pools is None else pools
         subject = Subject(storage, memories, self.book, self.chance("places"))
         for name, memory in memories.items():
             subject.call("register_mem_host_pool_v2", lambda m=memory, n=name: storage.register_mem_host_pool_v2(m.host_pool, n))  # type: ignore[misc]

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 
 @contextmanager
-def records_above_debug() -> Iterator[list[logging.LogRecord]]:
+def records_above_debug() -> Generator[list[logging.LogRecord]]:
     """The records above debug level that reach the root logger meanwhile, from any thread."""
     records = list[logging.LogRecord]()
 

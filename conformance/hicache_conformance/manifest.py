@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+
+import msgspec
 
 
 class Level(StrEnum):
@@ -36,12 +37,17 @@ class Rule:
     """Capability that makes the rule binding, as `declares` reads it; empty where it binds every driver."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    spec: str
+    rule: tuple[Rule, ...]
+
+
 @cache
 def rules() -> dict[str, Rule]:
     """All rules by id, in the order of the specification."""
     found = dict[str, Rule]()
-    for entry in _manifest()["rule"]:
-        rule = Rule(**{**entry, "levels": tuple(map(Level, entry["levels"]))})
+    for rule in _manifest().rule:
         if rule.id in found:
             raise ValueError(f"rules.toml lists {rule.id} twice")
         found[rule.id] = rule
@@ -50,7 +56,7 @@ def rules() -> dict[str, Rule]:
 
 def spec_version() -> str:
     """Version of the contract that the rules belong to."""
-    return str(_manifest()["spec"])
+    return _manifest().spec
 
 
 def parse_levels(text: str) -> tuple[Level, ...]:
@@ -69,5 +75,5 @@ def parse_levels(text: str) -> tuple[Level, ...]:
 
 
 @cache
-def _manifest() -> dict:  # type: ignore[type-arg]  # TOML; `Rule` checks what comes out of it
-    return tomllib.loads(files("hicache_conformance").joinpath("rules.toml").read_text("utf-8"))
+def _manifest() -> _Manifest:
+    return msgspec.toml.decode(files("hicache_conformance").joinpath("rules.toml").read_bytes(), type=_Manifest)

@@ -69,9 +69,7 @@ class GuardedPool:
         self.geometry = PageGeometry(layout, dtype, page_size, pages * page_size, tuple(components))
         self.pages, self.page_size, self.page_bytes = pages, page_size, self.geometry.page_bytes
         self._start = GUARD_BYTES + skew
-        self._memory = [
-            memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD)) for length in components
-        ]
+        self._memory = [memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD)) for length in components]
 
     @property
     def host_pool(self) -> object:
@@ -91,7 +89,7 @@ class GuardedPool:
 
     def guards_intact(self) -> bool:
         return all(
-            memory[self._start - GUARD_BYTES : self._start] == GUARD and memory[-GUARD_BYTES:] == GUARD
+            bytes(memory[self._start - GUARD_BYTES : self._start]) == bytes(memory[-GUARD_BYTES:]) == GUARD
             for memory in self._memory
         )
 
@@ -159,7 +157,7 @@ class EnginePool:
         page.copy_(data_page.view(page.shape))
 
     def read(self, page: int) -> bytes:
-        return bytes(self.get_data_page(page * self.page_size).tolist())
+        return b"".join(bytes([int(element)]) for element in self.get_data_page(page * self.page_size))
 
     def write(self, page: int, content: bytes) -> None:
         import torch

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import pytest
 
-from hicache_conformance.manifest import Level, parse_levels
+from hicache_conformance.manifest import parse_levels
 from hicache_conformance.profiles import PROFILES
 from hicache_conformance.settings import RunFile, Settings
 
@@ -27,7 +28,7 @@ def settings_of(config: pytest.Config) -> Settings:
     if _SETTINGS not in config.stash:
         handed: Mapping[str, Any] | None = getattr(config, "workerinput", {}).get(WORKER_KEY)
         if handed:
-            config.stash[_SETTINGS] = Settings(**{**handed, "levels": tuple(map(Level, handed["levels"]))})
+            config.stash[_SETTINGS] = msgspec.convert(handed, Settings)
         else:
             run = RunFile.of_environment()
             config.stash[_SETTINGS] = run.settings if run else _of_options(config)
@@ -35,11 +36,11 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def _of_options(config: pytest.Config) -> Settings:
-    profile = config.getoption("--hicache-profile")
+    profile, levels_text = str(config.getoption("--hicache-profile")), str(config.getoption("--hicache-level"))
     if profile not in PROFILES:
         raise pytest.UsageError(f"--hicache-profile: unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
     try:
-        levels = parse_levels(config.getoption("--hicache-level"))
+        levels = parse_levels(levels_text)
     except ValueError as error:
         raise pytest.UsageError(f"--hicache-level: {error}") from error
     return Settings.fresh(config.getoption("--hicache-seed"), profile, levels)

@@ -62,9 +62,7 @@ def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked]
         Violation: the rule, the presence of every page, and what the answer must be.
     """
     legal = [
-        endpoint
-        for endpoint in range(1, len(kv) + 1)
-        if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
+        endpoint for endpoint in range(1, len(kv) + 1) if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
     ]
     hit = legal[-1] if legal else 0
     scene = ", ".join([f"kv {drawn(kv)}", *map(str, asked)])

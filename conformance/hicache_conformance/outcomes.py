@@ -1,16 +1,19 @@
 """What becomes of cases and rules, and the file that a run streams its outcomes to.
 
-The file has one JSON object a line: a header, the number of cases, a start and an outcome for each case, a footer. A
+The file has one line of JSON, a kind and its content, for each of these: a header, the number of cases, a start and an outcome for each case, a footer. A
 driver that takes the process down leaves a file without a footer, whose last start says which case it was.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Outcome(StrEnum):
@@ -87,21 +90,23 @@ class Stream:
 
     def feed(self, line: str) -> None:
         """Take one line of the file."""
-        record = json.loads(line)
-        kind = record.pop("kind")
-        if kind == "header":
-            self.header = Header(**record)
-        elif kind == "collected":
-            self.cases = record["cases"]
-        elif kind == "start":
-            self.running = _case_outcome(record)
-        elif kind == "outcome":
-            self.outcomes.append(_case_outcome(record))
-            self.running = None
-        elif kind == "broken":
-            self.broken = record["reason"]
-        elif kind == "footer":
-            self.finished = True
+        kind, content = msgspec.json.decode(line, type=tuple[str, Any])
+        match kind:
+            case "header":
+                self.header = msgspec.convert(content, Header)
+            case "collected":
+                self.cases = content
+            case "start":
+                self.running = msgspec.convert(content, CaseOutcome)
+            case "outcome":
+                self.outcomes.append(msgspec.convert(content, CaseOutcome))
+                self.running = None
+            case "broken":
+                self.broken = content
+            case "footer":
+                self.finished = True
+            case _:
+                raise ValueError(f"a line of unknown kind {kind!r}")
 
     @property
     def undeclared(self) -> list[str]:
@@ -123,45 +128,33 @@ class StreamWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file: BinaryIO = path.open("wb")
 
     def header(self, header: Header) -> None:
         """Say what is known before the first case."""
-        self._write("header", **asdict(header))
+        self._write("header", header)
 
     def collected(self, cases: int) -> None:
         """Say how many cases there are."""
-        self._write("collected", cases=cases)
+        self._write("collected", cases)
 
     def start(self, case: str, rules: tuple[str, ...], levels: tuple[str, ...]) -> None:
         """A case begins."""
-        blank = CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED)
-        self._write("start", **asdict(blank))
+        self._write("start", CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED))
 
     def outcome(self, outcome: CaseOutcome) -> None:
         """A case has ended."""
-        self._write("outcome", **asdict(outcome))
+        self._write("outcome", outcome)
 
     def broken(self, reason: str) -> None:
         """No case can be run."""
-        self._write("broken", reason=reason)
+        self._write("broken", reason)
 
     def footer(self) -> None:
         """The run has come to its end."""
-        self._write("footer")
+        self._write("footer", None)
         self._file.close()
 
-    def _write(self, kind: str, **record: object) -> None:
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+    def _write(self, kind: str, content: object) -> None:
+        self._file.write(msgspec.json.encode((kind, content)) + b"\n")
         self._file.flush()
-
-
-def _case_outcome(record: dict[str, Any]) -> CaseOutcome:
-    return CaseOutcome(
-        **{
-            **record,
-            "rules": tuple(record["rules"]),
-            "levels": tuple(record["levels"]),
-            "outcome": Outcome(record["outcome"]),
-        }
-    )

@@ -39,9 +39,9 @@ class PageBook:
     """Writes pages, and reads from any bytes whose they are. Knows the pages that were written with it."""
 
     def __init__(self) -> None:
-        self._owners = dict[bytes, tuple[StorageIdentity, str]]()
+        self._owners: dict[bytes, tuple[StorageIdentity, str]] = {}
         self._keys = dict[bytes, str]()
-        self._tags = dict[tuple[StorageIdentity, str], bytes]()
+        self._tags: dict[tuple[StorageIdentity, str], bytes] = {}
 
     def render(self, page: Page, length: int) -> bytes:
         """The bytes of a page."""
@@ -117,7 +117,9 @@ def _difference(found: Page, expected: Page) -> str:
     if found.pool != expected.pool:
         words.append(f"holds bytes of pool {found.pool!r}")
     if found.identity != expected.identity:
-        differing = [f.name for f in fields(found.identity) if getattr(found.identity, f.name) != getattr(expected.identity, f.name)]
+        differing = [
+            f.name for f in fields(found.identity) if getattr(found.identity, f.name) != getattr(expected.identity, f.name)
+        ]
         told = ", ".join(
             f"{name} {getattr(found.identity, name)!r} (expected {getattr(expected.identity, name)!r})" for name in differing
         )

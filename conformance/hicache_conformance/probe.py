@@ -53,7 +53,9 @@ def _main() -> None:
 
 def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     # Its own plugin alone: what another one imports is not this driver's doing.
-    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist and f"{point.dist.name}:{point.name}" == owner]
+    points = [
+        point for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist and f"{point.dist.name}:{point.name}" == owner
+    ]
     if driver not in discover(points).drivers:
         return {"unknown": f"no entry point {owner} registers it there"}
     heavy = [name for name in LAZY if name in sys.modules]

@@ -15,6 +15,4 @@ HIDDEN: Final = "***"
 
 def redacted(options: Mapping[str, object]) -> dict[str, str]:
     """Options as text, in the order of their names; passwords and the like, and users in addresses, are hidden."""
-    return {
-        name: HIDDEN if _SECRET.search(name) else _USERINFO.sub(f"{HIDDEN}@", str(options[name])) for name in sorted(options)
-    }
+    return {name: HIDDEN if _SECRET.search(name) else _USERINFO.sub(f"{HIDDEN}@", str(options[name])) for name in sorted(options)}

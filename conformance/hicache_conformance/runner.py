@@ -59,7 +59,7 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:
         home = Path(directory)
-        file = RunFile(driver=driver, config=config, settings=settings, stream=home / "outcomes.jsonl", cases=list(cases))
+        file = RunFile(driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases))
         file.write(home / "run.json")
         with (home / "log").open("wb") as log:
             # A session of its own, so that what a driver has started ends with it.
@@ -68,7 +68,7 @@ def run(
                 start_new_session=True,
             )  # fmt: skip
             try:
-                stream, hung = _follow(child, file.stream, case_seconds, progress)
+                stream, hung = _follow(child, Path(file.stream), case_seconds, progress)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -12,13 +12,14 @@ from hicache_conformance.bench import require_driver
 from hicache_conformance.catalogue import catalogue
 from hicache_conformance.options import settings_of
 from hicache_conformance.outcomes import Stream, StreamWriter
+from hicache_conformance.phases import VIOLATION_PROPERTY, CaseReports, describe_violation, header_of
 from hicache_conformance.plugin import CASE_MARK, CASE_PROPERTY
 from hicache_conformance.preflight import check_driver
-from hicache_conformance.reports import VIOLATION_PROPERTY, CaseReports, describe_violation, header_of
 from hicache_conformance.settings import RunFile
 from hicache_conformance.verdict import Verdict, judge
 
 if TYPE_CHECKING:
+    from hicache_conformance.driver import DriverConformance
     from hicache_conformance.outcomes import CaseOutcome
     from hicache_conformance.verdict import Judgement
 
@@ -38,10 +39,10 @@ class Session:
         self._reports = CaseReports()
         self._streams = dict[str, Stream]()
         """By class."""
-        self._verdicts = dict[str, Judgement]()
+        self._verdicts: dict[str, Judgement] = {}
         self._is_worker = hasattr(config, "workerinput")
         if self._run is not None:
-            self._writer = StreamWriter(self._run.stream)
+            self._writer = StreamWriter(Path(self._run.stream))
 
     def select(self, items: list[pytest.Item], cases: list[pytest.Item]) -> None:
         """Leave the cases of the selected levels in `items`, and tell each what its report has to carry.
@@ -51,10 +52,11 @@ class Session:
         """
         deselected = list[pytest.Item]()
         for item in cases:
-            owner = item.cls  # type: ignore[attr-defined]  # cases are methods
-            require_driver(owner)
-            mark = item.get_closest_marker(CASE_MARK)
+            home, mark = item.getparent(pytest.Class), item.get_closest_marker(CASE_MARK)
+            assert home is not None
             assert mark is not None
+            owner = cast("type[DriverConformance]", home.obj)
+            require_driver(owner)
             rules, levels = tuple(mark.kwargs["rules"]), tuple(map(str, mark.kwargs["levels"]))
             if not self._wants(item, levels):
                 deselected.append(item)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
+
+import msgspec
 
 from hicache_conformance.manifest import Level
 
@@ -39,24 +40,20 @@ class RunFile:
     driver: str
     config: dict[str, str]
     settings: Settings
-    stream: Path
-    """Where the outcomes go."""
+    stream: str
+    """File that the outcomes go to."""
     cases: list[str] = field(default_factory=list[str])
     """Names that a case must contain one of; empty for all."""
 
     def write(self, path: Path) -> None:
         """Write it for `read`."""
-        record = {**asdict(self), "stream": str(self.stream)}
         path.touch(mode=0o600)
-        path.write_text(json.dumps(record), encoding="utf-8")
+        path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read what `write` has written."""
-        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        settings = record.pop("settings")
-        settings["levels"] = tuple(map(Level, settings["levels"]))
-        return cls(**{**record, "settings": Settings(**settings), "stream": Path(record["stream"])})
+        return msgspec.json.decode(path.read_bytes(), type=cls)
 
     @classmethod
     def of_environment(cls) -> Self | None:

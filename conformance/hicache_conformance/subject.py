@@ -99,7 +99,7 @@ class Subject:
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
             pages = [page for share, pages in zip(shares, placed, strict=True) if share.pool == pool for page in pages]
-            self._check_neighbours(pool, set(pages))
+            self._check_neighbours(pool, frozenset(pages))
             memory = self.memories[pool]
             delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
         return delivered
@@ -114,9 +114,7 @@ class Subject:
     def transfers(self, shares: Sequence[Share], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
         """The transfers of a call that moves `shares` from or to the given pages."""
         return [
-            PoolTransfer(
-                PoolName(share.pool), slots_of(pages, self.memories[share.pool].page_size), keys=list(share.keys)
-            )
+            PoolTransfer(PoolName(share.pool), slots_of(pages, self.memories[share.pool].page_size), keys=list(share.keys))
             for share, pages in zip(shares, placed, strict=True)
         ]
 
@@ -152,7 +150,9 @@ class Subject:
             keys = [key for share in shares if share.pool == pool for key in share.keys]
             for index, (key, ok) in enumerate(zip(keys, answer[pool], strict=True)):
                 if not ok:
-                    raise Violation("SET-1", f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, nearly empty store")
+                    raise Violation(
+                        "SET-1", f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, nearly empty store"
+                    )
 
     def expect(
         self,
@@ -223,7 +223,9 @@ class Subject:
         """
         hit = self.exists(keys).kv_hit_pages
         if hit != len(keys):
-            raise Violation(rule, f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key {short(keys[hit])} is missing")
+            raise Violation(
+                rule, f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key {short(keys[hit])} is missing"
+            )
 
     def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
         """Which of several generations a page holds; None if it is none of them."""
@@ -275,7 +277,7 @@ class Subject:
             placed.append(taken)
         return placed
 
-    def _check_neighbours(self, pool: str, destinations: set[int]) -> None:
+    def _check_neighbours(self, pool: str, destinations: frozenset[int]) -> None:
         memory = self.memories[pool]
         blank = canary(self._calls, memory.page_bytes)
         for page in self._own_pages(memory):

@@ -12,7 +12,6 @@ The optional keys are those of `sglang_identity.BridgeConfig`.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -118,9 +117,7 @@ class SGLangBridge(EngineStorage):
             InvalidPoolError: the KV pool cannot be served.
         """
         identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
-        options = StorageOptions(metrics=self._engine.enable_storage_metrics)
-        if self._config.deadline_seconds is not None:
-            options = replace(options, deadline_seconds=self._config.deadline_seconds)
+        options = StorageOptions(deadline_seconds=self._config.deadline_seconds, metrics=self._engine.enable_storage_metrics)
         storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
         logical = is_logical(mem_pool_host)
         try:
@@ -189,7 +186,7 @@ class SGLangBridge(EngineStorage):
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
         """Pages of the prefix of `keys` that are stored; 0 for an anchor without bytes, whose side pools would decide."""
-        return 0 if self._logical else self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
+        return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
         """Read KV pages; one answer for each key."""
@@ -278,6 +275,8 @@ class SGLangBridge(EngineStorage):
         self, call: str, keys: list[str], asked: Sequence[EngineTransfer], extra_info: EngineExtraInfo | None
     ) -> PoolTransferResult:
         def ask(storage: HiCacheStorage) -> PoolTransferResult:
+            if self._logical and not asked:
+                return PoolTransferResult(0)
             result = storage.batch_exists_v2(keys, [_converted(transfer) for transfer in asked], _extra(extra_info))
             if result.kv_hit_pages > len(keys):
                 # SGLang would allocate memory for a hit that is longer than its question.

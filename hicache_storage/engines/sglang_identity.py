@@ -42,7 +42,14 @@ class BridgeConfig(DriverConfig, frozen=True):
     revision: Annotated[str, Meta(description="revision of the weights, where the model's name does not tell it")] = ""
     salt: Annotated[str, Meta(description="changing it makes all pages stored so far invisible")] = ""
     kv_dtype: Annotated[str, Meta(description="logical KV dtype, where the host pool does not tell it (fp8)")] = ""
-    deadline_seconds: Annotated[float, Meta(gt=0, description="longest time a call may take")] | None = None
+    deadline_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="longest time a call may take; raise it for stores that need more for a batch of 128 pages. "
+            "The default stays below the 10 seconds after which SGLang gives up stopping a thread",
+        ),
+    ] = 8.0
 
 
 class EngineConfig(Protocol):

@@ -1,7 +1,7 @@
 """`ObjectStorage` and what its drivers are handed."""
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-from hicache_storage.objects.envelope import ENVELOPE_BYTES
+from hicache_storage.objects.envelope import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.storage import ObjectStorage
 
@@ -15,4 +15,5 @@ __all__ = [
     "ObjectWrite",
     "ReadBatch",
     "WriteBatch",
+    "running_checksum",
 ]

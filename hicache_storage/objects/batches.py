@@ -76,12 +76,16 @@ class ObjectRead:
             start += len(part)
         return True
 
-    def verify(self) -> bool:
-        """Whether what was read is the page that was asked for: length, identity, key and checksum (rule GET-5)."""
+    def verify(self, computed: int | None = None) -> bool:
+        """Whether what was read is the page that was asked for: length, identity, key and checksum (rule GET-5).
+
+        Args:
+            computed: the checksum of the buffers, where the driver has computed it piece by piece while reading.
+        """
         if self._verdict is None:
             fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
             if fits and self._verifies_checksum:
-                fits = checksum(self.buffers) == stored_checksum(self.envelope)
+                fits = (checksum(self.buffers) if computed is None else computed) == stored_checksum(self.envelope)
             self._verdict = fits
             self.damaged = not fits
         return self._verdict
@@ -107,6 +111,10 @@ class ObjectWrite:
         if self._envelope is None:
             self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers))
         return self._envelope
+
+    def seal(self, computed: int) -> None:
+        """Make the envelope of a checksum that the driver has computed piece by piece while writing."""
+        self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), computed)
 
     @property
     def parts(self) -> list[memoryview]:

@@ -60,11 +60,16 @@ def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
     return int(checksum)
 
 
+def running_checksum() -> xxhash.xxh3_64:
+    """For a page that comes piece by piece: `update()` it with each, then `intdigest()` is what `checksum()` says."""
+    return xxhash.xxh3_64()
+
+
 def checksum(buffers: Sequence[memoryview]) -> int:
     """xxh3_64 of the buffers, one after the other."""
     if len(buffers) == 1:
         return xxhash.xxh3_64_intdigest(buffers[0])
-    digest = xxhash.xxh3_64()
+    digest = running_checksum()
     for buffer in buffers:
         digest.update(buffer)
     return digest.intdigest()

@@ -159,14 +159,14 @@ class Prefetch:
 
 
 class Rank:
-    """A controller over host pools; `HybridCacheController` where there are side pools."""
+    """A controller over host pools; `HybridCacheController` where there are side pools, or where asked for."""
 
-    def __init__(self, pools: Pools, *, metrics: bool = False, **parallel: int) -> None:
+    def __init__(self, pools: Pools, *, metrics: bool = False, hybrid: bool = False, **parallel: int) -> None:
         self.pools = pools
         self.parallel = {
             "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0, **parallel,
         }  # fmt: skip
-        self.hybrid = bool(pools.side)
+        self.hybrid = hybrid or bool(pools.side)
         allocator = SimpleNamespace(get_kvcache=lambda: pools.device, set_hicache_transfer_done_event=lambda *_: None)
         controller = HybridCacheController if self.hybrid else HiCacheController
         self.controller = controller(

@@ -145,6 +145,26 @@ def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
         assert threads() == before
 
 
+@pytest.mark.parametrize("operation", ["exists", "set"])
+def test_detach_while_the_store_hangs(ranks, trouble, operation):
+    rank = ranks(mha_pools("page_first"))
+    before = threads()
+    rank.attach("shelf", deadline_seconds=0.2)
+    rank.backup(tokens(2))
+    stuck, released = threading.Event(), threading.Event()
+    trouble.at(operation, answer=lambda _: stuck.set() or (released.wait(1.5) and None))
+    if operation == "set":
+        hashes = rank.hashes(tokens(2, start=50))
+        rank.controller.write_storage(rank.pools.kv.alloc(2 * PAGE_SIZE), tokens(2, start=50), hash_value=hashes)
+    else:
+        rank.controller.prefetch("request", tokens(2))
+    assert stuck.wait(10)
+    rank.detach()
+    assert not released.is_set()
+    released.set()
+    assert threads() == before
+
+
 def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
     rank = ranks(mha_pools("page_first"))
     rank.attach("sealed")

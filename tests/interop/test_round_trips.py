@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
@@ -18,9 +20,10 @@ POOLS = [
 ]
 
 
+@pytest.mark.parametrize("hybrid", [False, True], ids=["plain", "hybrid"])
 @pytest.mark.parametrize(("make_pools", "layout"), POOLS)
-def test_pages_come_back(ranks, storage, make_pools, layout):
-    rank = ranks(make_pools(layout))
+def test_pages_come_back(ranks, storage, make_pools, layout, hybrid):
+    rank = ranks(make_pools(layout), hybrid=hybrid)
     rank.attach(*storage)
     backup = rank.backup(tokens(6))
     assert backup.completed_tokens == 6 * PAGE_SIZE
@@ -134,6 +137,13 @@ def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):
     rank.detach()
     rank.attach(*storage, kv_dtype="fp8_e5m2")
     assert rank.prefetch(tokens(4)).hit_tokens == 0
+
+
+def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
+    monkeypatch.setattr("hicache_storage.engines.sglang.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e5m2"))
+    rank = ranks(mha_pools("page_first", dtype=torch.float8_e5m2))
+    rank.attach(*storage)
+    assert rank.bridge.storage.identity.kv_dtype == "fp8_e5m2"
 
 
 def test_pages_outlive_a_detach(ranks, storage):

@@ -144,6 +144,7 @@ class TestAnchorWithoutBytes:
     def test_nothing_is_found_where_no_side_pool_is_asked(self, rank):
         rank.backup(tokens(5), checkpoints={"mamba": 1})
         assert rank.prefetch(tokens(5)).hit_tokens == 0
+        assert rank.bridge.batch_exists_v2(rank.hashes(tokens(5))).kv_hit_pages == 0
 
     def test_nothing_is_found_that_was_never_backed_up(self, rank):
         rank.backup(tokens(5), checkpoints={"mamba": 1})

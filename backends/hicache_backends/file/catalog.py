@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import TAIL_BYTES, Index, NotABundleError, Shape
+from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.shelf import Bundle, Shelf
     from hicache_backends.file.workers import Workers
-    from hicache_storage.objects import Namespace, ObjectRead
+    from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +33,14 @@ Location = tuple["Bundle", int]
 """A bundle and the number of a page in it."""
 
 
-@dataclass(slots=True)
-class Wanted:
-    """One page to be read: where it is, where it goes, and whether it has arrived."""
+@dataclass(slots=True, eq=False)
+class Run:
+    """Pages that follow each other in a bundle, to be read."""
 
-    read: ObjectRead
     bundle: Bundle
     page: int
-    arrived: bool = False
-    gone: bool = False
-    """Its bundle is not there any more; another may have taken its place."""
+    """Number of the first one."""
+    reads: list[ObjectRead]
 
 
 class Catalog:
@@ -81,10 +80,20 @@ class Catalog:
         """For each key, whether the page is there."""
         return list(map(self.pages.__contains__, keys))
 
-    def locate(self, reads: Sequence[ObjectRead]) -> list[Wanted]:
-        """Where the pages are that exist."""
-        find = self.pages.get
-        return [Wanted(read, *place) for read in reads if (place := find(read.key)) is not None]
+    def locate(self, reads: Sequence[ObjectRead]) -> list[Run]:
+        """Where the pages are that exist, in the order of the reads: a chain that was written at a time is one run."""
+        find, runs = self.pages.get, list[Run]()
+        bundle, expected, run = None, 0, list[ObjectRead]()
+        for read in reads:
+            place = find(read.key)
+            if place is None:
+                continue
+            if place[0] is not bundle or place[1] != expected:
+                bundle, expected, run = place[0], place[1], list[ObjectRead]()
+                runs.append(Run(bundle, expected, run))
+            run.append(read)
+            expected += 1
+        return runs
 
     def copies(self, key: str) -> list[Location]:
         """All bundles that hold a page."""

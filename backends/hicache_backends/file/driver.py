@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.catalog import Location
+from hicache_backends.file.catalog import Location, Run
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import Draft
 from hicache_storage.objects import ObjectStorage
@@ -91,25 +91,22 @@ class FileStorage(ObjectStorage):
         if store.capacity is not None:
             for catalog, batch in zip(catalogs, batches, strict=True):
                 catalog.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
-        wanted = [page for batch, catalog in zip(batches, catalogs, strict=True) for page in catalog.locate(batch.reads)]
-        fault = store.reader.read(wanted, call)
-        arrived = {page.read for page in wanted if page.arrived}
+        outcome = store.reader.read(_runs(catalogs, [batch.reads for batch in batches]), call)
+        arrived, faults = set(outcome.arrived), outcome.faults
         for _ in range(ATTEMPTS):
-            gone = {page.read for page in wanted if page.gone}
-            if not gone:
+            if not outcome.gone:
                 break
             # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
-            store.forget({page.bundle for page in wanted if page.gone})
+            store.forget({run.bundle for run in outcome.gone})
             catalogs = store.catalogs(namespaces)
-            wanted = [
-                page
-                for batch, catalog in zip(batches, catalogs, strict=True)
-                for page in catalog.locate([read for read in batch.reads if read in gone])
-            ]
-            fault = store.reader.read(wanted, call) or fault
-            arrived |= {page.read for page in wanted if page.arrived}
+            again = {read for run in outcome.gone for read in run.reads}
+            outcome = store.reader.read(
+                _runs(catalogs, [[read for read in batch.reads if read in again] for batch in batches]), call
+            )
+            arrived.update(outcome.arrived)
+            faults += outcome.faults
         store.after_call()
-        self._note_partial_fault(fault, bool(arrived))
+        self._note_partial_fault(faults, bool(arrived))
         return [[read in arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
@@ -127,7 +124,7 @@ class FileStorage(ObjectStorage):
         for catalog in catalogs:
             self._retire_damaged(catalog, [write for write in stored if write.replaces and write.namespace is catalog.namespace])
         store.after_call()
-        self._note_partial_fault(next((draft.fault for draft in drafts if draft.fault), None), bool(stored))
+        self._note_partial_fault([draft.fault for draft in drafts if draft.fault], bool(stored))
         return [[write in stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -207,14 +204,18 @@ class FileStorage(ObjectStorage):
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
 
-    def _note_partial_fault(self, fault: OSError | None, served: bool) -> None:
+    def _note_partial_fault(self, faults: Sequence[OSError], served: bool) -> None:
         """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
-        if fault is None:
+        if not faults:
             return
         if not served:
-            raise fault
+            raise faults[0]
         self.recorder.count_fault()
-        logger.debug("answering misses for a part of a call: %s", fault)
+        logger.debug("answering misses for a part of a call: %s", faults[0])
+
+
+def _runs(catalogs: Sequence[Catalog], reads: Sequence[Sequence[ObjectRead]]) -> list[Run]:
+    return [run for catalog, some in zip(catalogs, reads, strict=True) for run in catalog.locate(some)]
 
 
 def _places(catalog: Catalog, keys: Sequence[str]) -> list[Location]:

@@ -102,27 +102,36 @@ class Marker:
     namespace: str
     writer: str
     sequence: int
-    events: tuple[Event, ...]
+    events: tuple[str, ...]
+    """Spelled as in the name: few are ever read."""
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{','.join(map(str, self.events))}"
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{','.join(self.events)}"
 
     def after(self, events: Sequence[Event]) -> Marker:
         """The marker after more events: all that fit into a name, the newest first to stay."""
-        kept, room = list[Event](), MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}..") - 16
-        for event in reversed((*self.events, *events)):
-            room -= len(str(event)) + 1
+        texts = (*self.events, *map(str, events[-MAX_MARKER_BYTES:]))
+        room = MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}..") - 16
+        kept = 0
+        for text in reversed(texts):
+            room -= len(text) + 1
             if room < 0:
                 break
-            kept.insert(0, event)
-        return Marker(self.namespace, self.writer, self.sequence + len(events), tuple(kept))
+            kept += 1
+        return Marker(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :])
 
-    def since(self, sequence: int) -> tuple[Event, ...] | None:
+    def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None where they are no longer all known."""
         missed = self.sequence - sequence
         if missed > len(self.events):
             return None
-        return self.events[len(self.events) - missed :] if missed > 0 else ()
+        first, events = self.sequence - len(self.events) + 1, list[Event]()
+        for number in range(sequence + 1, self.sequence + 1):
+            event = _parse_event(self.events[number - first], self.writer, number)
+            if event is None:
+                return None
+            events.append(event)
+        return events
 
 
 _MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.([a-z0-9,-]*)")
@@ -134,17 +143,9 @@ def parse_marker(text: str) -> Marker | None:
     if match is None:
         return None
     namespace, writer, last, listed = match.groups()
+    events = tuple(listed.split(",")) if listed else ()
     sequence = int(last, 16)
-    texts = listed.split(",") if listed else []
-    if len(texts) > sequence:
-        return None
-    events = list[Event]()
-    for number, event_text in enumerate(texts, start=sequence - len(texts) + 1):
-        event = _parse_event(event_text, writer, number)
-        if event is None:
-            return None
-        events.append(event)
-    return Marker(namespace, writer, sequence, tuple(events))
+    return Marker(namespace, writer, sequence, events) if len(events) <= sequence else None
 
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:

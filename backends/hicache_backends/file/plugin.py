@@ -27,5 +27,6 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 evicts=True,
             ),
             summary="Files in a directory, local or on a mount that many nodes share",
+            trial_config={"path": "{tmp}/store"},
         )
     ]

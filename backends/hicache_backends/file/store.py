@@ -85,6 +85,7 @@ class Store:
             threads=threads,
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if mount.is_local else NETWORK_BYTES_PER_THREAD,
             direct=config.direct_io,
+            verifies=config.verify_checksums,
             retires_bad_sectors=mount.is_local,
         )
         self.writer = Writer(self.drafts, preallocates=mount.preallocates, syncs=config.fsync, threads=threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index
 from hicache_backends.file.vectored import write_from
+from hicache_storage.objects import running_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,9 @@ MIN_BUNDLE_BYTES = 16 << 20
 
 PIECE_BYTES = 512 << 10
 """Written at a time: the checksum brings a page into the core's cache, from where the kernel copies it."""
+
+PART_BYTES = 256 << 10
+"""Longer pages than a piece are written in such parts."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -146,15 +150,30 @@ class Writer:
 
     def _write_pages(self, draft: Draft, call: Call) -> int:
         page_bytes = draft.catalog.namespace.page_bytes
+        if page_bytes > PIECE_BYTES:
+            return self._write_long_pages(draft, call)
         step, offset = max(1, PIECE_BYTES // page_bytes), 0
         for start in range(0, len(draft.writes), step):
-            if call.expired():
-                raise OSError(errno.ETIMEDOUT, "the deadline has passed")
+            _stop_if_expired(call)
             some = draft.writes[start : start + step]
             for write in some:
                 write.envelope  # noqa: B018 - computes the checksum now, see PIECE_BYTES
             write_from(draft.descriptor, [buffer for write in some for buffer in write.buffers], offset)
             offset += len(some) * page_bytes
+        return offset
+
+    def _write_long_pages(self, draft: Draft, call: Call) -> int:
+        offset = 0
+        for write in draft.writes:
+            _stop_if_expired(call)
+            checksum = running_checksum()
+            for buffer in write.buffers:
+                for at in range(0, len(buffer), PART_BYTES):
+                    part = buffer[at : at + PART_BYTES]
+                    checksum.update(part)
+                    write_from(draft.descriptor, [part], offset)
+                    offset += len(part)
+            write.seal(checksum.intdigest())
         return offset
 
     def _close(self, draft: Draft) -> None:
@@ -164,6 +183,11 @@ class Writer:
             os.close(descriptor)
         except OSError as error:
             draft.fault, draft.index = error, None
+
+
+def _stop_if_expired(call: Call) -> None:
+    if call.expired():
+        raise OSError(errno.ETIMEDOUT, "the deadline has passed")
 
 
 def _fitting(catalog: Catalog, writes: list[ObjectWrite], limit: int) -> list[ObjectWrite]:

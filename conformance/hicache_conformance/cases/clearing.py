@@ -53,7 +53,10 @@ class ClearingCases:
             for pool in other.memories:
                 for index, content in enumerate(other.get(keys, pool)):
                     if content is None:
-                        raise Violation("LC-4", f"page {index} key {short(keys[index])} of pool {pool!r} belongs to {change}; another's clear removed it")
+                        raise Violation(
+                            "LC-4",
+                            f"page {index} key {short(keys[index])} of pool {pool!r} belongs to {change}; another's clear removed it",
+                        )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_strangers_files_alone(self, lab: Lab) -> None:

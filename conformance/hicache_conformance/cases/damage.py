@@ -31,7 +31,9 @@ class DamageCases:
         _plant(lab, subject, key, damage)
         content = subject.get([key])[0]
         if content is not None:
-            raise Violation("GET-5", f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: {subject.explain(key, content)}")
+            raise Violation(
+                "GET-5", f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: {subject.explain(key, content)}"
+            )
 
     @covers("GET-3", "SET-6", damages=True)
     def test_damage_in_the_middle_of_a_batch(self, lab: Lab) -> None:
@@ -41,7 +43,9 @@ class DamageCases:
         _plant(lab, subject, keys[3], Damage.FLIPPED_BIT)
         found = subject.get(keys)
         if found[3] is not None:
-            raise Violation("GET-5", f"page 3 key {short(keys[3])} is damaged, and a get delivers it: {subject.explain(keys[3], found[3])}")
+            raise Violation(
+                "GET-5", f"page 3 key {short(keys[3])} is damaged, and a get delivers it: {subject.explain(keys[3], found[3])}"
+            )
         subject.compare(keys[:3] + keys[4:], found[:3] + found[4:], rule="GET-3")
         for index, ok in enumerate(subject.set(keys)):
             if not ok:
@@ -77,17 +81,6 @@ class DamageCases:
         if subject.get([key])[0] is not None:
             raise Violation("GET-7", f"page 0 key {short(key)} was found damaged ({damage}), and a later get delivers it")
 
-    @covers("EX-9", damages=True)
-    @pytest.mark.parametrize("damage", WRONG_LENGTHS, ids=str)
-    def test_a_page_of_the_wrong_length_does_not_exist(self, lab: Lab, damage: Damage) -> None:
-        """The length is known without reading, so exists needs no read to tell."""
-        subject, keys = lab.storage(), lab.keys(3)
-        subject.store([keys[0], keys[2]])
-        _plant(lab, subject, keys[1], damage)
-        hit = subject.exists(keys).kv_hit_pages
-        if hit != 1:
-            raise Violation("EX-9", f"page 1 key {short(keys[1])} has the wrong length ({damage}); kv_hit_pages is {hit}, must be 1")
-
     @covers("SET-3", "GET-7", damages=True)
     @ALL_DAMAGES
     def test_a_set_repairs_what_a_read_found(self, lab: Lab, damage: Damage) -> None:
@@ -95,14 +88,6 @@ class DamageCases:
         subject, key = lab.storage(), lab.keys(1)[0]
         _plant(lab, subject, key, damage)
         subject.get([key])
-        _repair(subject, key, damage)
-
-    @covers("SET-3", damages=True)
-    @pytest.mark.parametrize("damage", WRONG_LENGTHS, ids=str)
-    def test_a_set_repairs_the_wrong_length(self, lab: Lab, damage: Damage) -> None:
-        """A page of the wrong length is repaired by a set, also if nobody has read it."""
-        subject, key = lab.storage(), lab.keys(1)[0]
-        _plant(lab, subject, key, damage)
         _repair(subject, key, damage)
 
 

@@ -75,7 +75,9 @@ class ExistenceCases:
         for transfer in (all_pages("never_registered"), trailing("never_registered", 2)):
             answer = subject.exists(keys, transfer)
             if answer.kv_hit_pages or answer.restorable_prefix_pages:
-                raise Violation("EX-7", f"with an unregistered pool ({transfer.hit_policy}) the hit is {answer.kv_hit_pages}, must be 0")
+                raise Violation(
+                    "EX-7", f"with an unregistered pool ({transfer.hit_policy}) the hit is {answer.kv_hit_pages}, must be 0"
+                )
             if answer.extra_pool_hit_pages.get(PoolName("never_registered")) != 0:
                 raise Violation("EX-7", f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}")
 

@@ -194,7 +194,9 @@ def _check_closed(name: str, ask: Callable[[], object]) -> None:
     except StorageClosedError:
         return
     except Exception as error:
-        raise Violation("LC-2", f"{name} after close() raised {type(error).__name__} and not StorageClosedError: {error}") from error
+        raise Violation(
+            "LC-2", f"{name} after close() raised {type(error).__name__} and not StorageClosedError: {error}"
+        ) from error
     raise Violation("LC-2", f"{name} after close() raised nothing and answered {answer!r:.100}")
 
 
@@ -220,7 +222,7 @@ def _call_until_closed(subject: Subject, keys: list[str], busy: threading.Semaph
 def _process_state() -> dict[str, object]:
     root = logging.getLogger()
     return {
-        "signal handlers": {number.name: signal.getsignal(number) for number in signal.valid_signals() if isinstance(number, signal.Signals)},
+        "signal handlers": {str(number): signal.getsignal(number) for number in signal.valid_signals()},
         "the root logger's level": root.level,
         "the root logger's handlers": list(root.handlers),
         "the root logger's filters": list(root.filters),

@@ -31,7 +31,7 @@ BAD_INDICES: Final[Mapping[str, Callable[[torch.Tensor], object]]] = {
     "none-at-all": lambda good: good[:0],
     "int32": lambda good: good.int(),
     "floats": lambda good: good.double(),
-    "a-list": lambda good: good.tolist(),
+    "a-list": lambda good: list(good),
     "negative": lambda good: good - 100,
     "behind-the-end": lambda good: good + 1_000_000,
     "last-slot-behind-the-end": lambda good: slots_of([64, *PAGES[1:]], 2),

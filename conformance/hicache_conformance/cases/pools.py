@@ -112,6 +112,8 @@ def _check_holes(subject: Subject, shares: list[Share], stored: dict[str, set[st
         for index, (key, content) in enumerate(zip(keys, pages, strict=True)):
             if content is not None and key not in stored[pool]:
                 held = subject.explain(key, content, pool)
-                raise Violation("GET-3", f"page {index} key {short(key)} of pool {pool!r} was never set, and a get delivers it: {held}")
+                raise Violation(
+                    "GET-3", f"page {index} key {short(key)} of pool {pool!r} was never set, and a get delivers it: {held}"
+                )
         present = [index for index, key in enumerate(keys) if key in stored[pool]]
         subject.compare([keys[index] for index in present], [pages[index] for index in present], pool, rule="GET-3")

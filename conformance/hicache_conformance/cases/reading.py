@@ -132,7 +132,9 @@ class ReadingCases:
         with records_above_debug() as records:
             subject.expect_missing(lab.keys(16), rule="GET-1", why="was never set")
         if records:
-            raise Violation("GET-6", f"reading missing pages logged {logging.getLevelName(records[0].levelno)}: {records[0].getMessage()}")
+            raise Violation(
+                "GET-6", f"reading missing pages logged {logging.getLevelName(records[0].levelno)}: {records[0].getMessage()}"
+            )
         if subject.storage.get_stats().faults != faults:
             raise Violation("GET-6", "reading missing pages counted as faults")
 

@@ -31,7 +31,9 @@ class ReplicationCases:
         keys = lab.keys(4)
         for index, ok in enumerate(other.set(keys)):
             if ok:
-                raise Violation("ID-3", f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set answers True")
+                raise Violation(
+                    "ID-3", f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set answers True"
+                )
         other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
 
@@ -45,7 +47,9 @@ class ReplicationCases:
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
             answer = rank.set(keys)
             if answer != [True, True, True, False]:
-                raise Violation("ID-3", f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it answers {answer}")
+                raise Violation(
+                    "ID-3", f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it answers {answer}"
+                )
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)

@@ -54,7 +54,9 @@ class WritingCases:
         for index, ok in enumerate(again):
             if not ok:
                 rule = "SET-3" if index < 3 else "SET-6"
-                raise Violation(rule, f"page {index} key {short(keys[index])} was answered with False in a batch of existing and new pages")
+                raise Violation(
+                    rule, f"page {index} key {short(keys[index])} was answered with False in a batch of existing and new pages"
+                )
         found = subject.get(keys)
         for index, content in enumerate(found[:3]):
             if content is not None and subject.generation_of(keys[index], content, PoolName.KV, [1]) == 1:
@@ -87,7 +89,9 @@ class WritingCases:
             lab.random.shuffle(chain)
             for index, (key, ok) in enumerate(zip(chain, subject.set(chain), strict=True)):
                 if not ok:
-                    raise Violation("SET-6", f"page {index} key {short(key)} of a batch of existing, repeated and new pages was refused")
+                    raise Violation(
+                        "SET-6", f"page {index} key {short(key)} of a batch of existing, repeated and new pages was refused"
+                    )
             subject.expect(chain, rule="SET-6")
 
     @covers("SET-7")

@@ -8,4 +8,4 @@ _run = RunFile.of_environment()
 
 class TestDriver(DriverConformance):
     driver = _run.driver if _run else ""
-    config = _run.config if _run else {}  # noqa: RUF012 - read only
+    config = _run.config if _run else {}

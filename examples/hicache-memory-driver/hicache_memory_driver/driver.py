@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hicache_memory_driver.config import MemoryConfig
 from hicache_memory_driver.plugin import CAPABILITIES
 from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
-from hicache_storage.spec import StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_memory_driver.config import MemoryConfig
+    from hicache_storage.spec import StorageIdentity
 
 
 class MemoryStorage(ObjectStorage):
@@ -43,6 +46,11 @@ class MemoryStorage(ObjectStorage):
         prefixes = tuple(f"{namespace.name}-" for namespace in namespaces)
         for name in [name for name in list(self._objects) if name.startswith(prefixes)]:
             self._objects.pop(name, None)
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+        for batch in batches:
+            for read in batch.reads:
+                self._objects.pop(batch.namespace.object_name(read.key), None)
 
     def _is_whole(self, namespace: Namespace, key: str) -> bool:
         """An object of another length is damaged: the next set replaces it."""

@@ -3,4 +3,3 @@ from hicache_conformance import DriverConformance
 
 class TestMemory(DriverConformance):
     driver = "memory"
-    config = {"store": "tests"}

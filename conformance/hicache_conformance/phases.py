@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from hicache_conformance.bench import GATE_PROPERTY, LAB_PROPERTY
 from hicache_conformance.environment import blank_header
@@ -13,6 +12,8 @@ from hicache_conformance.plugin import CASE_PROPERTY
 from hicache_conformance.violation import Violation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pytest
 
     from hicache_conformance.settings import Settings
@@ -28,7 +29,7 @@ class CaseReports:
     """Gathers the reports of cases; knows what the labs said about their drivers."""
 
     def __init__(self) -> None:
-        self._phases = dict[str, list[pytest.TestReport]]()
+        self._phases: dict[str, list[pytest.TestReport]] = {}
         self.labs = dict[str, dict[str, Any]]()
         """By class: driver, capabilities and options, from the first case that came as far as that."""
 
@@ -65,13 +66,12 @@ def header_of(lab: dict[str, Any] | None, settings: Settings) -> Header:
 def _unwrapped(error: BaseException) -> Iterator[BaseException]:
     yield error
     if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        for inner in group.exceptions:
             yield from _unwrapped(inner)
 
 
-def _outcome(
-    name: str, case: dict[str, Any], phases: list[pytest.TestReport], properties: dict[str, object]
-) -> CaseOutcome:
+def _outcome(name: str, case: dict[str, Any], phases: list[pytest.TestReport], properties: dict[str, object]) -> CaseOutcome:
     found = [_phase(report, properties) for report in phases]
     outcome = next(worst for worst in _WORST_FIRST if any(worst is phase for phase, _, _ in found))
     reason, detail = next((reason, detail) for phase, reason, detail in found if phase is outcome)
