@@ -22,7 +22,7 @@ from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.stamp import Stamp
 from hicache_backends.file.tree import Tree, sync_directory
 from hicache_backends.file.workers import Workers
-from hicache_backends.file.writer import Writer
+from hicache_backends.file.writer import MAX_BUNDLE_BYTES, PIECE_BYTES, Writer
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -88,7 +88,13 @@ class Store:
             verifies=config.verify_checksums,
             retires_bad_sectors=mount.is_local,
         )
-        self.writer = Writer(self.drafts, preallocates=mount.preallocates, syncs=config.fsync, threads=threads)
+        self.writer = Writer(
+            self.drafts,
+            preallocates=mount.preallocates,
+            syncs=config.fsync,
+            threads=threads,
+            piece_bytes=PIECE_BYTES if mount.is_local else MAX_BUNDLE_BYTES,
+        )
         self._catalogs: dict[str, Catalog] = {}
         self._lock = threading.Lock()
         self._flush_at = time.monotonic() + FLUSH_SECONDS

@@ -26,13 +26,16 @@ logger = logging.getLogger(__name__)
 MAX_BUNDLE_BYTES = 64 << 20
 """Eviction removes whole bundles, so they must not be large; larger ones are not written faster."""
 
-MIN_BUNDLE_BYTES = 16 << 20
+MIN_BUNDLE_BYTES = 24 << 20
 """A call is not split into smaller bundles than this to keep more threads busy."""
 
 PIECE_BYTES = 512 << 10
-"""Written at a time: the checksum brings a page into the core's cache, from where the kernel copies it."""
+"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where the kernel copies it.
 
-PART_BYTES = 256 << 10
+Across a network it is the number of requests that counts, and a piece is a bundle.
+"""
+
+PART_BYTES = 512 << 10
 """Longer pages than a piece are written in such parts."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,11 +72,13 @@ class Writer:
         preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and it knows at once what fits.
         syncs: make the bytes survive a loss of power.
         threads: a call is split into so many bundles, as long as they do not become small.
+        piece_bytes: written with one call.
     """
 
-    def __init__(self, drafts: Drafts, *, preallocates: bool, syncs: bool, threads: int) -> None:
+    def __init__(self, drafts: Drafts, *, preallocates: bool, syncs: bool, threads: int, piece_bytes: int) -> None:
         self._drafts = drafts
         self._preallocates, self._syncs, self._threads = preallocates, syncs, threads
+        self._piece_bytes = piece_bytes
 
     def plan(self, catalog: Catalog, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[Draft]:
         """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
@@ -150,9 +155,9 @@ class Writer:
 
     def _write_pages(self, draft: Draft, call: Call) -> int:
         page_bytes = draft.catalog.namespace.page_bytes
-        if page_bytes > PIECE_BYTES:
+        if page_bytes > self._piece_bytes:
             return self._write_long_pages(draft, call)
-        step, offset = max(1, PIECE_BYTES // page_bytes), 0
+        step, offset = max(1, self._piece_bytes // page_bytes), 0
         for start in range(0, len(draft.writes), step):
             _stop_if_expired(call)
             some = draft.writes[start : start + step]
