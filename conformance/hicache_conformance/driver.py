@@ -32,33 +32,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
 
-class DriverConformance(
-    ExistenceCases,
-    ReadingCases,
-    WritingCases,
-    DamageCases,
-    HostPoolCases,
-    PoolCases,
-    KeyCases,
-    IdentityCases,
-    ReplicationCases,
-    ClearingCases,
-    HistoryCases,
-    ConcurrencyCases,
-    LifecycleCases,
-    MisuseCases,
-    StatsCases,
-):
-    """The conformance suite for one driver, in the author's own pytest.
-
-    ```python
-    from hicache_conformance import DriverConformance
-
-    class TestAcme(DriverConformance):
-        driver = "acme"
-        config = {"path": "{tmp}/store"}
-    ```
-    """
+class CasesBase:
+    """The driver under test, and what its cases are handed; for suites that pick some of the classes of cases."""
 
     driver: ClassVar[str] = ""
     """Name of the driver, as `hicache drivers` lists it."""
@@ -85,3 +60,33 @@ class DriverConformance(
         `ObjectStorage` drivers need not override it: it writes through their own `write_objects`.
         """
         return tamper_with_objects(storage, pool, key, damage)
+
+
+class DriverConformance(
+    ExistenceCases,
+    ReadingCases,
+    WritingCases,
+    DamageCases,
+    HostPoolCases,
+    PoolCases,
+    KeyCases,
+    IdentityCases,
+    ReplicationCases,
+    ClearingCases,
+    HistoryCases,
+    ConcurrencyCases,
+    LifecycleCases,
+    MisuseCases,
+    StatsCases,
+    CasesBase,
+):
+    """The conformance suite for one driver, in the author's own pytest.
+
+    ```python
+    from hicache_conformance import DriverConformance
+
+    class TestAcme(DriverConformance):
+        driver = "acme"
+        config = {"path": "{tmp}/store"}
+    ```
+    """

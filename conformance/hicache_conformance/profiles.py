@@ -26,7 +26,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile(name="smoke", histories=8, steps=15, chains=50, thread_calls=30, shrinks=False),
-        Profile(name="default", histories=40, steps=30, chains=400, thread_calls=100, shrinks=True),
+        Profile(name="default", histories=100, steps=30, chains=1000, thread_calls=200, shrinks=True),
         Profile(name="soak", histories=1500, steps=120, chains=20_000, thread_calls=5_000, shrinks=True),
     )
 }

@@ -162,7 +162,8 @@ class SGLangBridge(EngineStorage):
         """Remove all pages of this identity's registered pools.
 
         Raises:
-            UnsupportedOperationError: the driver cannot. SGLang turns it into a failed request; it would ignore an answer.
+            UnsupportedOperationError: the driver cannot. SGLang logs it and keeps what it believes to be stored; an answer
+                it would ignore.
         """
         if self._storage is not None:
             self._storage.clear()

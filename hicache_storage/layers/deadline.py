@@ -86,7 +86,15 @@ class DeadlineLayer(StorageLayer):
         return super().fault_count() + self._missed
 
     def close(self) -> None:
-        super().close()
+        """Close what is wrapped, and leave it behind at the deadline if a call in it hangs."""
+        if self.capabilities.may_hang:
+            job = _Job(super().close)
+            if self._workers.run(job, self._seconds):
+                job.result()
+            else:
+                logger.warning("%s: a call hangs; it is closed when that comes back", type(self.inner).__name__)
+        else:
+            super().close()
         self._workers.close()
 
     def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:

@@ -41,7 +41,9 @@ def test_states_with_parts_that_have_no_addresses_come_back(ranks, storage):
     rank.attach(*storage)
     backup = rank.backup(tokens(3), checkpoints={"mamba": 1})
     rank.wipe()
+    rank.pools.side["mamba"].alloc(3)
     result = rank.prefetch(tokens(3), windows={"mamba": 1})
+    assert result.indices["mamba"].tolist() == [3]
     assert rank.delivered(result, backup)
     assert rank.delivered(result, backup, "mamba")
 

@@ -115,6 +115,17 @@ def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
     assert threading.active_count() == before
 
 
+def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
+    layer, storage, _pool, release = hanging("exist")
+    layer.batch_exists_v2(["a"])
+    layer.close()
+    assert "disconnect" not in storage.asked
+    release.set()
+    closed = threading.Event()
+    storage.before = lambda asked: asked == "disconnect" and closed.set()
+    assert closed.wait(10)
+
+
 def test_without_need_there_is_no_thread(hanging):
     layer, _storage, _pool, _ = hanging("nothing", may_hang=False)
     before = threading.active_count()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
-import signal
-import sys
 import threading
 import time
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.bystanders import watched
 from hicache_conformance.catalogue import covers
 from hicache_conformance.forked import ask_in_child
 from hicache_conformance.memory import GuardedPool, slots_of
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
 
-GRACE_SECONDS: Final = 10.0
+GRACE_SECONDS: Final = 5.0
 """Time for threads that are on their way out; a working driver needs none of it."""
 
 
@@ -124,12 +122,10 @@ class LifecycleCases:
     @covers("LC-3")
     def test_the_process_is_left_alone(self, lab: Lab) -> None:
         """Signal handlers, the root logger and the hooks for uncaught exceptions are what they were."""
-        before = _process_state()
-        _live_once(lab)
-        for name, was in before.items():
-            now = _process_state()[name]
-            if now != was:
-                raise Violation("LC-3", f"a storage was opened, used and closed, and changed {name} from {was!r} to {now!r}")
+        with watched() as changed:
+            _live_once(lab)
+        if changed:
+            raise Violation("LC-3", f"a storage was opened, used and closed, and changed {', '.join(changed)}")
 
     @covers("LC-5")
     def test_a_forked_child(self, lab: Lab) -> None:
@@ -217,16 +213,3 @@ def _call_until_closed(subject: Subject, keys: list[str], busy: threading.Semaph
         raise Violation("LC-2", f"a call that ran while the storage was closed raised {type(error).__name__}: {error}") from error
     finally:
         busy.release()
-
-
-def _process_state() -> dict[str, object]:
-    root = logging.getLogger()
-    return {
-        "signal handlers": {str(number): signal.getsignal(number) for number in signal.valid_signals()},
-        "the root logger's level": root.level,
-        "the root logger's handlers": list(root.handlers),
-        "the root logger's filters": list(root.filters),
-        "logging.disable": root.manager.disable,
-        "sys.excepthook": sys.excepthook,
-        "threading.excepthook": threading.excepthook,
-    }

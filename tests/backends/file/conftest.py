@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.backends.file.harness import Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path):
+    """Open rigs, all on one directory unless told otherwise; closed at the end."""
+    rigs = list[Rig]()
+
+    def make(path: Path | None = None, **options: object) -> Rig:
+        made = Rig(path or tmp_path / "store", **options)
+        rigs.append(made)
+        return made
+
+    yield make
+    for made in rigs:
+        made.storage.close()
+
+
+MakeRig = Callable[..., Rig]

@@ -1,0 +1,69 @@
+"""The format of bundles: whatever happens to the bytes, they are read as they were written or not at all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_backends.file.bundle import FOOTER_BYTES, Index, NotABundleError, Shape
+
+KEYS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), min_size=1, max_size=12)
+SHAPE = Shape(7, b"0123456789abcdef")
+
+
+def bundle(keys: list[str]) -> tuple[bytes, Index]:
+    index = Index(keys, bytes(number % 251 for number in range(64 * len(keys))))
+    return b"p" * (SHAPE.page_bytes * len(keys)) + SHAPE.tail(index), index
+
+
+def read(data: bytes, shape: Shape = SHAPE, size: int | None = None) -> Index:
+    length = shape.tail_bytes(data, len(data) if size is None else size)
+    return shape.parse(data[-length:])
+
+
+@given(KEYS)
+def test_an_index_is_read_back(keys):
+    data, index = bundle(keys)
+    assert read(data) == index
+    assert len(data) == SHAPE.bundle_bytes(keys)
+
+
+@given(KEYS, st.data())
+def test_a_flipped_bit_in_the_tail_is_noticed(keys, data):
+    whole, index = bundle(keys)
+    start = SHAPE.page_bytes * len(keys)
+    position = data.draw(st.integers(start, len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(NotABundleError):
+        read(bytes(damaged))
+
+
+@given(KEYS, st.data())
+def test_a_cut_or_lengthened_file_is_noticed(keys, data):
+    whole, _ = bundle(keys)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with pytest.raises(NotABundleError):
+        read(cut, size=len(whole))
+    longer = whole + data.draw(st.binary(min_size=1, max_size=100))
+    with pytest.raises(NotABundleError):
+        read(longer)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_no_bundle(data):
+    with pytest.raises(NotABundleError):
+        read(data)
+
+
+@pytest.mark.parametrize("shape", [Shape(8, SHAPE.fingerprint), Shape(7, b"another namespac")])
+def test_a_bundle_of_another_namespace_is_none_of_ours(shape):
+    data, _ = bundle(["a", "b"])
+    with pytest.raises(NotABundleError):
+        read(data, shape)
+
+
+def test_the_tail_is_found_from_the_end_of_the_file():
+    data, _ = bundle(["a", "b"])
+    assert SHAPE.tail_bytes(data[-FOOTER_BYTES:], len(data)) == len(data) - 2 * SHAPE.page_bytes

@@ -1,0 +1,199 @@
+"""Damaged files: a get answers the right bytes or `False`, nothing raises, and the next set repairs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.backends.file.harness import Rig, chain
+
+
+def flip(path, position):
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def test_a_flipped_bit_costs_one_page_for_everyone_until_it_is_set_again(rig):
+    a, b, keys = rig(), rig(), chain("a", 8)
+    a.put(keys)
+    flip(a.bundles()[0], 3 * a.page_bytes + 17)
+    assert a.versions(keys) == [0, 0, 0, None, 0, 0, 0, 0]
+    for side in (a, b, rig()):
+        assert side.present(keys) == [True, True, True, False, True, True, True, True]
+        assert side.versions(keys) == [0, 0, 0, None, 0, 0, 0, 0]
+    stats = a.stats()
+    assert stats.pages_damaged == 1
+    assert a.put(keys, version=0) == [True] * 8
+    for side in (a, b, rig()):
+        assert side.holds(keys)
+    assert stats.pages_damaged == a.stats().pages_damaged == 1
+
+
+def test_several_damaged_pages_are_dropped_at_a_time(rig):
+    a, keys = rig(), chain("a", 8)
+    a.put(keys)
+    for page in (0, 4, 7):
+        flip(a.bundles()[0], page * a.page_bytes)
+    expected = [None, 0, 0, 0, None, 0, 0, None]
+    assert a.versions(keys) == expected
+    assert rig().versions(keys) == expected
+    assert len(a.bundles()) == 1
+
+
+def test_a_bundle_whose_pages_are_all_damaged_goes(rig):
+    a, keys = rig(), chain("a", 2)
+    a.put(keys)
+    for page in range(2):
+        flip(a.bundles()[0], page * a.page_bytes)
+    assert a.get(keys) == [None, None]
+    assert a.bundles() == []
+    assert a.put(keys, version=1) == [True, True]
+    assert rig().holds(keys, version=1)
+
+
+def test_where_the_damaged_page_cannot_be_dropped_it_is_hidden_and_its_repair_wins(rig, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    flip(a.bundles()[0], 2 * a.page_bytes)
+    monkeypatch.setattr(a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(30, "EROFS")))
+    assert a.versions(keys) == [0, 0, None, 0]
+    assert a.present(keys) == [True, True, False, True]
+    assert a.put(keys, version=0) == [True] * 4
+    assert len(a.bundles()) == 2
+    for side in (a, rig()):
+        assert side.present(keys) == [True] * 4
+        assert side.holds(keys)
+    monkeypatch.undo()
+
+
+def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    flip(a.bundles()[0], 2 * a.page_bytes)
+    real, failures = a.store.rewriter.drop, [OSError(5, "EIO")]
+    monkeypatch.setattr(a.store.rewriter, "drop", lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args))
+    assert a.versions(keys) == [0, 0, None, 0]
+    assert a.put([keys[2]]) == [True]
+    sizes = sorted(path.stat().st_size for path in a.bundles())
+    assert sizes == [a.bundle_bytes(1), a.bundle_bytes(3)]
+    assert rig().holds(keys)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 63, 64, 1000, 4096, 10_000, 16_384, -1, -63, -64, -65, -200])
+def test_a_torn_file_is_a_miss_and_the_next_set_repairs(rig, cut):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    path = a.bundles()[0]
+    os.truncate(path, cut if cut >= 0 else path.stat().st_size + cut)
+    fresh = rig()
+    assert fresh.hit(keys) == 0
+    assert fresh.get(keys) == [None] * 4
+    assert fresh.put(keys, version=1) == [True] * 4
+    for side in (fresh, rig()):
+        assert side.holds(keys, version=1)
+
+
+@pytest.mark.parametrize("pages_left", [0, 1, 3])
+def test_a_file_that_is_torn_behind_a_readers_back(rig, pages_left):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    assert a.holds(keys)
+    os.truncate(a.bundles()[0], pages_left * a.page_bytes + 100)
+    assert a.versions(keys) == [0] * pages_left + [None] * (4 - pages_left)
+    assert a.present(keys) == [True] * pages_left + [False] * (4 - pages_left)
+    assert a.put(keys) == [True] * 4
+    for side in (a, rig()):
+        assert side.holds(keys)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", b"\0" * 100, b"HCBUNDLE" * 5000], ids=["empty", "byte", "zeros", "magic"])
+def test_garbage_under_a_bundles_name_is_ignored_and_counted(rig, garbage, caplog):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    for number in range(3):
+        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3.bundle").write_bytes(garbage)
+    b = rig()
+    assert b.holds(keys)
+    assert b.store.ignored() == 3
+    assert b.storage.health().detail == "3 damaged bundles ignored"
+    assert b.storage.health().ok
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+
+
+def test_a_bundle_that_was_copied_from_another_namespace_is_ignored(rig):
+    a, other, keys = rig(), rig(who=identity_of("other")), chain("a", 3)
+    a.put(chain("mine", 1))
+    other.put(keys)
+    (a.bundles_path / other.bundles()[0].name).write_bytes(other.bundles()[0].read_bytes())
+    fresh = rig()
+    assert fresh.hit(keys) == 0
+    assert fresh.get(keys) == [None] * 3
+
+
+def identity_of(model):
+    from tests.backends.file.harness import identity
+
+    return identity(model=model)
+
+
+def test_files_deleted_by_hand_are_misses(rig):
+    a, b, keys = rig(open_files=0), rig(), chain("a", 4)
+    a.put(keys)
+    assert b.holds(keys)
+    a.bundles()[0].unlink()
+    assert a.get(keys) == [None] * 4
+    assert a.hit(keys) == 0
+    assert a.put(keys, version=1) == [True] * 4
+    assert a.holds(keys, version=1)
+    assert b.versions(keys, (0, 1)) == [1] * 4
+
+
+def test_a_reader_keeps_the_right_bytes_when_a_bundle_is_removed_under_it(rig):
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(keys)
+    handle = b.store.descriptors
+    assert b.holds(keys)
+    path = a.bundles()[0]
+    kept = handle.borrow(str(path))
+    a.storage.clear()
+    a.put(keys, version=1)
+    assert os.pread(kept.descriptor, 10, 0)
+    assert b.holds(keys, version=1)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.data())
+def test_whatever_happens_to_the_bytes_nothing_wrong_is_read(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("fuzz")
+    keys = chain("a", 5)
+    writer = Rig(path / "store", components=(30, 41))
+    writer.put(keys)
+    bundle = writer.bundles()[0]
+    whole = bytearray(bundle.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(whole) - 1))
+        whole[position] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        whole = whole[: data.draw(st.integers(0, len(whole)))] + data.draw(st.binary(max_size=50))
+    reader = Rig(path / "store", components=(30, 41))
+    if data.draw(st.booleans()):
+        reader.hit(keys)
+    bundle.write_bytes(whole)
+    for side in (reader, writer):
+        found = side.versions(keys)
+        assert [exists or version is None for exists, version in zip(side.present(keys), found, strict=True)] == [True] * 5
+        assert side.storage.get_stats().faults == 0
+    assert writer.put(keys) == [True] * 5
+    assert writer.holds(keys)
+    fresh = Rig(path / "store", components=(30, 41))
+    fresh.versions(keys)
+    assert fresh.put(keys) == [True] * 5
+    assert fresh.holds(keys)
+    for side in (writer, reader, fresh):
+        side.storage.close()

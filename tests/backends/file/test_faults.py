@@ -1,0 +1,321 @@
+"""The environment fails: answers are `False`, nothing is left behind, and the store goes on when the fault is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from hicache_backends.file import vectored
+from hicache_storage.spec import ConfigError, StorageUnavailableError
+from tests.backends.file.harness import Rig, chain
+
+
+@contextlib.contextmanager
+def failing(name, number, *, when=lambda *_: True, after=0):
+    """Let a function of `os` fail with an error number, for calls that match, after some that succeed."""
+    real, left = getattr(os, name), [after]
+
+    def broken(*args, **kwargs):
+        if when(*args):
+            if not left[0]:
+                raise OSError(number, os.strerror(number))
+            left[0] -= 1
+        return real(*args, **kwargs)
+
+    setattr(os, name, broken)
+    try:
+        yield
+    finally:
+        setattr(os, name, real)
+
+
+def in_store(path):
+    return lambda *args: str(args[0]).startswith(str(path))
+
+
+def temporaries(rig: Rig) -> list[str]:
+    return os.listdir(rig.store.tree.temporaries)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EFBIG])
+@pytest.mark.parametrize("function", ["pwritev", "open", "rename", "close", "posix_fallocate", "utime"])
+def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, number):
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(chain("before", 2))
+    b.hit(keys)
+    when = {
+        "open": in_store(a.path),
+        "rename": in_store(a.path),
+        "utime": in_store(a.path),
+        "close": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}").endswith(".temporary"),
+    }.get(function, lambda *_: True)
+    with failing(function, number, when=when):
+        answer = a.put(keys)
+    assert answer == [False] * 4
+    assert temporaries(a) == []
+    assert b.versions(keys) == [None] * 4
+    assert a.storage.get_stats().faults >= 1
+    assert a.holds(chain("before", 2))
+    assert a.put(keys) == [True] * 4
+    assert a.holds(keys)
+    assert b.holds(keys)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ENOENT])
+@pytest.mark.parametrize("function", ["preadv", "open", "fstat", "pread", "listdir"])
+def test_a_failed_read_is_a_miss_and_the_next_one_succeeds(rig, function, number):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    b = rig(open_files=0)
+    when = in_store(a.path) if function == "open" else lambda *_: True
+    with failing(function, number, when=when):
+        found = b.get(keys)
+        b.hit(keys)
+    assert found == [None] * 4 or function in ("fstat", "listdir")
+    time.sleep(0 if function != "pread" else 1.05)
+    assert b.hit(keys) == 4
+    assert b.holds(keys)
+
+
+def test_one_bundles_failure_leaves_the_others(rig, monkeypatch):
+    from hicache_backends.file import writer
+
+    monkeypatch.setattr(writer, "MAX_BUNDLE_BYTES", 20_000)
+    a, keys = rig(), chain("a", 16)
+    with failing("pwritev", errno.EIO, after=3):
+        answer = a.put(keys)
+    assert any(answer)
+    assert not all(answer)
+    assert a.versions(keys) == [0 if ok else None for ok in answer]
+    assert a.stats().pages_refused == answer.count(False)
+    assert a.put(keys) == [True] * 16
+    assert a.holds(keys)
+
+
+def test_one_pages_failure_leaves_its_neighbours(rig):
+    a, keys = rig(), chain("a", 6)
+    a.put(keys)
+    bad = 2 * a.page_bytes
+    with failing("preadv", errno.EIO, when=lambda fd, buffers, at: at <= bad < at + sum(map(len, buffers))):
+        assert a.versions(keys) == [0, 0, None, 0, 0, 0]
+    # Other pages of the file could be read, so it is the page: it is gone, and can be set anew.
+    assert a.present(keys) == [True, True, False, True, True, True]
+    assert a.put(keys) == [True] * 6
+    assert a.holds(keys)
+
+
+def test_an_outage_damages_no_page(rig):
+    a, keys = rig(), chain("a", 6)
+    a.put(keys)
+    with failing("preadv", errno.EIO):
+        assert a.get(keys) == [None] * 6
+    assert a.stats().pages_damaged == 0
+    assert a.holds(keys)
+
+
+def test_short_reads_and_short_writes_are_completed(rig, monkeypatch):
+    a, keys = rig(components=(700, 1, 50_000)), chain("a", 8)
+    real_read, real_write = os.preadv, os.pwritev
+
+    def shortened(buffers):
+        total = sum(map(len, buffers))
+        allowed, some = max(1, total // 3), []
+        for buffer in buffers:
+            some.append(buffer[:allowed])
+            allowed -= len(some[-1])
+            if not allowed:
+                break
+        return some
+
+    monkeypatch.setattr(vectored.os, "preadv", lambda fd, buffers, at: real_read(fd, shortened(buffers), at))
+    monkeypatch.setattr(vectored.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at))
+    assert a.put(keys) == [True] * 8
+    assert a.holds(keys)
+    monkeypatch.undo()
+    assert rig(components=(700, 1, 50_000)).holds(keys)
+
+
+def test_a_file_size_limit_lets_the_first_pages_through(rig):
+    a, keys = rig(pages=64), chain("a", 64)
+    a.put(chain("first", 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        answer = a.put(keys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert answer == [True] * 16 + [False] * 48
+    assert a.versions(keys) == [0] * 16 + [None] * 48
+    assert temporaries(a) == []
+    assert a.put(keys) == [True] * 64
+    assert a.holds(keys)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    point = tmp_path / "small"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(point)], check=True)
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_a_full_disk_refuses_what_does_not_fit_and_uses_freed_space_again(rig, small_disk):
+    a = rig(small_disk / "store")
+    stored = []
+    for number in range(12):
+        keys = chain(f"{number}", 16)
+        stored += [key for key, ok in zip(keys, a.put(keys), strict=True) if ok]
+    assert 32 <= len(stored) < 12 * 16
+    assert temporaries(a) == []
+    assert a.versions(stored[:60]) == [0] * len(stored[:60])
+    assert a.put(chain("later", 16)) != [True] * 16
+    a.storage.clear()
+    assert a.put(chain("later", 16)) == [True] * 16
+    assert a.holds(chain("later", 16))
+
+
+def test_a_full_disk_with_a_capacity_evicts(rig, small_disk):
+    a = rig(small_disk / "store", capacity=200_000)
+    for number in range(12):
+        keys = chain(f"{number}", 16)
+        assert a.put(keys) == [True] * 16
+        assert a.holds(keys)
+
+
+def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(chain("first", 1))
+    real = os.pwritev
+
+    def slow(*args):
+        time.sleep(0.05)
+        return real(*args)
+
+    monkeypatch.setattr(vectored.os, "pwritev", slow)
+    assert a.put(keys, seconds=0.03) == [False] * 4
+    monkeypatch.undo()
+    assert b.hit(keys) == 0
+    assert temporaries(a) == []
+    assert len(a.bundles()) == 1
+    assert a.put(keys, seconds=30) == [True] * 4
+    assert b.holds(keys)
+
+
+def test_a_get_stops_at_its_deadline(rig, monkeypatch):
+    a, keys = rig(components=(300_000,), pages=10), chain("a", 10)
+    a.put(keys)
+    real = os.preadv
+
+    def slow(*args):
+        time.sleep(0.05)
+        return real(*args)
+
+    monkeypatch.setattr(vectored.os, "preadv", slow)
+    found = a.get(keys, seconds=0.12)
+    monkeypatch.undo()
+    assert 0 < found.count(None) < 10
+    assert a.holds(keys)
+
+
+def test_a_deleted_directory_is_a_miss_and_the_next_set_makes_it_again(rig):
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(keys)
+    assert b.holds(keys)
+    shutil.rmtree(a.path)
+    assert a.hit(keys) == b.hit(keys) == 0
+    assert a.get(keys) == b.get(keys) == [None] * 4
+    assert a.put(keys, version=1) == [True] * 4
+    assert a.holds(keys, version=1)
+    assert b.holds(keys, version=1)
+    assert b.put(chain("b", 2)) == [True] * 2
+    assert a.holds(chain("b", 2))
+
+
+def test_a_path_that_is_a_file_is_a_mistake_of_the_configuration(rig, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    a = rig(path)
+    with pytest.raises(ConfigError, match="is a file; name a directory"):
+        a.storage.open()
+    assert a.hit(["k"]) == 0
+    assert a.get(["k"]) == [None]
+    assert a.put(["k"]) == [False]
+    assert not a.storage.health().ok
+
+
+def test_a_directory_that_cannot_be_made_is_reported_and_tried_again(rig, tmp_path):
+    a = rig(tmp_path / "deep" / "store")
+    with failing("makedirs", errno.EACCES):
+        with pytest.raises(StorageUnavailableError, match="Permission denied"):
+            a.storage.open()
+        assert a.put(["k"]) == [False]
+    a.storage.open()
+    assert a.put(["k"]) == [True]
+    assert a.holds(["k"])
+
+
+def test_a_directory_below_a_file_is_reported(rig, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageUnavailableError):
+        rig(tmp_path / "file" / "store").storage.open()
+
+
+def test_a_store_that_turns_read_only_still_serves(rig, tmp_path):
+    point = tmp_path / "mount"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(point)], check=True)
+    try:
+        a, keys = rig(point / "store"), chain("a", 4)
+        a.put(keys)
+        subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
+        assert a.holds(keys)
+        assert a.put(chain("b", 2)) == [False] * 2
+        b = rig(point / "store")
+        b.storage.open()
+        assert b.holds(keys)
+        assert b.put(chain("b", 2)) == [False] * 2
+        subprocess.run(["mount", "-o", "remount,rw", str(point)], check=True)
+        assert b.put(chain("b", 2)) == [True] * 2
+        assert a.holds(chain("b", 2))
+        a.storage.close()
+        b.storage.close()
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_too_few_descriptors_are_made_do_with(rig):
+    a = rig(open_files=40)
+    chains = [chain(str(number), 1) for number in range(40)]
+    for keys in chains:
+        a.put(keys)
+    everything = [key for keys in chains for key in keys]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 6, hard))
+    try:
+        for keys in chains:
+            assert a.holds(keys)
+        a.get(everything)
+        assert a.put(chain("more", 2)) == [True] * 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert a.holds(everything)
+
+
+def test_a_fault_is_logged_once_per_episode(rig, caplog):
+    a, keys = rig(), chain("a", 2)
+    a.put(keys)
+    with failing("preadv", errno.EIO):
+        for _ in range(5):
+            assert a.get(keys) == [None] * 2
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+    assert a.storage.get_stats().faults == 5
+    assert a.holds(keys)

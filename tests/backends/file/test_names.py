@@ -1,0 +1,112 @@
+"""Names are read back exactly, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_backends.file.names import (
+    MAX_MARKER_BYTES,
+    Added,
+    BundleId,
+    BundleName,
+    Marker,
+    Owner,
+    Removed,
+    TemporaryName,
+    is_namespace,
+    parse_bundle,
+    parse_marker,
+    parse_temporary,
+    random_writer,
+)
+
+NUMBERS = st.integers(0, 2**63)
+WRITERS = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=10, max_size=10)
+NAMESPACE = "0123456789abcdef" * 2
+
+
+@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS))
+def test_a_bundle_name_is_read_back(name):
+    assert parse_bundle(str(name)) == name
+
+
+@given(st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, NUMBERS))
+def test_a_temporary_name_is_read_back(name):
+    assert parse_temporary(str(name)) == name
+
+
+EVENTS = st.one_of(
+    st.builds(lambda size, created: ("added", size, created), NUMBERS, NUMBERS),
+    st.builds(lambda writer, number: Removed(BundleId(writer, number)), WRITERS, NUMBERS),
+)
+
+
+@given(WRITERS, st.lists(st.lists(EVENTS, max_size=5), max_size=8))
+def test_a_marker_tells_the_last_events(writer, batches):
+    marker, told = Marker(NAMESPACE, writer, 0, ()), []
+    for batch in batches:
+        events = []
+        for offset, event in enumerate(batch):
+            number = len(told) + offset + 1
+            events.append(Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event)
+        told += events
+        marker = marker.after(events)
+        assert len(str(marker)) <= MAX_MARKER_BYTES
+    again = parse_marker(str(marker))
+    assert again == marker
+    for seen in range(len(told) + 1):
+        missed = again.since(seen)
+        assert missed is None or missed == told[seen:]
+    assert again.since(len(told)) == []
+    if told:
+        assert again.since(len(told) - 1) == told[-1:]
+
+
+def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
+    marker = Marker(NAMESPACE, random_writer(), 0, ())
+    for number in range(100):
+        marker = marker.after([Added(BundleName(marker.writer, number + 1, 2**26, 2**41))])
+    assert marker.since(0) is None
+    assert len(marker.since(95)) == 5
+
+
+@pytest.mark.parametrize("change", [
+    "x{}", "{}x", "{}.bak", "{} ", ".{}", "{}\n", " {}", "{}.tmp", "A{}",
+])  # fmt: skip
+def test_names_that_look_alike_are_strangers(change):
+    writer = random_writer()
+    bundle = str(BundleName(writer, 1, 2, 3))
+    temporary = str(TemporaryName(Owner("abcdefgh", 1, 2), writer, 3, 4))
+    assert parse_bundle(change.format(bundle)) is None
+    assert parse_temporary(change.format(temporary)) is None
+    assert not is_namespace(change.format(NAMESPACE))
+
+
+def test_one_bundle_has_one_spelling():
+    writer = random_writer()
+    for text in (f"{writer}-01-2-3.bundle", f"{writer}-1-2-A.bundle", f"{writer}-1-+2-3.bundle", f"{writer}-1-2.bundle"):
+        assert parse_bundle(text) is None
+
+
+@given(st.text(max_size=60))
+def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
+    for parse in (parse_bundle, parse_marker, parse_temporary):
+        name = parse(text)
+        assert name is None or str(name) == text
+
+
+@pytest.mark.parametrize("text", [
+    f"{NAMESPACE}.aaaaaaaaaa.1.a1-2,a1-2",   # more events than there were
+    f"{NAMESPACE}.aaaaaaaaaa.1.A1-2",
+    f"{NAMESPACE}.aaaaaaaaaa.",
+])  # fmt: skip
+def test_a_marker_that_cannot_be_is_a_stranger(text):
+    assert parse_marker(text) is None
+
+
+@pytest.mark.parametrize("events", ["b1-2", "a1", "rshort-1", "a1-2-3", ",a1-2"])
+def test_events_that_make_no_sense_make_the_reader_list(events):
+    marker = parse_marker(f"{NAMESPACE}.aaaaaaaaaa.9.{events}")
+    assert marker is None or marker.since(9 - len(marker.events)) is None
