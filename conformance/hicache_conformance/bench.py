@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from hicache_conformance.driver import CasesBase
+    from hicache_conformance.target import DriverTarget
 
 _HOMES: Final = pytest.StashKey[dict[str, "Path"]]()
 
@@ -56,7 +56,7 @@ def instance_capabilities(driver: str, options: Mapping[str, object]) -> Capabil
         storage.close()
 
 
-def require_driver(owner: type[CasesBase]) -> str:
+def require_driver(owner: type[DriverTarget]) -> str:
     """The driver that a class is about.
 
     Raises:
@@ -67,7 +67,7 @@ def require_driver(owner: type[CasesBase]) -> str:
     return owner.driver
 
 
-def open_lab(owner: CasesBase, request: pytest.FixtureRequest, config: Mapping[str, object]) -> Iterator[Lab]:
+def open_lab(owner: DriverTarget, request: pytest.FixtureRequest, config: Mapping[str, object]) -> Iterator[Lab]:
     """The lab of one case; a case whose needs are not declared is skipped here, before it begins."""
     driver = require_driver(type(owner))
     settings = settings_of(request.config)
@@ -92,7 +92,7 @@ def open_lab(owner: CasesBase, request: pytest.FixtureRequest, config: Mapping[s
     lab.close()
 
 
-def _gate(owner: CasesBase, request: pytest.FixtureRequest, lab: Lab) -> None:
+def _gate(owner: DriverTarget, request: pytest.FixtureRequest, lab: Lab) -> None:
     mark = request.node.get_closest_marker(MARK)
     case = described(request.function, dict(mark.kwargs))
     missing = undeclared(lab.capabilities, case.needs)
@@ -106,7 +106,7 @@ def _gate(owner: CasesBase, request: pytest.FixtureRequest, lab: Lab) -> None:
         pytest.skip("untested: no way to damage a page of this driver below the API; override tamper() and can_tamper()")
 
 
-def _can_tamper(owner: CasesBase, lab: Lab) -> bool:
+def _can_tamper(owner: DriverTarget, lab: Lab) -> bool:
     storage = lab.bare()
     try:
         return owner.can_tamper(storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -24,7 +25,7 @@ MAX_STUCK_CALLS = 32
 """Threads that may hang in the store at a time; beyond this, calls are misses at once until some come back."""
 
 JOIN_SECONDS = 1.0
-"""How long `close` waits for a worker: all but hung ones are already on their way out."""
+"""How long `close` waits for all workers together: all but hung ones are already on their way out."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -182,8 +183,9 @@ class _Workers:
         for inbox in idle:
             inbox.put(None)
         if self._pid == os.getpid():
+            until = time.monotonic() + JOIN_SECONDS
             for thread in threads:
-                thread.join(timeout=JOIN_SECONDS)
+                thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _acquire(self) -> SimpleQueue[_Job[object] | None] | None:
         with self._lock:

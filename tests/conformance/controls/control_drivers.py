@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from control_plain import CAPABILITIES, Plain, PlainConfig
+
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, PoolHitPolicy, PoolName, PoolPresence, PoolTransferResult, StorageStats
 
@@ -500,9 +501,7 @@ class Objects(ObjectStorage):
                 self.objects.pop(read.namespace.object_name(read.key), None)
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [
-            [self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches
-        ]
+        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for name in list(self.objects):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from control_plugin import CONTROLS
-from hicache_conformance import DriverConformance
 
-_wanted = os.environ.get("HICACHE_CONTROLS", "").split(",")
-for _name in CONTROLS:
-    if not os.environ.get("HICACHE_CONTROLS") or _name in _wanted:
-        globals()[f"Test{_name}"] = type(f"Test{_name}", (DriverConformance,), {"driver": _name, "__module__": __name__})
+from hicache_conformance import DriverConformance
+from hicache_conformance.target import DriverTarget
+
+_CASES = {base.__name__: base for base in DriverConformance.__bases__}
+
+for _name, _control in CONTROLS.items():
+    _bases = tuple(_CASES[f"{where}Cases"] for where in _control.where)
+    globals()[f"Test{_name}"] = type(
+        f"Test{_name}", (*_bases, DriverTarget) if _bases else (DriverConformance,), {"driver": _name, "__module__": __name__}
+    )
