@@ -71,10 +71,9 @@ def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked]
     if list(answer.restorable_prefix_pages) != legal:
         raise Violation("EX-5", f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}")
     kv_verdict = next((page for page, there in enumerate(kv) if not there), len(kv))
-    _check_verdict(answer, PoolName.KV, kv_verdict, "EX-6", scene)
+    _check_verdict(answer, PoolName.KV, kv_verdict, "EX-2", scene)
     for pool in asked:
-        grouped = pool.transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS
-        _check_verdict(answer, pool.transfer.name, pool.verdict(), "EX-4" if grouped else "EX-6", scene)
+        _check_verdict(answer, pool.transfer.name, pool.verdict(), _RULES[pool.transfer.hit_policy], scene)
 
 
 def drawn(present: Sequence[bool]) -> str:
@@ -85,14 +84,20 @@ def drawn(present: Sequence[bool]) -> str:
 def _check_verdict(answer: PoolTransferResult, pool: PoolName, verdict: int, rule: str, scene: str) -> None:
     told = answer.extra_pool_hit_pages.get(pool)
     if told != verdict:
+        rule = "EX-6" if told is None else rule
         raise Violation(rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}")
 
 
 def _hit_rule(asked: Sequence[Asked]) -> str:
     """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where several do."""
     policies = {pool.transfer.hit_policy for pool in asked}
-    if not asked or (len(asked) == 1 and PoolHitPolicy.ALL_PAGES in policies):
-        return "EX-2"
-    if len(asked) == 1 and PoolHitPolicy.TRAILING_PAGES in policies:
-        return "EX-3"
-    return "EX-4" if policies == {PoolHitPolicy.BLOCK_GROUPS} else "EX-1"
+    if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:
+        return "EX-1"
+    return _RULES[policies.pop()] if asked else "EX-2"
+
+
+_RULES = {
+    PoolHitPolicy.ALL_PAGES: "EX-2",
+    PoolHitPolicy.TRAILING_PAGES: "EX-3",
+    PoolHitPolicy.BLOCK_GROUPS: "EX-4",
+}

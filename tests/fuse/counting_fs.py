@@ -23,8 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OPERATIONS = (
     "getattr", "opendir", "readdir", "open", "create", "read", "write", "flush", "truncate", "unlink", "rename", "mkdir",
@@ -47,9 +49,10 @@ class CountingMount:
     def __init__(self, backing: Path, point: Path, *, delay_us: int = 0, cache_seconds: float = 3600.0) -> None:
         self.backing, self.point = backing, point
         self._options = [f"--delay-us={delay_us}", f"--cache-seconds={cache_seconds}"]
-        self._shared = tempfile.NamedTemporaryFile(prefix="counting-fs-")
-        self._shared.truncate(_COUNTS.size)
-        self._map = mmap.mmap(self._shared.fileno(), _COUNTS.size)
+        descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
+        os.truncate(descriptor, _COUNTS.size)
+        self._map = mmap.mmap(descriptor, _COUNTS.size)
+        os.close(descriptor)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -59,14 +62,14 @@ class CountingMount:
     def __exit__(self, *_: object) -> None:
         self.unmount()
         self._map.close()
-        self._shared.close()
+        os.unlink(self._shared)
 
     def mount(self) -> None:
         """Start the process and wait until it serves."""
         self.point.mkdir(parents=True, exist_ok=True)
         self.backing.mkdir(parents=True, exist_ok=True)
         outside = os.stat(self.point).st_dev
-        command = [sys.executable, __file__, str(self.backing), str(self.point), self._shared.name, *self._options]
+        command = [sys.executable, __file__, str(self.backing), str(self.point), self._shared, *self._options]
         self._process = subprocess.Popen(command)
         until = time.monotonic() + 30
         while os.stat(self.point).st_dev == outside:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -134,7 +134,7 @@ class Catalog:
         unread = [bundle for bundle in bundles if not bundle.keys]
         if self._parallel and len(unread) > BUNDLES_A_TASK:
             parts = [unread[at : at + BUNDLES_A_TASK] for at in range(0, len(unread), BUNDLES_A_TASK)]
-            self._workers.run([lambda part=part: self._read_indexes(part) for part in parts])  # type: ignore[misc]
+            self._workers.run([partial(self._read_indexes, part) for part in parts])
         else:
             self._read_indexes(unread)
         # Oldest first: of two copies of a page, the later one goes on top.
@@ -184,18 +184,22 @@ class Catalog:
             except NotABundleError as error:
                 self._ignore(bundle, error)
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ESTALE):
+                self._unread[bundle] = None
+                self._retry_at = time.monotonic() + RETRY_SECONDS
+                logger.debug("cannot read %s now: %s", bundle.path, error)
+            else:
+                if index is None:
                     bundle.gone = True
                 else:
-                    self._unread[bundle] = None
-                    self._retry_at = time.monotonic() + RETRY_SECONDS
-                    logger.debug("cannot read %s now: %s", bundle.path, error)
-            else:
-                bundle.keys, bundle.envelopes = index.keys, index.envelopes
+                    bundle.keys, bundle.envelopes = index.keys, index.envelopes
 
-    def _read_index(self, bundle: Bundle) -> Index:
+    def _read_index(self, bundle: Bundle) -> Index | None:
+        """A bundle's index; None if there is no such file any more."""
         size = bundle.name.size
-        descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
+        try:
+            descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
         try:
             # A longer or shorter file has no footer there that would fit the length in its name.
             end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.faults import kept
 from hicache_backends.file.names import Added, BundleName, Removed
 from hicache_backends.file.tree import sync_directory
 
@@ -120,7 +121,7 @@ class Changes:
             try:
                 self._move(draft, bundle.path)
             except OSError as error:
-                draft.fault = error
+                draft.fault = kept(error)
                 self._drafts.discard(draft.name)
                 return None
             self._board.queue(shelf.namespace, [Added(name)])

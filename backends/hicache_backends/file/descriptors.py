@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
 from collections import OrderedDict
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_backends.file.faults import NO_DESCRIPTOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AnswerT = TypeVar("AnswerT")
 
 IDLE_SECONDS = 10.0
 """An open file keeps the room of an evicted bundle; what has not been used for so long is closed by the next call."""
@@ -65,13 +72,23 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
+        return self.making_room(lambda: os.open(path, flags | os.O_CLOEXEC, 0o666))
+
+    def making_room(self, step: Callable[[], AnswerT]) -> AnswerT:
+        """Do something that needs a descriptor; where the process has none left, those kept here make room.
+
+        Raises:
+            OSError: it failed, for want of descriptors or otherwise.
+        """
         try:
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            return step()
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if error.errno not in NO_DESCRIPTOR:
                 raise
+            # Fewer from now on: others in this process need some too.
+            self._limit = min(self._limit, len(self._open) // 2)
             self.close()
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            return step()
 
     def forget(self, path: str) -> None:
         """Close a file that is about to go, or gone."""

@@ -13,6 +13,7 @@ from hicache_backends.file.names import TemporaryName, parse_temporary
 from hicache_backends.file.owner import is_dead, this_process
 
 if TYPE_CHECKING:
+    from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.tree import Tree
 
 FORGOTTEN_SECONDS = 3600.0
@@ -23,8 +24,9 @@ after its last byte was written. A writer that is slower fails to publish, and n
 class Drafts:
     """The temporary files of one store. Safe for many threads."""
 
-    def __init__(self, tree: Tree, writer: str, *, asks_server: bool) -> None:
+    def __init__(self, tree: Tree, writer: str, descriptors: Descriptors, *, asks_server: bool) -> None:
         self._tree, self._writer, self._asks_server = tree, writer, asks_server
+        self._descriptors = descriptors
         self._owner = this_process()
         self._numbers = itertools.count()
 
@@ -40,10 +42,10 @@ class Drafts:
         """
         path, flags = self._tree.temporary(name), os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            return self._descriptors.open(path, flags)
         except FileNotFoundError:
             self._tree.create()
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            return self._descriptors.open(path, flags)
 
     def discard(self, name: TemporaryName) -> None:
         """Remove a file that will not be published; what cannot be removed now is collected later."""

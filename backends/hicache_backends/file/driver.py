@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.catalog import Location, Run
+from hicache_backends.file.faults import kept
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import Draft
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hicache_backends.file.catalog import Catalog
     from hicache_backends.file.config import FileConfig
@@ -113,7 +115,7 @@ class FileStorage(ObjectStorage):
         store = self.store
         catalogs = store.catalogs([batch.namespace for batch in batches])
         drafts = self._planned(batches, catalogs, call)
-        store.workers.run([lambda draft=draft: store.writer.write(draft, call) for draft in drafts])  # type: ignore[misc]
+        store.workers.run([partial(store.writer.write, draft, call) for draft in drafts])
         published = store.changes.publish(drafts, call)
         stored = {write for draft, _ in published for write in draft.writes}
         if store.capacity is not None:
@@ -122,7 +124,7 @@ class FileStorage(ObjectStorage):
                 # A head that is older than its tail would be evicted before it.
                 catalog.touch(call.prefix_keys)
         for catalog in catalogs:
-            self._retire_damaged(catalog, [write for write in stored if write.replaces and write.namespace is catalog.namespace])
+            self._retire_damaged(catalog, [write for write in stored if write.replaces])
         store.after_call()
         self._note_partial_fault([draft.fault for draft in drafts if draft.fault], bool(stored))
         return [[write in stored for write in batch.writes] for batch in batches]
@@ -132,7 +134,7 @@ class FileStorage(ObjectStorage):
         catalogs = store.catalogs([batch.namespace for batch in batches])
         found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
         for catalog, batch in zip(catalogs, batches, strict=True):
-            store.rewriter.drop_all(catalog, lambda catalog=catalog, keys=batch.keys: _places(catalog, keys))  # type: ignore[misc]
+            store.rewriter.drop_all(catalog, partial(_places, catalog, batch.keys))
         return found
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -145,7 +147,7 @@ class FileStorage(ObjectStorage):
                 try:
                     store.changes.remove(catalog.shelf, bundle)
                 except OSError as error:
-                    fault = error
+                    fault = kept(error)
         store.changes.announce()
         if fault is not None:
             raise fault
@@ -153,7 +155,7 @@ class FileStorage(ObjectStorage):
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
         store = self.store
         for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
-            store.rewriter.drop_all(catalog, lambda catalog=catalog, reads=batch.reads: _damaged_places(catalog, reads))  # type: ignore[misc]
+            store.rewriter.drop_all(catalog, partial(_damaged_places, catalog, batch.reads))
 
     def _planned(self, batches: Sequence[WriteBatch], catalogs: Sequence[Catalog], call: Call) -> list[Draft]:
         """The bundles to be written, with room made for them."""
@@ -184,19 +186,11 @@ class FileStorage(ObjectStorage):
 
     def _retire_damaged(self, catalog: Catalog, writes: Sequence[ObjectWrite]) -> None:
         """Drop the damaged copies of pages that have just been written anew."""
-        envelopes = {write.key: write.envelope for write in writes}
+        envelopes = {write.key: write.envelope for write in writes if write.namespace.name == catalog.namespace.name}
         if not envelopes:
             return
         try:
-            self.store.rewriter.drop_all(
-                catalog,
-                lambda: [
-                    (bundle, page)
-                    for key, envelope in envelopes.items()
-                    for bundle, page in catalog.copies(key)
-                    if bundle.envelope(page) != envelope
-                ],
-            )
+            self.store.rewriter.drop_all(catalog, partial(_other_places, catalog, envelopes))
         except OSError as error:
             # The new copy is the newer one, and read in their stead.
             logger.debug("cannot drop damaged copies: %s", error)
@@ -220,6 +214,16 @@ def _runs(catalogs: Sequence[Catalog], reads: Sequence[Sequence[ObjectRead]]) ->
 
 def _places(catalog: Catalog, keys: Sequence[str]) -> list[Location]:
     return [place for key in keys for place in catalog.copies(key)]
+
+
+def _other_places(catalog: Catalog, envelopes: Mapping[str, bytes]) -> list[Location]:
+    """Copies of pages that are not the ones with these envelopes."""
+    return [
+        (bundle, page)
+        for key, envelope in envelopes.items()
+        for bundle, page in catalog.copies(key)
+        if bundle.envelope(page) != envelope
+    ]
 
 
 def _damaged_places(catalog: Catalog, reads: Sequence[ObjectRead]) -> list[Location]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.catalog import Run
+from hicache_backends.file.faults import GONE, NO_DESCRIPTOR, kept
 from hicache_backends.file.vectored import read_into
 from hicache_storage.objects import ObjectRead, running_checksum
 
@@ -32,7 +35,8 @@ At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then
 PART_BYTES = 256 << 10
 """Longer pages than a piece are read in such parts: 5.3 GB/s, against 4.5 in one part."""
 
-GONE = (errno.ENOENT, errno.ESTALE)
+OPEN_RUNS = 64
+"""Bundles open at a time for one call: a process has often no more than 1024 descriptors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,22 +98,38 @@ class Reader:
 
     def read(self, runs: Sequence[Run], call: Call) -> Outcome:
         """Read pages into their buffers, and verify them."""
-        outcome = Outcome()
-        parts = self._share([piece for run in runs for piece in self._open(run, outcome)])
-        self._workers.run([lambda part=part: self._read_part(part, call, outcome) for part in parts])  # type: ignore[misc]
+        outcome, left = Outcome(), deque(runs)
+        while left:
+            self._read_some(left, call, outcome)
         return outcome
 
-    def _open(self, run: Run, outcome: Outcome) -> list[Piece]:
+    def _read_some(self, left: deque[Run], call: Call, outcome: Outcome) -> None:
+        """Read as many runs as may be open at a time; they are closed, or left to the cache, on return."""
+        parts = self._share(self._open_some(left, outcome))
+        self._workers.run([partial(self._read_part, part, call, outcome) for part in parts])
+
+    def _open_some(self, left: deque[Run], outcome: Outcome) -> list[Piece]:
+        """Take as many runs as may be open at a time."""
+        pieces = list[Piece]()
+        for _ in range(min(len(left), OPEN_RUNS)):
+            run = left.popleft()
+            try:
+                pieces += self._open(run)
+            except OSError as error:
+                if error.errno in NO_DESCRIPTOR and pieces:
+                    # Those that are open now will not be when they have been read.
+                    left.appendleft(run)
+                    return pieces
+                if error.errno in GONE:
+                    outcome.gone.append(run)
+                else:
+                    outcome.faults.append(kept(error))
+        return pieces
+
+    def _open(self, run: Run) -> list[Piece]:
         """Open a run's bundle, begin to read ahead, and cut the run into pieces."""
         page_bytes = run.reads[0].namespace.page_bytes
-        try:
-            handle = self._handle(run.bundle)
-        except OSError as error:
-            if error.errno in GONE:
-                outcome.gone.append(run)
-            else:
-                outcome.faults.append(error)
-            return []
+        handle = self._handle(run.bundle)
         if not self._direct:
             # Costs nothing where the pages are cached, and doubles the speed where they are not.
             length = len(run.reads) * page_bytes
@@ -145,7 +165,7 @@ class Reader:
             try:
                 self._read_piece(piece, outcome)
             except OSError as error:
-                outcome.faults.append(error)
+                outcome.faults.append(kept(error))
 
     def _read_piece(self, piece: Piece, outcome: Outcome) -> None:
         try:
@@ -155,6 +175,11 @@ class Reader:
                 self._stop_direct(piece.bundle)
                 piece.handle = self._descriptors.borrow(piece.bundle.path)
                 self._read_piece(piece, outcome)
+                return
+            if error.errno == errno.ESTALE:
+                # What NFS says of an open file that another node has removed.
+                self._descriptors.forget(piece.bundle.path)
+                outcome.gone.append(Run(piece.bundle, piece.page, piece.reads))
                 return
             if len(piece.reads) == 1:
                 piece.reads[0].damaged = self._is_bad_sector(piece, error)
@@ -174,7 +199,7 @@ class Reader:
             try:
                 self._read_piece(Piece(piece.handle, piece.bundle, number, [read]), outcome)
             except OSError as error:
-                outcome.faults.append(error)
+                outcome.faults.append(kept(error))
 
     def _read_pages(self, piece: Piece) -> bool:
         """Fill the buffers of a piece and verify its pages in this thread, while they are in its core's cache."""

@@ -76,7 +76,7 @@ class Store:
         self._stamp = Stamp(self.tree.stamp, asks_server=asks_server)
         self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server)
         self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
-        self.drafts = Drafts(self.tree, writer_name, asks_server=asks_server)
+        self.drafts = Drafts(self.tree, writer_name, self.descriptors, asks_server=asks_server)
         self.changes = Changes(self.tree, self.board, self.drafts, syncs=config.fsync)
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, syncs=config.fsync)
         self.reader = Reader(
@@ -112,16 +112,18 @@ class Store:
         Raises:
             OSError: the store is away.
         """
-        notices = self.board.read()
+        notices = self.descriptors.making_room(self.board.read)
         catalogs = [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
         for catalog in catalogs:
             catalog.catch_up(notices)
         return catalogs
 
     def forget(self, bundles: Iterable[Bundle]) -> None:
-        """Take bundles off their shelves, whose files are gone."""
+        """Take bundles off their shelves, whose files seem to be gone; the next listing tells."""
         for bundle in bundles:
-            self.shelves.get(bundle.namespace).remove([bundle])
+            shelf = self.shelves.get(bundle.namespace)
+            shelf.remove([bundle])
+            shelf.distrust()
 
     def after_call(self) -> None:
         """Do now and then what must not make a call wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ class Workers:
             return
         left = _Countdown(len(tasks) - 1)
         for task in tasks[1:]:
-            self.start(lambda task=task: left.after(task))  # type: ignore[misc]  # bound early on purpose
+            self.start(partial(left.after, task))
         tasks[0]()
         left.wait()
 
@@ -69,6 +70,8 @@ class Workers:
                 task()
             except Exception:
                 logger.exception("a background task failed")
+            # While this thread waits for the next one, nothing of this may stay open or in memory.
+            del task
 
 
 class _Countdown:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index
+from hicache_backends.file.faults import NO_ROOM, kept
 from hicache_backends.file.vectored import write_from
 from hicache_storage.objects import running_checksum
 
@@ -38,8 +39,6 @@ Across a network it is the number of requests that counts, and a piece is a bund
 PART_BYTES = 512 << 10
 """Longer pages than a piece are written in such parts."""
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @dataclass(slots=True, eq=False)
 class Draft:
@@ -50,7 +49,7 @@ class Draft:
     name: TemporaryName
     created_ms: int
     rank: int
-    """Bundles after it in the same call: their heads must not be evicted before them."""
+    """Place among the bundles of a batch, from its tail, starting at 1; 0 for one that is alone."""
     descriptor: int = -1
     index: Index | None = None
     """Once all bytes are in the file."""
@@ -97,8 +96,9 @@ class Writer:
             if limit is not None:
                 limit -= size
             drafts.append(Draft(catalog, some, self._drafts.name(size), created_ms, 0))
-        for rank, draft in enumerate(reversed(drafts)):
-            draft.rank = rank
+        if len(drafts) > 1:
+            for rank, draft in enumerate(reversed(drafts), start=1):
+                draft.rank = rank
         return drafts
 
     def open(self, draft: Draft) -> None:
@@ -106,7 +106,7 @@ class Writer:
         try:
             draft.descriptor = self._drafts.create(draft.name)
         except OSError as error:
-            draft.fault = error
+            draft.fault = kept(error)
 
     def write(self, draft: Draft, call: Call) -> None:
         """Write a bundle and close its file. Where there is no room for all pages, it holds the first ones."""
@@ -120,11 +120,11 @@ class Writer:
             if draft.index is not None and self._syncs:
                 os.fsync(draft.descriptor)
             if draft.rank:
-                # Of equally old bundles, the head of the chain must be the youngest.
+                # The head of the chain must count as the most recently used, though it was written first.
                 moment = draft.created_ms * 1_000_000 + draft.rank
                 os.utime(draft.descriptor, ns=(moment, moment))
         except OSError as error:
-            draft.fault, draft.index = error, None
+            draft.fault, draft.index = kept(error), None
         finally:
             self._close(draft)
         if draft.index is None:
@@ -147,7 +147,7 @@ class Writer:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            draft.fault = error
+            draft.fault = kept(error)
             os.ftruncate(draft.descriptor, 0)
             return len(draft.writes) < 2
         draft.index = index
@@ -187,7 +187,7 @@ class Writer:
             # On NFS and FUSE this sends what is still in memory; it must be there before anyone reads it.
             os.close(descriptor)
         except OSError as error:
-            draft.fault, draft.index = error, None
+            draft.fault, draft.index = kept(error), None
 
 
 def _stop_if_expired(call: Call) -> None:

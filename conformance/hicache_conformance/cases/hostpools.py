@@ -56,7 +56,7 @@ class HostPoolCases:
 def _serve(lab: Lab, memory: PoolMemory) -> None:
     subject, keys = lab.storage(pools={PoolName.KV: memory}), lab.keys(memory.pages // 2)
     subject.store(keys)
-    subject.expect(keys, rule="GET-8")
+    subject.expect_own(keys, rule="GET-8")
 
 
 def _serve_or_refuse(lab: Lab, memory: PoolMemory) -> None:

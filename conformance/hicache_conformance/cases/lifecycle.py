@@ -141,16 +141,16 @@ class LifecycleCases:
         subject.expect(more)
 
 
-def _live_once(lab: Lab) -> None:
+def _live_once(lab: Lab, memory: GuardedPool | None = None) -> None:
+    """Construct, open, use and close a storage."""
     storage = lab.bare()
     try:
-        memory = GuardedPool(pages=8)
-        storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
+        storage.register_mem_host_pool_v2(memory or GuardedPool(pages=8), PoolName.KV)
         storage.open()
-        transfer = PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=lab.keys(2))
-        storage.batch_set_v2([transfer])
-        storage.batch_exists_v2(transfer.keys or [])
-        storage.batch_get_v2([transfer])
+        keys = lab.keys(2)
+        storage.batch_set_v2([PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=keys)])
+        storage.batch_exists_v2(keys)
+        storage.batch_get_v2([PoolTransfer(PoolName.KV, slots_of([2, 3], 2), keys=keys)])
         storage.get_stats()
     except SystemExit as error:
         raise Violation("LC-3", f"a driver tried to end the process: {error!r}") from error
@@ -161,13 +161,8 @@ def _live_once(lab: Lab) -> None:
 
 
 def _live_and_forget(lab: Lab) -> weakref.ref[GuardedPool]:
-    storage, memory = lab.bare(), GuardedPool(pages=8)
-    storage.register_mem_host_pool_v2(memory, PoolName.KV)
-    storage.open()
-    keys = lab.keys(2)
-    storage.batch_set_v2([PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=keys)])
-    storage.batch_get_v2([PoolTransfer(PoolName.KV, slots_of([2, 3], 2), keys=keys)])
-    storage.close()
+    memory = GuardedPool(pages=8)
+    _live_once(lab, memory)
     return weakref.ref(memory)
 
 

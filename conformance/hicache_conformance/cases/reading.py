@@ -112,7 +112,7 @@ class ReadingCases:
         """Pages of one to seven components of odd lengths arrive with all of them."""
         subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(pages=16, components=components)}), lab.keys(5)
         subject.store(keys)
-        subject.expect(keys, rule="GET-4")
+        subject.expect_own(keys, rule="GET-4")
 
     @covers("GET-4", "GET-1")
     def test_large_pages(self, lab: Lab) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.backends.file.harness import Rig
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture

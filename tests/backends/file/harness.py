@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_backends.file.config import FileConfig
 from hicache_backends.file.driver import FileStorage
-from hicache_backends.file.store import Store
 from hicache_storage.spec import HiCacheStorageExtraInfo, PageGeometry, PoolTransfer, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_backends.file.store import Store
 
 COMPONENTS = (1000, 3096)
 """Odd on purpose: no component is aligned to anything."""
@@ -92,7 +96,9 @@ class Rig:
     def bundles(self) -> list[Path]:
         return sorted(self.bundles_path.glob("*.bundle"))
 
-    def put(self, keys: Sequence[str], *, version: int = 0, prefix: Sequence[str] = (), seconds: float | None = None) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], *, version: int = 0, prefix: Sequence[str] = (), seconds: float | None = None
+    ) -> list[bool]:
         for number, key in enumerate(keys):
             self.pool.page(number)[:] = content(key, version, self.page_bytes)
         answer = self.storage.batch_set_v2([self._transfer(keys)], self._info(prefix, seconds))

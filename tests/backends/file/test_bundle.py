@@ -31,7 +31,7 @@ def test_an_index_is_read_back(keys):
 
 @given(KEYS, st.data())
 def test_a_flipped_bit_in_the_tail_is_noticed(keys, data):
-    whole, index = bundle(keys)
+    whole, _index = bundle(keys)
     start = SHAPE.page_bytes * len(keys)
     position = data.draw(st.integers(start, len(whole) - 1))
     damaged = bytearray(whole)

@@ -77,7 +77,9 @@ def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
     real, failures = a.store.rewriter.drop, [OSError(5, "EIO")]
-    monkeypatch.setattr(a.store.rewriter, "drop", lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args))
+    monkeypatch.setattr(
+        a.store.rewriter, "drop", lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args)
+    )
     assert a.versions(keys) == [0, 0, None, 0]
     assert a.put([keys[2]]) == [True]
     sizes = sorted(path.stat().st_size for path in a.bundles())

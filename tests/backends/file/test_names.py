@@ -32,7 +32,9 @@ def test_a_bundle_name_is_read_back(name):
     assert parse_bundle(str(name)) == name
 
 
-@given(st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, NUMBERS))
+@given(
+    st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, NUMBERS)
+)
 def test_a_temporary_name_is_read_back(name):
     assert parse_temporary(str(name)) == name
 

@@ -10,19 +10,28 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from control_plain import CAPABILITIES, Plain, PlainConfig
 
 from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, PoolHitPolicy, PoolName, PoolPresence, PoolTransferResult, StorageStats
+from hicache_storage.pools import PageAccess, byte_view
+from hicache_storage.spec import (
+    Capabilities,
+    HostPool,
+    PoolHitPolicy,
+    PoolName,
+    PoolPresence,
+    PoolTransferResult,
+    StorageStats,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, WriteBatch
     from hicache_storage.objects.requests import PoolRequest, RegisteredPool
-    from hicache_storage.spec import PoolTransfer, StorageIdentity
+    from hicache_storage.spec import PageGeometry, PoolTransfer, StorageIdentity
 
 
 class FileControlConfig(PlainConfig, frozen=True, kw_only=True):
@@ -153,6 +162,35 @@ class Rewrites(Plain):
     def put(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
         self.pages[self.place(pool, key)] = b"".join(page)
         return True
+
+
+class AllOrNothing(Plain):
+    """Refuses a batch of which some pages exist and some do not."""
+
+    def write(self, request: PoolRequest) -> list[bool]:
+        there = [self.there(request.pool, key) for key in request.keys]
+        return [False] * len(there) if any(there) and not all(there) else super().write(request)
+
+
+class FlattensPages(Plain):
+    """Reads into what an engine's pool gives as a flat page, which is a copy."""
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        pool = self.pools[PoolName(host_pool_name)]
+        if not isinstance(host_pool, HostPool):
+            self.pools[pool.name] = replace(pool, access=FlatPages(host_pool, pool.access.geometry))
+
+
+class FlatPages(PageAccess):
+    def __init__(self, pool: Any, geometry: PageGeometry) -> None:
+        self.pool, self.geometry = pool, geometry
+
+    def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[byte_view(self.pool.get_data_page(slot))] for slot in first_slots]
+
+    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return self.sources(first_slots)
 
 
 class SharesAScratchBuffer(Plain):
@@ -463,13 +501,6 @@ class LogsMisses(Plain):
         return done
 
 
-class CountsTwice(Plain):
-    """Counts in a way of its own, and wrongly."""
-
-    def get_stats(self) -> StorageStats:
-        raise RuntimeError("no statistics")
-
-
 # Damage: these are `ObjectStorage` drivers ----------------------------------------------------------------------------
 
 
@@ -531,8 +562,29 @@ class PromisesTooMuch(PromisesNothing):
     promises = CAPABILITIES
 
 
+class CountsNoBytes(Objects):
+    def get_stats(self) -> StorageStats:
+        stats = super().get_stats()
+        for pool in stats.pools.values():
+            pool.bytes_read = 0
+        return stats
+
+
 class TrustsBytes(Objects):
     verifies = False
+
+
+class HidesDamage(Objects):
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        filled = super().read_objects(batches, call)
+        answer = [
+            [ok and read.verify() for ok, read in zip(done, batch.reads, strict=True)]
+            for done, batch in zip(filled, batches, strict=True)
+        ]
+        for batch in batches:
+            for read in batch.reads:
+                read.damaged = False
+        return answer
 
 
 class KeepsDamage(Objects):

@@ -37,11 +37,9 @@ CONTROLS = {
     "CompactsHoles": Control(breaks=("GET-1",), told="page 1 key", where=("Reading",)),
     "DropsLastPage": Control(breaks=("SET-1",), told="was stored (True), and a get answers False", where=("Writing", "History")),
     "TruncatesPages": Control(breaks=("GET-1",), told="was not written at byte 48", where=("Reading",)),
-    "LosesV": Control(breaks=("GET-1",), told="was not written at byte 96", where=("Reading",)),
+    "LosesV": Control(breaks=("GET-1", "GET-4"), told="was not written at byte 96", where=("Reading",)),
     "OverrunsPages": Control(breaks=("GET-2",), told="touched page", where=("Reading",)),
-    "KeepsHostPages": Control(
-        breaks=("SET-7",), told="what its writer put into the host page after the set had returned", where=("Writing",)
-    ),
+    "KeepsHostPages": Control(breaks=("SET-7",), told="SET-7: page 0 key", where=("Writing",)),
     "Rewrites": Control(breaks=("SET-3",), told="a set wrote it anew", where=("Writing",)),
     "SharesAScratchBuffer": Control(breaks=("CC-1",), told="holds bytes of key", where=("Concurrency",)),
     "IgnoresIdentity": Control(
@@ -55,9 +53,9 @@ CONTROLS = {
     "WritesByPath": Control(breaks=("ID-5",), told="wrote outside the store", needs_path=True, where=("Key",)),
     "EveryRankWrites": Control(breaks=("ID-3",), told="rank 1 is not the writer", where=("Replication",)),
     "OneStateForAllRanks": Control(breaks=("ID-3",), told="tp_rank", where=("Replication",)),
-    "SetLooksElsewhere": Control(breaks=("ID-5", "ID-6"), told="looks elsewhere", where=("Key",)),
+    "SetLooksElsewhere": Control(breaks=("ID-5", "ID-6"), told="was never set, and exists or get finds a page", where=("Key",)),
     "MinimumOfMaxima": Control(breaks=("EX-1",), told="must be", where=("Existence",)),
-    "TrailingAsAll": Control(breaks=("EX-3",), told="(trailing_pages 1): kv_hit_pages is", where=("Existence",)),
+    "TrailingAsAll": Control(breaks=("EX-3",), told="EX-3: kv", where=("Existence",)),
     "GroupsDecide": Control(breaks=("EX-4",), told="(block_groups", where=("Existence",)),
     "NoList": Control(breaks=("EX-5",), told="restorable_prefix_pages is", where=("Existence",)),
     "OmitsPools": Control(breaks=("EX-6",), told="is None, must be 0", where=("Existence",)),
@@ -70,7 +68,7 @@ CONTROLS = {
     "LeavesADescriptor": Control(breaks=("LC-2",), told="/dev/null", where=("Lifecycle",)),
     "KeepsPools": Control(breaks=("LC-2",), told="still holds its host pool", where=("Lifecycle",)),
     "WorksWhenClosed": Control(breaks=("LC-2",), told="after close() raised nothing", where=("Lifecycle",)),
-    "InstallsAHandler": Control(breaks=("LC-3",), told="signal handlers", where=("Lifecycle",)),
+    "InstallsAHandler": Control(breaks=("LC-3",), told="the handler of SIGUSR2", where=("Lifecycle",)),
     "NeedsTheMainThread": Control(breaks=("LC-3",), told="main thread", where=("Lifecycle",)),
     "Exits": Control(breaks=("LC-3",), told="tried to end the process", where=("Lifecycle",)),
     "ConfiguresLogging": Control(breaks=("LC-3",), told="the root logger's level", where=("Lifecycle",)),
@@ -81,9 +79,14 @@ CONTROLS = {
     "ForeignErrors": Control(breaks=("FT-2",), told="raised KeyError, which is no HiCacheError", where=("Misuse",)),
     "WritesBeforeItChecks": Control(breaks=("FT-2",), told="before it raised", where=("Misuse",)),
     "LogsMisses": Control(breaks=("GET-6",), told="logged WARNING", where=("Reading",)),
-    "CountsTwice": Control(breaks=("OB-1",), told="get_stats raised", where=("Stats",)),
-    "PromisesTooMuch": Control(breaks=("ID-2", "SET-1"), told="page 0 key", where=("Identity",)),
+    "CountsNoBytes": Control(breaks=("OB-1",), told="bytes_read of pool 'kv' is 0, must be 1024", where=("Stats",)),
+    "PromisesTooMuch": Control(breaks=("ID-2",), told="page 0 key", where=("Identity",)),
     "TrustsBytes": Control(breaks=("GET-5",), told="is damaged (flipped bit), and a get delivers it", where=("Damage",)),
+    "HidesDamage": Control(breaks=("GET-7", "EX-9"), told="counted 0 damaged pages", where=("Damage",)),
+    "FlattensPages": Control(breaks=("GET-8",), told="was not written", where=("HostPool",)),
+    "AllOrNothing": Control(
+        breaks=("SET-6",), told="was answered with False in a batch of existing and new pages", where=("Writing",)
+    ),
     "KeepsDamage": Control(breaks=("SET-3",), told="is damaged", where=("Damage",)),
 }
 """By class name. The drivers of the command-line tests (`Dies`, `Hangs`, `CannotOpen`) are registered beside them."""

@@ -1,0 +1,235 @@
+"""Opening, closing, options: nothing is left behind, and misuse is told in words."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from hicache_backends.file import mounts, reader
+from hicache_backends.file.config import FileConfig
+from hicache_backends.file.descriptors import Descriptors
+from hicache_backends.file.names import Owner
+from hicache_backends.file.owner import is_dead, this_process
+from hicache_backends.file.workers import Workers
+from hicache_storage.spec import ConfigError, Durability, Sharing, StorageClosedError, StorageForkedError, parse_config
+from tests.backends.file.harness import Rig, chain
+
+
+def open_files() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+
+
+def test_constructing_touches_nothing(rig):
+    a = rig()
+    assert not a.path.exists()
+    assert threading.active_count() == 1
+
+
+def test_closing_leaves_no_thread_and_no_file_open(rig, monkeypatch):
+    before, threads = open_files(), threading.active_count()
+    monkeypatch.setattr(reader, "PIECE_BYTES", 10_000)
+    a = rig(capacity="10MB", threads=4)
+    a.store.reader._bytes_per_thread = 1000
+    keys = chain("a", 32)
+    a.put(keys)
+    assert a.holds(keys)
+    a.hit(keys)
+    assert threading.active_count() > threads
+    a.storage.close()
+    a.storage.close()
+    assert open_files() - before == set()
+    assert threading.active_count() == threads
+    with pytest.raises(StorageClosedError):
+        a.hit(keys)
+
+
+def test_faults_keep_no_file_open(rig, monkeypatch):
+    a, keys = rig(open_files=0), chain("a", 8)
+    a.put(keys)
+    before, real = len(os.listdir("/proc/self/fd")), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "EIO")))
+    for _ in range(20):
+        a.get(keys)
+    monkeypatch.setattr(os, "preadv", real)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_open_files_are_bounded(rig):
+    a = rig(open_files=5)
+    chains = [chain(str(number), 1) for number in range(30)]
+    for keys in chains:
+        a.put(keys)
+    before = len(os.listdir("/proc/self/fd"))
+    assert a.holds([key for keys in chains for key in keys])
+    assert len(os.listdir("/proc/self/fd")) <= before + 6
+
+
+def test_what_is_idle_is_closed_by_the_next_call(rig, monkeypatch):
+    from hicache_backends.file import descriptors
+
+    a, keys = rig(), chain("a", 2)
+    a.put(keys)
+    a.get(keys)
+    assert any(name.endswith(".bundle") for name in open_files())
+    monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
+    a.hit(keys)
+    assert not any(name.endswith(".bundle") for name in open_files())
+
+
+def test_an_evicted_bundle_frees_its_room_at_once(rig):
+    a, b = rig(), rig()
+    a.put(chain("a", 8))
+    a.get(chain("a", 8))
+    assert b.holds(chain("a", 8))
+    a.storage.clear()
+    b.hit(["x"])
+    assert [name for name in open_files() if name.startswith(str(a.path)) and "deleted" in name] == []
+
+
+def test_a_forked_child_is_told(rig):
+    a, keys = rig(), chain("a", 2)
+    a.put(keys)
+    child = os.fork()
+    if not child:
+        try:
+            a.hit(keys)
+        except StorageForkedError:
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert a.holds(keys)
+
+
+def test_a_forked_child_may_open_its_own(rig):
+    a, keys = rig(), chain("a", 2)
+    a.put(keys)
+    child = os.fork()
+    if not child:
+        own = Rig(a.path)
+        ok = own.holds(keys) and own.put(["from the child"]) == [True]
+        os._exit(0 if ok else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert a.holds(["from the child"])
+
+
+def test_capabilities_follow_the_options(rig):
+    plain, full = rig().storage, rig(capacity="1GiB", fsync=True).storage
+    assert plain.capabilities.durability is Durability.PROCESS
+    assert full.capabilities.durability is Durability.MACHINE
+    assert [plain.capabilities.evicts, full.capabilities.evicts] == [False, True]
+    assert plain.capabilities.sharing is Sharing.PROCESSES
+    assert plain.capabilities.may_hang
+    plain.open()
+    assert not plain.capabilities.may_hang
+
+
+def test_checksums_can_be_turned_off_and_that_shows(rig):
+    a, keys = rig(verify_checksums=False, components=(600_000,)), chain("a", 2)
+    a.put(keys)
+    with open(a.bundles()[0], "r+b") as file:
+        file.write(b"x")
+    assert a.storage.get_stats().verifies_checksums is False
+    assert a.get(keys)[0] is not None
+    assert rig(components=(600_000,)).get(keys)[0] is None
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, "path"),
+    ({"path": ""}, "path"),
+    ({"path": "x", "capacity": "much"}, "'much' is not a size"),
+    ({"path": "x", "capacity": 0}, "capacity must not be 0"),
+    ({"path": "x", "threads": 0}, "threads"),
+    ({"path": "x", "open_files": -1}, "open_files"),
+    ({"path": "x", "capactiy": 5}, "did you mean 'capacity'"),
+])  # fmt: skip
+def test_a_wrong_option_is_told(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(FileConfig, options)
+
+
+def test_every_option_is_described():
+    import msgspec
+
+    for field in msgspec.inspect.type_info(FileConfig).fields:
+        assert isinstance(field.type, msgspec.inspect.Metadata), field.name
+        assert field.type.extra_json_schema["description"]
+
+
+def test_text_options_are_understood():
+    config = parse_config(FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "fsync": "true"})
+    assert (config.capacity_bytes, config.threads, config.fsync) == (1_610_612_736, 3, True)
+
+
+def test_health_says_what_is_wrong(rig):
+    a = rig()
+    assert a.storage.health().ok
+    a.storage.close()
+    assert not a.storage.health().ok
+
+
+def test_a_process_is_told_from_one_that_has_its_number_now():
+    me = this_process()
+    assert not is_dead(me)
+    assert is_dead(Owner(me.place, me.pid, me.started + 1))
+    assert not is_dead(Owner("elsewher", me.pid, me.started + 1))
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    # A zombie has a place in the process table and writes nothing any more.
+    with open(f"/proc/{child}/stat") as file:
+        started = int(file.read().rpartition(")")[2].split()[19])
+    assert is_dead(Owner(me.place, child, started))
+    os.waitpid(child, 0)
+
+
+def test_the_file_system_under_a_path_is_known(tmp_path):
+    assert mounts.mount_of("/dev/shm") == mounts.Mount("tmpfs")
+    assert mounts.mount_of("/proc/self").kind == "proc"
+    assert mounts.mount_of(str(tmp_path)).is_local
+    assert not mounts.Mount("nfs4").is_local
+    assert not mounts.Mount("").is_local
+
+
+def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
+    assert mounts.mount_of(str(tmp_path)) == mounts.Mount("")
+
+
+def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    descriptors = Descriptors(4)
+    handle = descriptors.borrow(str(path))
+    descriptors.forget(str(path))
+    descriptors.close()
+    assert os.pread(handle.descriptor, 3, 0) == b"abc"
+    number = handle.descriptor
+    del handle
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_tasks_run_side_by_side_and_errors_do_not_end_the_threads(caplog):
+    workers, meeting = Workers(3), threading.Barrier(4, timeout=10)
+    for _ in range(5):
+        workers.run([meeting.wait] * 4)
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise RuntimeError("x")
+
+    workers.start(fail)
+    assert failed.wait(10)
+    workers.run([meeting.wait] * 4)
+    workers.close(5)
+    assert threading.active_count() == 1
+    assert "a background task failed" in caplog.text
+    done = list[int]()
+    workers.run([lambda: done.append(1), lambda: done.append(2)])
+    assert sorted(done) == [1, 2]

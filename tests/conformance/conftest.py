@@ -1,0 +1,73 @@
+"""Runs of the suite in processes of their own, with the control drivers installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CONTROLS = Path(__file__).with_name("controls")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished command."""
+
+    status: int
+    output: str
+
+
+class Site:
+    """An environment in which further driver packages count as installed: their metadata lies on the path."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._install("hicache-controls", "controls = control_plugin")
+        self._install("hicache-memory-driver", "memory = hicache_memory_driver.plugin")
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+            "PYTHONPATH": os.pathsep.join(
+                [str(directory), str(CONTROLS), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "COLUMNS": "160",
+        }
+
+    def hicache(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Ran:
+        """Run the command `hicache`."""
+        return self._run("-c", "from hicache_storage.cli.main import main; main()", *arguments, cwd=cwd, **variables)
+
+    def pytest(self, *arguments: str, cwd: Path, plugins: str = "hicache_conformance.plugin", **variables: str) -> Ran:
+        """Run pytest in a directory, with no plugin but the suite's and those named."""
+        chosen = [part for name in plugins.split(",") for part in ("-p", name)]
+        return self._run("-m", "pytest", *chosen, *arguments, cwd=cwd, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables)
+
+    def _run(self, *arguments: str, cwd: Path | None, **variables: str) -> Ran:
+        command = [sys.executable, "-P", *arguments]
+        done = subprocess.run(
+            command, cwd=cwd or self.directory, env={**self.environment, **variables}, capture_output=True, text=True, timeout=300,
+            check=False,
+        )  # fmt: skip
+        return Ran(done.returncode, done.stdout + done.stderr)
+
+    def _install(self, name: str, entry_point: str) -> None:
+        info = self.directory / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{entry_point}\n")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def results():
+    """Read the `results.json` of a report."""
+    return lambda directory: json.loads((directory / "results.json").read_text())

@@ -1,0 +1,104 @@
+"""Drivers with one planted fault each are found out, by the rule that they break; right drivers are not blamed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import hicache_conformance
+from hicache_conformance.manifest import Level, rules
+
+CONTROLS_HOME = Path(__file__).with_name("controls")
+INI = Path(hicache_conformance.__file__).with_name("suite") / "pytest.ini"
+
+
+def _controls():
+    sys.path.insert(0, str(CONTROLS_HOME))
+    try:
+        from control_plugin import CONTROLS
+    finally:
+        sys.path.remove(str(CONTROLS_HOME))
+    return CONTROLS
+
+
+CONTROLS = _controls()
+RIGHT = [name for name, control in CONTROLS.items() if not control.breaks]
+WRONG = [name for name, control in CONTROLS.items() if control.breaks]
+
+
+@pytest.fixture(scope="module")
+def reports(site, results, tmp_path_factory):
+    """`results.json` of every control, from one pytest."""
+    directory = tmp_path_factory.mktemp("reports")
+    ran = site.pytest(
+        "-q", "--tb=no", "--hicache-profile=smoke", "--hicache-seed=1", "--hicache-level=core,pools,identity",
+        f"--hicache-report={directory}", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME,
+    )  # fmt: skip
+    assert ran.status == 1, ran.output[-3000:]
+    return {name: results(directory / name) for name in CONTROLS}
+
+
+def _failed(report):
+    return {rule["id"] for rule in report["rules"] if rule["outcome"] == "fail"}
+
+
+def _messages(report):
+    return {case["detail"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "fail"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_planted_fault_is_found(reports, name):
+    report, control = reports[name], CONTROLS[name]
+    assert report["verdict"] == "non-conformant"
+    assert set(control.breaks) <= _failed(report)
+    assert any(control.told in message for message in _messages(report)), _messages(report)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_driver_s_fault_is_not_the_suite_s(reports, name):
+    errors = [case for rule in reports[name]["rules"] for case in rule["cases"] if case["outcome"] == "error"]
+    assert not errors
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_driver_is_not_blamed(reports, name):
+    assert not _failed(reports[name])
+
+
+def test_without_a_way_to_damage_a_page_the_verdict_is_incomplete(reports):
+    report = reports["Plain"]
+    assert report["verdict"] == "incomplete"
+    untested = {rule["id"]: rule["reason"] for rule in report["rules"] if rule["selected"] and rule["outcome"] == "untested"}
+    assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= set(untested)
+    assert all("no way to damage a page" in reason for reason in untested.values())
+
+
+def test_undeclared_rules_stand_apart(reports):
+    report = reports["PromisesNothing"]
+    assert report["verdict"] == "conformant"
+    outcomes = {rule["id"]: rule["outcome"] for rule in report["rules"]}
+    assert outcomes["ID-2"] == outcomes["LC-4"] == "not declared"
+
+
+def test_what_passes_undeclared_is_told(reports):
+    rule = next(rule for rule in reports["PromisesTooLittle"]["rules"] if rule["id"] == "ID-2")
+    assert rule["outcome"] == "not declared"
+    assert "it passes all the same" in rule["reason"]
+    assert any(case["passes_undeclared"] for case in rule["cases"])
+
+
+def test_every_field_of_the_identity_has_a_case_that_bites(reports):
+    rule = next(rule for rule in reports["IgnoresIdentity"]["rules"] if rule["id"] == "ID-1")
+    fields = {case["name"]: case["outcome"] for case in rule["cases"] if case["name"].startswith("test_one_field_differs")}
+    # The control has to look at the salt to tell one case from the next, and its salts differ.
+    fields.pop("test_one_field_differs[salt]")
+    assert len(fields) >= 20
+    assert set(fields.values()) == {"fail"}
+
+
+def test_every_rule_is_broken_by_some_control(reports):
+    wanted = {rule.id for rule in rules().values() if {Level.CORE, Level.POOLS, Level.IDENTITY} & set(rule.levels)}
+    found = set().union(*map(_failed, reports.values()))
+    assert not wanted - found
