@@ -7,8 +7,7 @@ import io
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TYPE_CHECKING
 
 import torch
 
@@ -20,6 +19,9 @@ with contextlib.redirect_stderr(io.StringIO()):
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.layers import innermost
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE_TOKENS = 64
 BATCH_PAGES = 128

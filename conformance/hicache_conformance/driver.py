@@ -20,22 +20,23 @@ from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.target import DriverTarget
 
 
+# pytest runs the cases of the last base first.
 class DriverConformance(
-    ExistenceCases,
-    ReadingCases,
-    WritingCases,
-    DamageCases,
-    HostPoolCases,
-    PoolCases,
-    KeyCases,
-    IdentityCases,
-    ReplicationCases,
-    ClearingCases,
-    HistoryCases,
-    ConcurrencyCases,
-    LifecycleCases,
-    MisuseCases,
     StatsCases,
+    MisuseCases,
+    LifecycleCases,
+    ConcurrencyCases,
+    HistoryCases,
+    ClearingCases,
+    ReplicationCases,
+    IdentityCases,
+    KeyCases,
+    PoolCases,
+    HostPoolCases,
+    DamageCases,
+    WritingCases,
+    ReadingCases,
+    ExistenceCases,
     DriverTarget,
 ):
     """The conformance suite for one driver, in the author's own pytest.

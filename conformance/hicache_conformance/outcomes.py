@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -124,11 +124,11 @@ class Stream:
 
 
 class StreamWriter:
-    """Writes the file; every line is on its way to the disk before the next case begins."""
+    """Writes the file; every line has reached the file before the next case begins."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("wb")
+        self._path = path
+        path.write_bytes(b"")
 
     def header(self, header: Header) -> None:
         """Say what is known before the first case."""
@@ -153,8 +153,7 @@ class StreamWriter:
     def footer(self) -> None:
         """The run has come to its end."""
         self._write("footer", None)
-        self._file.close()
 
     def _write(self, kind: str, content: object) -> None:
-        self._file.write(msgspec.json.encode((kind, content)) + b"\n")
-        self._file.flush()
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode((kind, content)) + b"\n")

@@ -6,6 +6,7 @@ It is loaded by every pytest of an environment that has the suite installed, so 
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 CASE_MARK = "hicache_case"
 CASE_PROPERTY = "hicache_case"
 """User property that tells a report of the suite from any other; its value is JSON."""
+
+_DRAWN_INPUT = "hicache_drawn"
+_DRAWN = pytest.StashKey[tuple[int, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,11 +84,18 @@ class _Hooks:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         # pytest-xdist: all workers take their chances from one seed.
-        from dataclasses import asdict
+        node.workerinput[_DRAWN_INPUT] = drawn(self._config)
 
-        from hicache_conformance.options import WORKER_KEY, settings_of
 
-        node.workerinput[WORKER_KEY] = asdict(settings_of(self._config))
+def drawn(config: pytest.Config) -> tuple[int, str]:
+    """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an option gives the seed."""
+    if hasattr(config, "workerinput"):
+        seed, run = config.workerinput[_DRAWN_INPUT]
+        return seed, run
+    if _DRAWN not in config.stash:
+        seed = config.getoption("--hicache-seed")
+        config.stash[_DRAWN] = (secrets.randbelow(2**32) if seed is None else seed, secrets.token_hex(4))
+    return config.stash[_DRAWN]
 
 
 def _is_case(item: pytest.Item) -> bool:

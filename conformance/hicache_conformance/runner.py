@@ -90,7 +90,13 @@ def _command(home: Path) -> list[str]:
 
 def _environment(home: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-    return {**kept, RUN_VARIABLE: str(home / "run.json"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {
+        **kept,
+        RUN_VARIABLE: str(home / "run.json"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # Otherwise hypothesis makes a directory where the user stands.
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
+    }
 
 
 def _follow(

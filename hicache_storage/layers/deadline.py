@@ -84,7 +84,7 @@ class DeadlineLayer(StorageLayer):
         return replace(stats, faults=stats.faults + self._missed, deadlines_missed=stats.deadlines_missed + self._missed)
 
     def fault_count(self) -> int:
-        return super().fault_count() + self._missed
+        return self.inner.fault_count() + self._missed
 
     def close(self) -> None:
         """Close what is wrapped, and leave it behind at the deadline if a call in it hangs."""

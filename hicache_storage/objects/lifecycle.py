@@ -26,7 +26,8 @@ class Lifecycle:
     def __init__(self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]) -> None:
         self._name = name
         self._connect, self._disconnect = connect, disconnect
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._connecting = threading.Lock()
         self._calls = 0
         self._closed = False
@@ -40,13 +41,13 @@ class Lifecycle:
             StorageClosedError: `close` has begun.
             StorageForkedError: connected in another process.
         """
-        with self._idle:
+        with self._lock:
             self._refuse_unusable()
             self._calls += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with self._idle:
+        with self._lock:
             self._calls -= 1
             if not self._calls:
                 self._idle.notify_all()

@@ -20,6 +20,8 @@ class StatsRecorder:
 
     def __init__(self, driver: str, *, enabled: bool = True, verifies_checksums: bool = True) -> None:
         self.enabled = enabled
+        self.faults = 0
+        """Calls into the driver that have failed so far."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
         self._lock = threading.Lock()
 
@@ -35,7 +37,7 @@ class StatsRecorder:
     def count_fault(self) -> None:
         """Count a driver call that failed; faults are counted even where metrics are off, because they hide otherwise."""
         with self._lock:
-            self._stats.faults += 1
+            self.faults += 1
 
     def observe(self, operation: str, pools: Iterable[PoolName], started: float) -> None:
         """Record the latency of a call that began at `started` on `time.perf_counter()`."""
@@ -46,14 +48,10 @@ class StatsRecorder:
             for pool in pools:
                 self._pool(pool).latency[operation].observe(seconds)
 
-    @property
-    def faults(self) -> int:
-        """Calls into the driver that have failed so far."""
-        return self._stats.faults
-
     def snapshot(self) -> StorageStats:
         """A copy of the counters."""
         with self._lock:
+            self._stats.faults = self.faults
             return copy.deepcopy(self._stats)
 
     def _pool(self, pool: PoolName) -> PoolStats:

@@ -169,9 +169,9 @@ class ObjectStorage(HiCacheStorage):
             pools = [self._pools[name] for name in asked if name in self._pools]
             found = self._lookup([(pool, keys) for pool in pools], _call(extra_info)) if keys else [absent] * len(pools)
             present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
+            self.recorder.observe("exists", present, started)
             for pool, pages in present.items():
                 self.recorder.count(pool, pages_hit=sum(pages))
-            self.recorder.observe("exists", present, started)
         return common_hit(
             present.get(PoolName.KV, absent),
             [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in transfers],

@@ -53,7 +53,7 @@ class CountingMount:
         os.truncate(descriptor, _COUNTS.size)
         self._map = mmap.mmap(descriptor, _COUNTS.size)
         os.close(descriptor)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         self.mount()
@@ -61,6 +61,9 @@ class CountingMount:
 
     def __exit__(self, *_: object) -> None:
         self.unmount()
+        for process in self._processes:
+            process.kill()
+            process.wait(30)
         self._map.close()
         os.unlink(self._shared)
 
@@ -70,24 +73,24 @@ class CountingMount:
         self.backing.mkdir(parents=True, exist_ok=True)
         outside = os.stat(self.point).st_dev
         command = [sys.executable, __file__, str(self.backing), str(self.point), self._shared, *self._options]
-        self._process = subprocess.Popen(command)
+        process = subprocess.Popen(command)
+        self._processes.append(process)
         until = time.monotonic() + 30
         while os.stat(self.point).st_dev == outside:
-            if self._process.poll() is not None or time.monotonic() > until:
+            if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.point} was not mounted: {command}")
             time.sleep(0.01)
 
     def unmount(self, *, lazily: bool = False) -> None:
         """Take the file system away; `lazily` also while files in it are open."""
         subprocess.run(["fusermount3", "-u", *(["-z"] if lazily else []), str(self.point)], check=True)
-        if self._process is not None and not lazily:
-            self._process.wait(30)
+        if not lazily:
+            self._processes[-1].wait(30)
 
     def kill(self) -> None:
         """Let the process die, so that the mount point answers with an error until it is unmounted."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait(30)
+        self._processes[-1].kill()
+        self._processes[-1].wait(30)
 
     def counts(self) -> dict[str, int]:
         """Requests so far, by operation."""

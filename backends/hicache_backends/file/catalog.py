@@ -61,6 +61,7 @@ class Catalog:
         self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
         self._unread: dict[Bundle, None] = {}
         self._retry_at = 0.0
+        self._missed = False
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
 
@@ -71,6 +72,11 @@ class Catalog:
             OSError: the bundles could not be listed.
         """
         self.shelf.catch_up(notices)
+        if self._missed:
+            # An announced bundle is gone: its writer may have been killed after putting another in its place.
+            self._missed = False
+            self.shelf.distrust()
+            self.shelf.catch_up(notices)
         if self._unread and time.monotonic() >= self._retry_at:
             with self.shelf.lock:
                 again, self._unread = list(self._unread), {}
@@ -140,7 +146,10 @@ class Catalog:
         # Oldest first: of two copies of a page, the later one goes on top.
         for bundle in sorted(bundles, key=lambda bundle: bundle.name.created_ms):
             self._insert(bundle)
-        self.shelf.remove([bundle for bundle in unread if bundle.gone])
+        gone = [bundle for bundle in unread if bundle.gone]
+        if gone:
+            self.shelf.remove(gone)
+            self._missed = True
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -29,7 +30,9 @@ class Handle:
         self.used = 0.0
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        # A mount that has died says so here too; the descriptor is free all the same.
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
 
 
 class Descriptors:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 4 << 20
 _ATTEMPTS = 8
 
 
@@ -51,6 +51,8 @@ class Rewriter:
             self._changes.announce()
             if not moved:
                 return
+            # What took their place is there already, and perhaps not announced yet.
+            catalog.shelf.distrust()
             catalog.catch_up(self._board.read())
         raise FileNotFoundError("others keep on rewriting the same bundles")
 
@@ -83,14 +85,24 @@ class Rewriter:
             raise
 
     def _copy(self, catalog: Catalog, bundle: Bundle, pages: Sequence[int], target: int) -> int:
-        source = self._descriptors.borrow(bundle.path)
-        page_bytes, end = catalog.namespace.page_bytes, 0
-        buffer = memoryview(bytearray(min(page_bytes, _STEP_BYTES)))
-        for page in pages:
-            for at in range(0, page_bytes, _STEP_BYTES):
-                part = buffer[: min(_STEP_BYTES, page_bytes - at)]
+        source, page_bytes, end = self._descriptors.borrow(bundle.path), catalog.namespace.page_bytes, 0
+        buffer = memoryview(bytearray(min(len(pages) * page_bytes, _STEP_BYTES)))
+        for first, count in _runs(pages):
+            for at in range(0, count * page_bytes, _STEP_BYTES):
+                part = buffer[: min(_STEP_BYTES, count * page_bytes - at)]
                 # A page that is cut off keeps what the buffer held: its checksum tells, as before.
-                read_into(source.descriptor, [part], page * page_bytes + at)
+                read_into(source.descriptor, [part], first * page_bytes + at)
                 write_from(target, [part], end)
                 end += len(part)
         return end
+
+
+def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as (first, count) of those that follow each other."""
+    runs = list[tuple[int, int]]()
+    for page in pages:
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs

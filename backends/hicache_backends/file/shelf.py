@@ -146,10 +146,11 @@ class Shelf:
         return events
 
     def _apply(self, events: Sequence[Event]) -> None:
-        self._add_names(event.bundle for event in events if isinstance(event, Added))
-        # Afterwards, because a writer's bundle may have been removed by another whose marker came first.
-        gone = [self.bundles.get(event.bundle) for event in events if isinstance(event, Removed)]
-        self.remove([bundle for bundle in gone if bundle is not None])
+        # By all writers together: one's bundle may have been removed by another, whose marker came first.
+        removed = {event.bundle for event in events if isinstance(event, Removed)}
+        added = [event.bundle for event in events if isinstance(event, Added)]
+        self._add_names(name for name in added if name.id not in removed)
+        self.remove([self.bundles[id] for id in removed if id in self.bundles])
 
     def _list(self) -> None:
         listed = bundles_among(list_directory(self._tree.bundles(self.namespace), asks_server=self._asks_server))

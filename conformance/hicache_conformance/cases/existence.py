@@ -9,7 +9,7 @@ from hicache_conformance.catalogue import covers
 from hicache_conformance.manifest import Level
 from hicache_conformance.memory import GuardedPool
 from hicache_conformance.oracle import Asked, check
-from hicache_conformance.subject import Share, Subject, all_pages, block_groups, trailing
+from hicache_conformance.subject import Subject, all_pages, block_groups, trailing
 from hicache_conformance.violation import Violation
 from hicache_storage.spec import PoolName
 
@@ -125,7 +125,9 @@ class _Library:
         for bit, pool in enumerate(pools):
             present = [key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1]
             for start in range(0, len(present), _STORED_AT_ONCE):
-                self._subject.store_many([Share(present[start : start + _STORED_AT_ONCE], pool)])
+                keys = present[start : start + _STORED_AT_ONCE]
+                self._subject.store(keys, pool)
+                self._subject.expect(keys, pool)
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""

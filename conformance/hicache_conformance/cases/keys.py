@@ -83,6 +83,7 @@ class KeyCases:
         """A page is found alone, in a batch, and by a chain that begins elsewhere."""
         subject, keys = lab.storage(), lab.keys(16)
         subject.store(keys)
+        subject.expect(keys)
         for index in lab.random.sample(range(16), 6):
             subject.expect([keys[index]], rule="ID-6")
             if not subject.has(keys[index]) or subject.exists(keys[index:]).kv_hit_pages != 16 - index:

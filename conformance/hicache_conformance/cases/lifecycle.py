@@ -132,6 +132,7 @@ class LifecycleCases:
         """A child that was forked from an opened storage gets an error that says why, or its pages; its parent goes on."""
         subject, keys = lab.storage(), lab.keys(4)
         subject.store(keys)
+        subject.expect(keys)
         told = ask_in_child(subject, keys)
         if told:
             raise Violation("LC-5", told)

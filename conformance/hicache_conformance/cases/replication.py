@@ -43,6 +43,7 @@ class ReplicationCases:
         ranks = _ranks(lab, 4)
         keys = lab.keys(4)
         ranks[0].store(keys[:3])
+        ranks[0].expect(keys[:3])
         for rank in ranks[1:]:
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
             answer = rank.set(keys)
@@ -58,6 +59,7 @@ class ReplicationCases:
         two = _ranks(lab, 2)
         keys = lab.keys(3)
         two[0].store(keys)
+        two[0].expect(keys)
         eight = lab.storage(replace(two[0].identity, tp_size=8, tp_rank=5), pools=_pools())
         eight.expect(keys, writer=two[0].identity, rule="ID-3")
 
@@ -65,7 +67,9 @@ class ReplicationCases:
     def test_sharded_state_beside_replicated_kv(self, lab: Lab) -> None:
         """Every rank stores its own Mamba state under the same keys and reads back its own."""
         ranks = _ranks(lab, 4)
-        keys = lab.keys(3)
+        keys, alone = lab.keys(3), lab.keys(3)
+        ranks[0].store(alone, PoolName.MAMBA)
+        ranks[0].expect(alone, PoolName.MAMBA)
         for rank in ranks:
             for index, ok in enumerate(rank.set(keys, PoolName.MAMBA)):
                 if not ok:
@@ -98,7 +102,9 @@ class ReplicationCases:
         """Without replication each TP rank has KV of its own."""
         base, keys = lab.identity(tp_size=4), lab.keys(3)
         ranks = [lab.storage(replace(base, tp_rank=rank)) for rank in range(4)]
-        for rank in ranks:
+        ranks[0].store(keys)
+        ranks[0].expect(keys)
+        for rank in ranks[1:]:
             rank.store(keys)
         for rank in ranks:
             rank.expect_own(keys, rule="ID-3")

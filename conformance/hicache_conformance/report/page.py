@@ -38,9 +38,21 @@ def page(header: Header, judgement: Judgement) -> str:
         judgement=judgement,
         levels=[_level(level, header, judgement) for level in Level],
         outcomes=list(Outcome),
-        failures=[(case, reproduction(header, case.case)) for case in judgement.failures()],
+        groups=_groups(header, judgement),
         summaries={case.name: case.summary for case in catalogue().values()},
     )
+
+
+def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
+    """The cases that failed or broke, by the rule that each is about, in the order of the rules."""
+    groups = list[dict[str, object]]()
+    for result in judgement.rules:
+        mine = [case for case in judgement.failures() if (case.broken_rule or case.rules[0]) == result.rule.id]
+        for outcome in (Outcome.FAIL, Outcome.ERROR):
+            cases = [(case, reproduction(header, case.case)) for case in mine if case.outcome is outcome]
+            if cases:
+                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases})
+    return groups
 
 
 def _level(level: Level, header: Header, judgement: Judgement) -> dict[str, object]:

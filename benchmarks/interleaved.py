@@ -1,0 +1,84 @@
+"""Comparing contenders fairly on a machine that is not quiet: they take turns, and medians are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass
+class Samples:
+    """Seconds that one operation took, by contender."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, who: str, seconds: float) -> None:
+        self.seconds.setdefault(who, []).append(seconds)
+
+    def median(self, who: str) -> float:
+        return statistics.median(self.seconds[who])
+
+    def ratio(self, who: str, peer: str) -> float:
+        """How many times faster `who` is than `peer`."""
+        return self.median(peer) / self.median(who)
+
+
+@dataclass
+class Results:
+    """Samples by subject (a page size, say) and operation."""
+
+    samples: dict[tuple[str, str], Samples] = field(default_factory=dict)
+
+    def time(self, subject: str, operation: str, who: str, action: Callable[[], object], *, expect: object = True) -> None:
+        """Run an action once and keep how long it took; a wrong answer is no result."""
+        started = time.perf_counter()
+        answer = action()
+        seconds = time.perf_counter() - started
+        if answer != expect:
+            raise AssertionError(f"{who}: {operation} of {subject} answered {answer!r}, not {expect!r}")
+        self.samples.setdefault((subject, operation), Samples()).add(who, seconds)
+
+
+def turns(contenders: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
+    """Everyone once a round; who was last begins the next, so that nobody always comes after the same one."""
+    for number in range(rounds):
+        yield from contenders if number % 2 else contenders[::-1]
+
+
+_numbers = itertools.count()
+
+
+def fresh_keys(count: int) -> list[str]:
+    """Keys that nobody has seen, as an engine makes them."""
+    number = next(_numbers)
+    return [hashlib.sha256(f"{os.getpid()}/{number}/{page}".encode()).hexdigest() for page in range(count)]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {
+        "cpu": f"{model}, {os.cpu_count()} cores",
+        "memory": f"{memory:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }

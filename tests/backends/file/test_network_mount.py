@@ -1,0 +1,177 @@
+"""On a network mount it is the requests that cost: they are counted, on a file system that passes everything on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from tests.backends.file.harness import Rig, chain
+from tests.fuse.counting_fs import CountingMount
+
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None, reason="needs /dev/fuse and fusermount3"
+)
+
+PAGES = 128
+COMPONENTS = (32 << 10, 32 << 10)
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    """Mount points of one directory: each stands for a node of its own."""
+    made = list[CountingMount]()
+
+    def make(name: str = "node") -> CountingMount:
+        mount = CountingMount(tmp_path / "backing", tmp_path / name)
+        mount.__enter__()
+        made.append(mount)
+        return mount
+
+    yield make
+    for mount in made:
+        mount.__exit__()
+
+
+@pytest.fixture
+def on(rig):
+    return lambda mount, **options: rig(mount.point / "store", pages=PAGES, components=COMPONENTS, **options)
+
+
+def requests(mount: CountingMount, before: dict[str, int]) -> int:
+    return sum(mount.since(before).values())
+
+
+def test_a_page_takes_less_than_one_request_each_way(mounts, on):
+    mount = mounts()
+    a = on(mount)
+    for name in ("first", "second", "third"):
+        keys = chain(name, PAGES)
+        before = mount.counts()
+        assert a.put(keys) == [True] * PAGES
+        assert requests(mount, before) <= PAGES
+        before = mount.counts()
+        assert a.holds(keys)
+        assert requests(mount, before) <= PAGES
+    # Once its directories are known, what a batch of 8 MiB takes is this, and nothing else.
+    before = mount.counts()
+    a.put(chain("fourth", PAGES))
+    written = mount.since(before)
+    assert written["write"] == 9
+    assert requests(mount, before) <= 24
+
+
+def test_what_is_known_is_told_with_one_request(mounts, on):
+    mount = mounts()
+    a, keys = on(mount), chain("a", PAGES)
+    a.put(keys)
+    assert a.hit(keys) == PAGES
+    for _ in range(20):
+        before = mount.counts()
+        assert a.hit(keys) == PAGES
+        assert mount.since(before) == {"getattr": 1}
+    before = mount.counts()
+    assert a.hit(chain("unknown", PAGES)) == 0
+    assert mount.since(before) == {"getattr": 1}
+
+
+def test_three_pools_are_asked_about_with_one_request(mounts, on):
+    from hicache_storage.spec import PoolTransfer
+    from tests.backends.file.harness import ScratchPool
+
+    mount = mounts()
+    a, keys = on(mount), chain("a", PAGES)
+    for name in ("mamba", "swa"):
+        a.storage.register_mem_host_pool_v2(ScratchPool(8, (64,)), name)
+    transfers = [PoolTransfer(name, keys=keys[:1]) for name in ("mamba", "swa")]
+    a.storage.batch_exists_v2(keys, transfers)
+    before = mount.counts()
+    a.storage.batch_exists_v2(keys, transfers)
+    assert mount.since(before) == {"getattr": 1}
+
+
+def test_nodes_see_each_other_at_once_though_the_mounts_cache_attributes(mounts, on):
+    one, two = mounts("one"), mounts("two")
+    a, b = on(one), on(two)
+    assert b.hit(["x"]) == a.hit(["x"]) == 0
+    for turn in range(20):
+        keys = chain(f"{turn}", 3)
+        writer, reader = (a, b) if turn % 2 else (b, a)
+        writer.put(keys)
+        assert reader.hit(keys) == 3
+        assert reader.holds(keys)
+        writer.storage.delete(keys[:1])
+        assert reader.present(keys) == [False, True, True]
+    a.storage.clear()
+    assert b.hit(chain("19", 3)[1:]) == 0
+
+
+def test_what_another_node_has_written_takes_few_requests_to_learn(mounts, on):
+    one, two = mounts("one"), mounts("two")
+    a, b = on(one), on(two)
+    for turn in range(5):
+        a.put(chain(f"{turn}", PAGES))
+    b.hit(["x"])
+    a.put(chain("new", PAGES))
+    before = two.counts()
+    assert b.hit(chain("new", PAGES)) == PAGES
+    assert requests(two, before) <= 12
+
+
+def test_a_file_server_that_dies_is_a_miss_and_its_return_is_noticed(mounts, on):
+    mount = mounts()
+    a, keys = on(mount), chain("a", 8)
+    a.put(keys)
+    assert a.holds(keys)
+    mount.kill()
+    assert a.get(keys) == [None] * 8
+    assert a.hit(keys) == 0
+    assert a.put(chain("b", 2)) == [False] * 2
+    assert not a.storage.health().ok
+    assert a.storage.get_stats().faults > 0
+    mount.unmount(lazily=True)
+    mount.mount()
+    assert a.hit(keys) == 8
+    assert a.holds(keys)
+    assert a.put(chain("b", 2)) == [True] * 2
+
+
+def test_a_mount_that_was_taken_away_and_came_back_is_noticed(mounts, on, monkeypatch):
+    from hicache_backends.file import stamp
+
+    mount = mounts()
+    a, keys = on(mount), chain("a", 8)
+    a.put(keys)
+    a.get(keys)
+    mount.unmount(lazily=True)
+    mount.mount()
+    monkeypatch.setattr(stamp, "REVALIDATION_SECONDS", -1.0)
+    other: Rig = on(mount)
+    other.put(chain("b", 2))
+    assert a.hit(chain("b", 2)) == 2
+    assert a.holds(keys)
+    a.storage.delete(keys[:1])
+    assert other.present(keys[:2]) == [False, True]
+    for side in (a, other):
+        side.storage.close()
+
+
+def test_direct_io_on_a_mount(mounts, on):
+    mount = mounts()
+    a, keys = on(mount, direct_io=True), chain("a", PAGES)
+    assert a.put(keys) == [True] * PAGES
+    before = mount.counts()
+    assert a.holds(keys)
+    assert requests(mount, before) <= PAGES
+
+
+def test_a_capacity_on_a_mount_is_kept(mounts, on):
+    mount = mounts()
+    a = on(mount, capacity="20MiB")
+    for turn in range(5):
+        before = mount.counts()
+        assert a.put(chain(f"{turn}", PAGES)) == [True] * PAGES
+        assert requests(mount, before) <= PAGES
+    assert sum(file.stat().st_size for file in a.bundles()) <= 20 << 20
+    assert [a.hit(chain(f"{turn}", PAGES)) for turn in (3, 4)] == [PAGES, PAGES]

@@ -1,0 +1,279 @@
+"""Many processes on one directory: what one has acknowledged the others see, whoever is killed whenever."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tests.backends.file.harness import Rig, chain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+# A fork is a process as good as any, and need not import torch again.
+FORK = multiprocessing.get_context("fork")
+
+
+class Child:
+    """A process that runs `play(connection)`."""
+
+    def __init__(self, play: Callable[[Connection], None]):
+        self.pipe, other = FORK.Pipe()
+        self.process = FORK.Process(target=_play, args=(play, other, self.pipe))
+        self.process.start()
+        other.close()
+
+    def ask(self, *question: object) -> object:
+        self.pipe.send(question)
+        assert self.pipe.poll(30), "the child does not answer"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(30)
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+        self.process.join(30)
+        assert self.process.exitcode == 0
+
+
+def _play(play: Callable[[Connection], None], connection: Connection, parents: Connection) -> None:
+    parents.close()
+    play(connection)
+
+
+def serving(path: Path, **options: object) -> Callable[[Connection], None]:
+    """A process that does what it is asked with a rig of its own."""
+
+    def play(connection: Connection) -> None:
+        rig = Rig(path, **options)
+        while (question := connection.recv()) is not None:
+            name, *arguments = question
+            target = rig.storage if name in ("delete", "clear") else rig
+            connection.send(getattr(target, name)(*arguments))
+        rig.storage.close()
+
+    return play
+
+
+def test_every_call_sees_what_another_process_has_acknowledged(rig, tmp_path):
+    here, there = rig(), Child(serving(tmp_path / "store"))
+    assert here.hit(["x"]) == there.ask("hit", ["x"]) == 0
+    for turn in range(60):
+        keys = chain(f"{turn}", 1 + turn % 5)
+        if turn % 2:
+            assert all(here.put(keys))
+            assert there.ask("hit", keys) == len(keys)
+            assert there.ask("holds", keys)
+        else:
+            assert all(there.ask("put", keys))
+            assert here.hit(keys) == len(keys)
+            assert here.holds(keys)
+        if turn % 7 == 0:
+            there.ask("delete", keys[:1])
+            assert here.present(keys[:2]) == [False, True][: len(keys)]
+        if turn % 13 == 0:
+            here.storage.clear()
+            assert there.ask("hit", keys) == 0
+    there.end()
+
+
+def test_a_process_that_shares_nothing_with_this_one_sees_it_too(rig, tmp_path):
+    a = rig()
+    a.put(chain("a", 6))
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from tests.backends.file.harness import Rig, chain\n"
+        "rig = Rig(Path(sys.argv[1]))\n"
+        "assert rig.holds(chain('a', 6)); assert all(rig.put(chain('b', 4))); rig.storage.close()"
+    )
+    root = os.path.abspath(f"{__file__}/../../../..")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "store")], check=True, cwd=root, timeout=120)
+    assert a.holds(chain("b", 4))
+
+
+def test_the_directory_is_made_by_whoever_comes_first(tmp_path):
+    path = tmp_path / "deep" / "down" / "store"
+
+    def play(connection: Connection) -> None:
+        connection.recv()
+        rig = Rig(path)
+        connection.send(rig.put(chain(f"{os.getpid()}", 2)))
+        rig.storage.close()
+
+    children = [Child(play) for _ in range(4)]
+    for child in children:
+        child.pipe.send("go")
+    assert [child.pipe.recv() for child in children] == [[True, True]] * 4
+    for child in children:
+        child.process.join(30)
+    fresh = Rig(path)
+    assert all(fresh.holds(chain(f"{child.process.pid}", 2)) for child in children)
+    fresh.storage.close()
+
+
+def test_what_was_acknowledged_survives_a_kill_at_any_instant(rig, tmp_path):
+    path, chance = tmp_path / "store", random.Random(5)
+    reader = rig(path, pages=24)
+
+    def play(connection: Connection) -> None:
+        name, writer = connection.recv(), Rig(path, pages=24)
+        for number in range(10_000):
+            connection.send(("begun", number))
+            keys = chain(f"{name}/{number}", 24)
+            if number % 3 == 2:
+                writer.storage.delete(chain(f"{name}/{number - 1}", 24)[::5])
+                connection.send(("deleted", number - 1))
+            answer = writer.put(keys)
+            connection.send(("set", number, answer))
+
+    for round_number in range(25):
+        child = Child(play)
+        child.pipe.send(f"round {round_number}")
+        child.pipe.recv()
+        time.sleep(chance.random() * 0.025)
+        child.kill()
+        begun, acknowledged, deleted = 0, list[int](), list[int]()
+        with contextlib.suppress(EOFError):
+            while True:
+                event = child.pipe.recv()
+                if event[0] == "set":
+                    assert event[2] == [True] * 24
+                    acknowledged.append(event[1])
+                elif event[0] == "deleted":
+                    deleted.append(event[1])
+                else:
+                    begun = event[1]
+        # `recv` above took the first "begun"; a delete that was under way may have happened or not.
+        for side in (reader, rig(path, pages=24)):
+            for number in acknowledged[-4:]:
+                keys = chain(f"round {round_number}/{number}", 24)
+                found = side.versions(keys)
+                if number in deleted:
+                    assert [version is None for version in found] == [page % 5 == 0 for page in range(24)]
+                elif number != begun - 1:
+                    assert found == [0] * 24
+                else:
+                    assert [version for page, version in enumerate(found) if page % 5] == [0] * 19
+            last = side.versions(chain(f"round {round_number}/{begun}", 24))
+            assert last in ([0] * 24, [None] * 24)
+    fresh = rig(path, pages=24)
+    fresh.storage.open()
+    assert os.listdir(fresh.store.tree.temporaries) == []
+
+
+def test_three_processes_keep_one_capacity_while_some_are_killed(rig, tmp_path):
+    probe = rig(tmp_path / "probe", pages=16)
+    batch = probe.bundle_bytes(16)
+    path, limit, chance = tmp_path / "store", int(batch * 6.5), random.Random(7)
+
+    def play(connection: Connection) -> None:
+        writer = Rig(path, pages=16, capacity=limit)
+        for number in range(100_000):
+            if connection.poll():
+                break
+            writer.put(chain(f"{os.getpid()}/{number % 40}", 1 + number * 7 % 16))
+        writer.storage.close()
+
+    def used() -> int:
+        total = 0
+        for folder, _, names in os.walk(path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{folder}/{name}").st_size if name.endswith((".bundle", ".temporary")) else 0
+        return total
+
+    children = [Child(play) for _ in range(3)]
+    most, until = 0, time.monotonic() + 3
+    while time.monotonic() < until:
+        for _ in range(20):
+            most = max(most, used())
+        if chance.random() < 0.2:
+            victim = children.pop(0)
+            victim.kill()
+            children.append(Child(play))
+    for child in children:
+        child.end()
+    # A listing that goes on while files come and go may count one that has been replaced by another meanwhile.
+    assert most <= limit + 2 * batch
+    last = rig(path, pages=16, capacity=limit)
+    last.put(chain("last", 16))
+    assert used() <= limit
+    assert last.holds(chain("last", 16))
+    assert used() > limit // 2
+
+
+def test_histories_of_many_processes_are_correct(tmp_path):
+    path, keys = tmp_path / "store", [f"key {number}" for number in range(12)]
+
+    def play(connection: Connection) -> None:
+        seed = connection.recv()
+        chance, side = random.Random(seed), Rig(path, capacity=Rig(path).bundle_bytes(40))
+        for turn in range(150):
+            some = chance.sample(keys, chance.randint(1, 6))
+            action = chance.random()
+            if action < 0.4:
+                assert all(side.put(some, version=seed * 1000 + turn))
+            elif action < 0.8:
+                side.versions(some, [other * 1000 + at for other in range(1, 5) for at in range(150)])
+            elif action < 0.95:
+                side.storage.delete(some)
+            else:
+                side.storage.clear()
+        faults = side.storage.get_stats().faults
+        side.storage.close()
+        connection.send(faults)
+
+    children = [Child(play) for _ in range(4)]
+    for seed, child in enumerate(children, start=1):
+        child.pipe.send(seed)
+    for child in children:
+        assert child.pipe.poll(60)
+        assert child.pipe.recv() == 0
+        child.process.join(30)
+        assert child.process.exitcode == 0
+
+
+def test_two_who_take_pages_out_of_one_bundle_do_not_undo_each_other(rig, tmp_path):
+    path = tmp_path / "store"
+    here, there = rig(path), Child(serving(path))
+    for turn in range(30):
+        keys = chain(f"{turn}", 12)
+        here.put(keys)
+        assert there.ask("hit", keys) == 12
+        there.pipe.send(("delete", keys[1::3]))
+        here.storage.delete(keys[::3])
+        assert there.pipe.recv() == [True] * 4
+        expected = [None, None, 0] * 4
+        assert here.versions(keys) == expected
+        assert there.ask("versions", keys) == expected
+    assert rig(path).versions(chain("29", 12)) == [None, None, 0] * 4
+    there.end()
+
+
+def test_one_key_set_by_two_and_given_up_by_one(rig, tmp_path):
+    # D11: an aborted writer must not take the other one's page out of the books.
+    path = tmp_path / "store"
+    here, there = rig(path, capacity="1MiB"), Child(serving(path, capacity="1MiB"))
+    for turn in range(20):
+        keys = chain(f"{turn}", 4)
+        there.pipe.send(("put", keys))
+        here.put(keys, version=1, seconds=1e-9 if turn % 2 else 30)
+        assert there.pipe.recv() == [True] * 4
+        for side in (here, rig(path, capacity="1MiB")):
+            assert side.hit(keys) == 4
+            assert set(side.versions(keys, (0, 1))) <= {0, 1}
+    fresh = rig(path, capacity="1MiB")
+    assert fresh.store.capacity.used() == sum(file.stat().st_size for file in fresh.bundles())
+    there.end()

@@ -1,0 +1,196 @@
+"""The way of a driver's author, with real installs: pip, `hicache drivers`, the suite, and what it says to planted faults."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "hicache-memory-driver"
+LEVELS = ("--level", "core,pools,identity", "--profile", "smoke", "--seed", "11")
+
+PYPROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "hicache-faulty-drivers"
+version = "0.1.0"
+
+[project.entry-points."hicache_storage.drivers"]
+faulty = "hicache_faulty_drivers.plugin"
+"""
+
+PLUGIN = """
+from dataclasses import replace
+
+from hicache_memory_driver import plugin as right
+from hicache_storage.hookspecs import hookimpl
+
+FAULTS = ("swapped", "truncated", "dropped", "dtype")
+
+
+@hookimpl
+def hicache_register_drivers():
+    (memory,) = right.hicache_register_drivers()
+    return [replace(memory, name=name, target=f"hicache_faulty_drivers.driver:{name.title()}") for name in FAULTS]
+"""
+
+DRIVER = """
+from dataclasses import replace
+
+from hicache_memory_driver.driver import MemoryStorage
+
+
+class Swapped(MemoryStorage):
+    \"\"\"The first two pages of each batch change places.\"\"\"
+
+    def read_objects(self, batches, call):
+        for batch in batches:
+            if len(batch.reads) > 1:
+                one, two = batch.reads[:2]
+                one.buffers, two.buffers, one.envelope, two.envelope = two.buffers, one.buffers, two.envelope, one.envelope
+        return super().read_objects(batches, call)
+
+
+class Truncated(MemoryStorage):
+    \"\"\"The last byte of each object is lost on the way to the store.\"\"\"
+
+    def write_objects(self, batches, call):
+        for batch in batches:
+            for write in batch.writes:
+                self._objects[batch.namespace.object_name(write.key)] = write.tobytes()[:-1]
+        return [[True] * len(batch.writes) for batch in batches]
+
+
+class Dropped(MemoryStorage):
+    \"\"\"The last page of a batch is acknowledged and not stored.\"\"\"
+
+    def write_objects(self, batches, call):
+        super().write_objects([replace(batch, writes=batch.writes[: max(1, len(batch.writes) - 1)]) for batch in batches], call)
+        return [[True] * len(batch.writes) for batch in batches]
+
+
+class Dtype(MemoryStorage):
+    \"\"\"The KV's dtype is left out of the namespace.\"\"\"
+
+    def __init__(self, identity, config):
+        super().__init__(replace(identity, kv_dtype="any"), config)
+        self._told = identity
+
+    @property
+    def identity(self):
+        return self._told
+"""
+
+# Fault, rule, and what the message must say of the page.
+FAULTS = [
+    ("swapped", "GET-1", r"page 0 key 'page0-"),
+    ("truncated", "SET-1", r"page 0 key 'page"),
+    ("dropped", "SET-1", r"page 1 key 'page"),
+    ("dtype", "ID-1", "page 0 key 'page0-"),
+]
+
+
+class Author:
+    """Somebody with a virtual environment."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        venv.create(home / "venv", with_pip=False)
+        self.python = home / "venv" / "bin" / "python"
+        packages = Path(sysconfig.get_path("purelib", vars={"base": str(home / "venv"), "platbase": str(home / "venv")}))
+        # What our environment has, torch above all, does not have to be installed again; what is installed here comes first.
+        current = sysconfig.get_path("purelib")
+        (packages / "zz_current_environment.pth").write_text(f"import site; site.addsitedir({current!r})\n")
+
+    def install(self, *packages: Path) -> None:
+        self.run(
+            "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-build-isolation", *map(str, packages)
+        )
+
+    def hicache(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.python.with_name("hicache")), *arguments, check=False)
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(self.python), *arguments], cwd=self.home, env={"PATH": "/usr/bin:/bin", "COLUMNS": "200"}, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+
+@pytest.fixture(scope="module")
+def author(tmp_path_factory):
+    """Has installed this project's wheel, the example, and a package of faulty drivers."""
+    home = tmp_path_factory.mktemp("author")
+    faulty = home / "faulty"
+    (faulty / "hicache_faulty_drivers").mkdir(parents=True)
+    (faulty / "pyproject.toml").write_text(PYPROJECT)
+    (faulty / "hicache_faulty_drivers" / "__init__.py").touch()
+    (faulty / "hicache_faulty_drivers" / "plugin.py").write_text(PLUGIN)
+    (faulty / "hicache_faulty_drivers" / "driver.py").write_text(DRIVER)
+    # A copy, because a build leaves files beside its sources.
+    example = shutil.copytree(EXAMPLE, home / "example", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    author = Author(home)
+    author.install(ROOT, example, faulty)
+    return author
+
+
+def test_the_driver_fits_in_60_lines():
+    lines = (EXAMPLE / "hicache_memory_driver" / "driver.py").read_text("utf-8").splitlines()
+    assert len(lines) <= 60
+
+
+def test_everything_comes_from_the_author_s_own_environment(author):
+    where = author.run(
+        "-c", "import hicache_conformance, hicache_memory_driver as m; print(hicache_conformance.__file__, m.__file__)"
+    )
+    assert all(path.startswith(str(author.home / "venv")) for path in where.stdout.split())
+
+
+def test_the_driver_is_found(author):
+    done = author.hicache("drivers")
+    assert done.returncode == 0, done.stderr
+    assert "memory" in done.stdout
+    assert "hicache-memory-driver:memory" in done.stdout
+
+
+def test_the_driver_conforms(author):
+    done = author.hicache("conformance", "run", "memory", "--level", "core,pools")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conformant: every rule" in done.stderr
+
+
+def test_the_author_s_own_pytest_agrees(author):
+    done = author.run(
+        "-m",
+        "pytest",
+        "example/tests",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *(f"--hicache-{o}" for o in ("level=core", "profile=smoke")),
+    )
+    assert "\nconformant: every rule" in done.stdout
+
+
+@pytest.mark.parametrize(("driver", "rule", "page"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_planted_fault_is_found(author, driver, rule, page):
+    done = author.hicache("conformance", "run", driver, *LEVELS)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{rule}: {page}" in done.stderr
+    assert "non-conformant: breaks" in done.stderr
+
+
+def test_an_ignored_dtype_is_told_by_the_bytes(author):
+    done = author.hicache("conformance", "run", "dtype", *LEVELS, "--case", "test_one_field_differs[kv_dtype]")
+    assert done.returncode == 1
+    assert "holds bytes written under kv_dtype 'bfloat16' (expected 'float16')" in done.stderr

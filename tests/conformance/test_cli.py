@@ -1,0 +1,176 @@
+"""`hicache conformance`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from hicache_conformance.manifest import rules
+
+RUN = ("conformance", "run")
+SMOKE = ("--profile", "smoke", "--seed", "5")
+
+
+@pytest.fixture(scope="module")
+def conformant(site, tmp_path_factory):
+    """A run of the file driver, with a report."""
+    directory = tmp_path_factory.mktemp("report")
+    return site.hicache(*RUN, "file", "--level", "core,pools,identity", *SMOKE, "--report", str(directory)), directory
+
+
+@pytest.fixture(scope="module")
+def wrong(site, tmp_path_factory):
+    """A run of a driver with a planted fault, with a report."""
+    directory = tmp_path_factory.mktemp("report")
+    return site.hicache(*RUN, "Rewrites", "--level", "core", *SMOKE, "--report", str(directory)), directory
+
+
+def test_a_conformant_driver_exits_0(conformant):
+    ran, _ = conformant
+    assert ran.status == 0, ran.output
+    assert "conformant: every rule" in ran.output
+    assert "seed 5" in ran.output
+
+
+def test_no_rule_of_the_first_half_is_untested(conformant, results):
+    report = results(conformant[1])
+    counted = [rule for rule in report["rules"] if rule["selected"]]
+    assert {rule["outcome"] for rule in counted} == {"pass"}
+    assert len(counted) == report["totals"]["pass"] == 35
+
+
+def test_a_wrong_driver_exits_1(wrong):
+    ran, _ = wrong
+    assert ran.status == 1
+    assert re.search(r"SET-3: page 0 key 'page0-\w+' existed, and a set wrote it anew", ran.output)
+    assert "non-conformant: breaks SET-3" in ran.output
+
+
+def test_untested_levels_exit_1(site):
+    ran = site.hicache(*RUN, "memory", "--level", "stream", *SMOKE)
+    assert ran.status == 1
+    assert "incomplete: 3 rules untested: ST-1, ST-2, ST-3" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nobody",), "no driver named 'nobody'"),
+        (("memory", "-c", "stoer=x"), "unknown option 'stoer'; did you mean 'store'?"),
+        (("memory", "-c", "store"), "is not of the form key=value"),
+        (("memory", "--level", "cor"), "unknown level 'cor'"),
+        (("memory", "--profile", "slow"), "unknown profile 'slow'"),
+        (("CannotOpen",), "driver 'CannotOpen' cannot be opened: ConnectionRefusedError: no server at 127.0.0.1:1"),
+    ],
+)
+def test_what_the_suite_cannot_work_with_exits_2(site, arguments, words):
+    ran = site.hicache(*RUN, *arguments)
+    assert ran.status == 2, ran.output
+    assert words in ran.output.replace("\n", " ")
+
+
+def test_a_driver_that_ends_the_process_leaves_a_report(site, tmp_path, results):
+    ran = site.hicache(*RUN, "Dies", "--level", "core", *SMOKE, "--report", str(tmp_path))
+    assert ran.status == 2
+    report = results(tmp_path)
+    assert report["verdict"] == "incomplete"
+    assert report["reason"].startswith("crashed during EX-1")
+    died = [rule for rule in report["rules"] if rule["outcome"] == "error"]
+    assert "EX-1" in {rule["id"] for rule in died}
+    assert "crashed during" in (tmp_path / "index.html").read_text("utf-8")
+
+
+def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
+    # Its gets wait for ever: `waits` means that the deadline layer waits too.
+    ran = site.hicache(*RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path))
+    assert ran.status == 2
+    assert "the run hung for 5 s and was ended" in ran.output
+    assert results(tmp_path)["reason"].startswith("crashed during")
+
+
+def test_results_are_the_same_for_the_same_seed(site, tmp_path):
+    def run(name):
+        site.hicache(*RUN, "Rewrites", "--level", "core", *SMOKE, "--run-id", "same", "--report", str(tmp_path / name))
+        text = (tmp_path / name / "results.json").read_text("utf-8")
+        return re.sub(r'"seconds": [\d.]+', '"seconds": 0', text)
+
+    first, second = run("first"), run("second")
+    assert first == second
+    assert json.loads(first)["driver"] == {"name": "Rewrites", "distribution": "hicache-controls", "version": "1.0"}
+
+
+def test_one_case_can_be_run_again(wrong, site, results):
+    failing = next(case for rule in results(wrong[1])["rules"] for case in rule["cases"] if case["outcome"] == "fail")
+    page = (wrong[1] / "index.html").read_text("utf-8")
+    command = next(line for line in re.findall(r"<pre>(hicache conformance run [^<]*)", page) if failing["name"] in line)
+    arguments = [part.strip("'") for part in command.replace("&#39;", "'").split()[1:]]
+    ran = site.hicache(*arguments)
+    assert ran.status == 1
+    assert failing["reason"] in ran.output
+
+
+def test_junit_has_a_suite_for_each_level(conformant, wrong):
+    suites = ElementTree.parse(conformant[1] / "junit.xml").getroot()
+    assert [suite.get("name") for suite in suites] == ["core", "pools", "identity"]
+    assert all(suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0" for suite in suites)
+    assert {case.get("classname") for suite in suites for case in suite} <= set(rules())
+    (core,) = ElementTree.parse(wrong[1] / "junit.xml").getroot()
+    failure = core.find("testcase[@classname='SET-3']/failure")
+    assert failure is not None
+    assert failure.get("message", "").startswith("fail: SET-3: page 0 key")
+
+
+def test_the_badge_is_what_shields_asks_for(conformant, wrong):
+    assert json.loads((conformant[1] / "badge.json").read_text()) == {
+        "schemaVersion": 1, "label": "HiCacheStorage v2", "message": "conformant (core, pools, identity)", "color": "brightgreen",
+    }  # fmt: skip
+    assert json.loads((wrong[1] / "badge.json").read_text())["color"] == "red"
+
+
+def test_the_page_needs_nothing_else(conformant, wrong):
+    for _, directory in (conformant, wrong):
+        page = (directory / "index.html").read_text("utf-8")
+        assert not re.search(r"""(src|href)=|url\(|@import|https?://""", page)
+        assert all(f"<td>{rule}</td>" in page for rule in rules())
+    assert "is <b>non-conformant</b>" in page
+    assert "existed, and a set wrote it anew" in page
+
+
+def test_options_are_shown_without_secrets_and_without_the_directory(conformant, results):
+    report = results(conformant[1])
+    assert report["options"] == {"path": "{tmp}/store"}
+    assert report["capabilities"]["sharing"] == "processes"
+    assert report["driver"]["distribution"] == "hicache-storage"
+
+
+def test_the_users_pytest_has_no_say(site, tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -k nothing --no-such-option\n")
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('must not be loaded')\n")
+    ran = site.hicache(*RUN, "memory", "--level", "core", *SMOKE, cwd=tmp_path, PYTEST_ADDOPTS="-k absent")
+    assert ran.status == 0, ran.output
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "conftest.py", tmp_path / "pytest.ini"]
+
+
+@pytest.mark.parametrize("rule", ["GET-1", "EV-3"])
+def test_explain_says_what_why_and_how(site, rule):
+    ran = site.hicache("conformance", "explain", rule.lower())
+    words = " ".join(ran.output.split())
+    assert ran.status == 0
+    assert rules()[rule].text in words
+    assert rules()[rule].why in words
+    assert ("test_pages_read_back" if rule == "GET-1" else "none yet") in words
+
+
+def test_explain_of_no_rule(site):
+    ran = site.hicache("conformance", "explain", "GET-99")
+    assert ran.status == 2
+    assert "no rule 'GET-99'" in ran.output
+
+
+def test_rules_lists_all(site):
+    output = site.hicache("conformance", "rules").output
+    assert all(re.search(rf"^{rule} ", output, re.MULTILINE) for rule in rules())
+    assert "GET-1 " not in site.hicache("conformance", "rules", "--level", "stream").output

@@ -1,0 +1,100 @@
+"""A wrong byte says whose it is; and the two ways to compute a hit agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hicache_conformance.memory import EnginePool, GuardedPool
+from hicache_conformance.oracle import Asked, check
+from hicache_conformance.pages import Page, PageBook, canary, spent
+from hicache_conformance.redact import redacted
+from hicache_conformance.subject import all_pages, block_groups, trailing
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
+
+IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
+
+
+def told(found: Page | bytes, length: int = 100) -> str:
+    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
+    content = book.render(found, length) if isinstance(found, Page) else found
+    return book.explain(content, expected)
+
+
+def test_a_right_page_is_not_explained():
+    assert told(Page(IDENTITY, "kv", "right")) == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Page(IDENTITY, "kv", "wrong"), "holds bytes of key 'wrong' at byte 0"),
+        (Page(IDENTITY, "mamba", "right"), "holds bytes of pool 'mamba' at byte 0"),
+        (Page(IDENTITY, "kv", "right", 3), "set number 3 of this key, not of number 0"),
+        (Page(replace(IDENTITY, kv_dtype="float16"), "kv", "right"), "kv_dtype 'float16' (expected 'bfloat16')"),
+        (bytes(100), "holds zeros at byte 0 ("),
+        (canary(7, 100), "was not written at byte 0"),
+        (spent(100), "put into the host page after the set had returned"),
+        (b"\x99" * 100, "bytes of no page of this run at byte 0: 9999"),
+    ],
+    ids=["key", "pool", "generation", "identity", "zeros", "canary", "spent", "noise"],
+)
+def test_a_wrong_page_is_explained(found, words):
+    assert words in told(found)
+
+
+def test_the_first_wrong_byte_counts():
+    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
+    right = book.render(expected, 100)
+    other = book.render(Page(IDENTITY, "kv", "wrong"), 100)
+    assert "holds bytes of key 'wrong' at byte 48" in book.explain(right[:50] + other[50:], expected)
+    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in book.explain(right[:16] + right[:84], expected)
+    assert "differs in its last 4 bytes" in book.explain(right[:-1] + b"\0", expected)
+
+
+def test_pools_keep_what_is_written_and_their_guards():
+    for pool in (GuardedPool(components=(7, 33), skew=3), EnginePool()):
+        pages = {page: bytes((page + index) % 251 for index in range(pool.page_bytes)) for page in range(pool.pages)}
+        for page, content in pages.items():
+            pool.write(page, content)
+        assert {page: pool.read(page) for page in pages} == pages
+        assert pool.guards_intact()
+
+
+def test_a_broken_guard_is_seen():
+    pool = GuardedPool(pages=2, components=(8,))
+    view = pool.page_buffers([0])[0][0]
+    memory = view.obj
+    memory[memory.index(b"\xa7") + 63] = 0
+    assert not pool.guards_intact()
+
+
+def test_the_oracle_and_the_sdk_agree():
+    policies = [
+        all_pages("a"),
+        *(trailing("a", n) for n in range(4)),
+        *(block_groups("a", b, g) for b, g in ((1, 0), (2, 1), (3, 2))),
+    ]
+    for kv, other in product(product((True, False), repeat=4), repeat=2):
+        for transfer in policies:
+            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [Asked(transfer, other)])
+
+
+def test_the_oracle_says_what_is_wrong():
+    answer = common_hit([True, True], [])
+    with pytest.raises(Violation, match=r"EX-2: kv x\.: kv_hit_pages is 2, must be 1"):
+        check(answer, [True, False])
+
+
+def test_secrets_do_not_get_into_reports():
+    options = {"password": "a", "api_key": "b", "url": "redis://user:pw@host/0", "path": "/x", "auth_token": "c"}
+    assert redacted(options) == {
+        "api_key": "***",
+        "auth_token": "***",
+        "password": "***",
+        "path": "/x",
+        "url": "redis://***@host/0",
+    }

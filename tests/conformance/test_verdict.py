@@ -1,0 +1,137 @@
+"""Outcomes are never merged, and nothing passes in silence."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hicache_conformance.catalogue import Case
+from hicache_conformance.manifest import Level
+from hicache_conformance.outcomes import CaseOutcome, Header, Outcome, Stream, StreamWriter
+from hicache_conformance.verdict import Verdict, judge
+
+CORE = [Level.CORE]
+
+
+def planned(name, *rules, levels=(Level.CORE,)):
+    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, damages=False, summary="")
+
+
+def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
+    return CaseOutcome(case=name, rules=rules, levels=levels, outcome=outcome, **fields)
+
+
+def header(**fields):
+    return Header(driver="d", seed=1, profile="smoke", levels=["core"], spec_version="2", suite_version="0", **fields)
+
+
+def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), **stream):
+    known = {
+        case.name: case for case in catalogue or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
+    }
+    record = Stream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
+    return judge(record, levels, known)
+
+
+def rule(judgement, name):
+    return next(result for result in judgement.rules if result.rule.id == name)
+
+
+def all_core_pass():
+    from hicache_conformance.manifest import rules
+
+    return [ended(f"test_{name}", name) for name, known in rules().items() if Level.CORE in known.levels]
+
+
+def test_all_pass_is_conformant():
+    judgement = judged(*all_core_pass())
+    assert judgement.verdict is Verdict.CONFORMANT
+    assert judgement.count(Outcome.PASS) == judgement.count(Outcome.PASS, Level.CORE) == len(all_core_pass())
+
+
+def test_one_fail_is_non_conformant_whatever_else():
+    failed = ended("test_x", "GET-1", outcome=Outcome.FAIL, broken_rule="GET-1", reason="GET-1: wrong")
+    broke = ended("test_y", "GET-1", outcome=Outcome.ERROR, reason="suite")
+    judgement = judged(*all_core_pass(), failed, broke)
+    assert judgement.verdict is Verdict.NON_CONFORMANT
+    assert (rule(judgement, "GET-1").outcome, rule(judgement, "GET-1").reason) == (Outcome.FAIL, "GET-1: wrong")
+
+
+def test_an_error_is_incomplete_and_no_failure():
+    judgement = judged(*all_core_pass(), ended("test_y", "GET-1", outcome=Outcome.ERROR, reason="the suite itself broke"))
+    assert judgement.verdict is Verdict.INCOMPLETE
+    assert rule(judgement, "GET-1").outcome is Outcome.ERROR
+
+
+def test_an_untested_rule_is_incomplete():
+    judgement = judged(*[case for case in all_core_pass() if case.rules != ("SET-7",)])
+    assert judgement.verdict is Verdict.INCOMPLETE
+    assert rule(judgement, "SET-7").reason == "no case of this suite tests it yet"
+
+
+def test_a_case_that_did_not_run_leaves_its_rules_untested():
+    catalogue = [planned(case.case, *case.rules) for case in all_core_pass()] + [planned("test_left_out", "GET-1")]
+    judgement = judged(*all_core_pass(), catalogue=catalogue)
+    assert judgement.verdict is Verdict.INCOMPLETE
+    assert rule(judgement, "GET-1").reason == "test_left_out did not run"
+
+
+def test_nothing_run_is_never_conformant():
+    assert judged().verdict is Verdict.INCOMPLETE
+    gone = [ended(case.case, *case.rules, outcome=Outcome.NOT_DECLARED) for case in all_core_pass()]
+    judgement = judged(*gone)
+    assert (judgement.verdict, judgement.reason) == (Verdict.INCOMPLETE, "no rule was tested")
+
+
+def test_a_rule_that_needs_what_is_not_declared_is_not_untested():
+    outcomes = [*all_core_pass(), ended("test_i", "ID-1", levels=("identity",))]
+    judgement = judged(*outcomes, levels=[Level.FAULTS], undeclared=["evicts"])
+    assert rule(judgement, "EV-1").outcome is Outcome.NOT_DECLARED
+    assert rule(judgement, "FT-1").outcome is Outcome.UNTESTED
+
+
+def test_a_violation_of_another_rule_is_that_rule_s_failure():
+    stopped = ended("test_id", "ID-1", outcome=Outcome.FAIL, broken_rule="SET-1", reason="SET-1: gone", levels=("identity",))
+    judgement = judged(stopped, levels=[Level.IDENTITY])
+    assert rule(judgement, "SET-1").outcome is Outcome.FAIL
+    assert rule(judgement, "SET-1").selected
+    assert rule(judgement, "ID-1").outcome is Outcome.UNTESTED
+    assert rule(judgement, "ID-1").reason == "test_id stopped at a violation of SET-1"
+    assert judgement.verdict is Verdict.NON_CONFORMANT
+
+
+def test_levels_are_judged_by_their_own_cases():
+    core = ended("test_c", "EX-1")
+    pools = ended("test_p", "EX-1", levels=("pools",), outcome=Outcome.FAIL, broken_rule="EX-1")
+    assert rule(judged(core, pools, levels=[Level.CORE]), "EX-1").outcome is Outcome.PASS
+    both = rule(judged(core, pools, levels=[Level.CORE, Level.POOLS]), "EX-1")
+    assert both.levels == {Level.CORE: Outcome.PASS, Level.POOLS: Outcome.FAIL}
+    assert both.outcome is Outcome.FAIL
+
+
+def test_a_crash_names_the_rule_that_was_running():
+    judgement = judged(*all_core_pass(), finished=False, running=ended("test_get[x]", "GET-1", outcome=Outcome.UNTESTED))
+    assert judgement.verdict is Verdict.INCOMPLETE
+    assert judgement.reason == "crashed during GET-1"
+    assert rule(judgement, "GET-1").outcome is Outcome.ERROR
+
+
+def test_a_stream_without_a_footer_is_unfinished(tmp_path):
+    path = tmp_path / "outcomes.jsonl"
+    writer = StreamWriter(path)
+    writer.header(header())
+    writer.collected(2)
+    writer.start("test_a", ("GET-1",), ("core",))
+    writer.outcome(ended("test_a", "GET-1"))
+    writer.start("test_b", ("GET-2",), ("core",))
+    with path.open("a") as file:
+        file.write('["outcome", {"case": "tes')
+    stream = Stream.read(path)
+    assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (header(), 2, ["test_a"])
+    assert stream.running is not None
+    assert stream.running.case == "test_b"
+    assert not stream.finished
+    with pytest.raises(msgspec.DecodeError):
+        stream.feed("nonsense")
+    with pytest.raises(ValueError, match="unknown kind"):
+        stream.feed('["surprise", 1]')
