@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TypeVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

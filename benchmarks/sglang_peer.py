@@ -7,7 +7,7 @@ import io
 import logging
 import os
 from dataclasses import dataclass
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 

@@ -104,8 +104,9 @@ def _result(
     reasons = dict[Outcome, str]()
     for level in levels:
         verdicts = list(_verdicts(rule, level, mine, catalogue, stream))
+        where = f"level {level}: " if len(levels) > 1 else ""
         for outcome, reason in verdicts:
-            reasons.setdefault(outcome, reason)
+            reasons.setdefault(outcome, reason if outcome is Outcome.FAIL else where + reason)
         result.levels[level] = _worst(outcome for outcome, _ in verdicts)
     result.outcome = _worst(result.levels.values())
     result.reason = "" if result.outcome is Outcome.PASS else reasons[result.outcome]

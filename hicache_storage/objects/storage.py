@@ -171,7 +171,7 @@ class ObjectStorage(HiCacheStorage):
             present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
             self.recorder.observe("exists", present, started)
             for pool, pages in present.items():
-                self.recorder.count(pool, pages_hit=sum(pages))
+                self.recorder.count(pool, pages_hit=pages.count(True))
         return common_hit(
             present.get(PoolName.KV, absent),
             [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in transfers],

@@ -20,7 +20,8 @@ from hicache_backends.file.names import Event, Marker, parse_marker
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_backends.file.stamp import Stamp, StampValue
+    from hicache_backends.file.attributes import Attributes
+    from hicache_backends.file.stamp import Stamp
     from hicache_backends.file.tree import Tree
 
 MANY_MARKERS = 128
@@ -55,7 +56,7 @@ class Board:
         self.lock = threading.RLock()
         self._tree, self._stamp, self._asks_server = tree, stamp, asks_server
         self._listing = threading.Lock()
-        self._known: StampValue | None = None
+        self._known: Attributes | None = None
         self._parsed: dict[str, Marker | None] = {}
         self._notices = Notices()
         self._announced: dict[str, Marker] = {}
@@ -117,12 +118,12 @@ class Board:
                 if time.time() - os.stat(path).st_ctime > FORGOTTEN_SECONDS:
                     os.unlink(path)
 
-    def _stamp_value(self) -> StampValue | None:
+    def _stamp_value(self) -> Attributes | None:
         with contextlib.suppress(FileNotFoundError):
             return self._stamp.read()
         return None
 
-    def _list(self, value: StampValue | None) -> Notices:
+    def _list(self, value: Attributes | None) -> Notices:
         names = list_directory(self._tree.writers, asks_server=self._asks_server) if value else []
         parsed = self._parsed
         self._parsed = {name: parsed[name] if name in parsed else parse_marker(name) for name in names}

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import cached_attributes, server_attributes
 from hicache_backends.file.descriptors import Handle
 
+if TYPE_CHECKING:
+    from hicache_backends.file.attributes import Attributes
+
 REVALIDATION_SECONDS = 2.0
 """How long a file system that was mounted over the old one can go unnoticed."""
-
-
-class StampValue(NamedTuple):
-    """What a stamp says at one time."""
-
-    inode: int
-    """Another one: the store was deleted and made again, or another file system is mounted."""
-    number: int
 
 
 class Stamp:
@@ -40,8 +35,8 @@ class Stamp:
         self._handle: Handle | None = None
         self._opened = 0.0
 
-    def read(self) -> StampValue:
-        """The stamp's value.
+    def read(self) -> Attributes:
+        """The stamp's value: equal to an earlier one if nothing has changed.
 
         Raises:
             OSError: the store is away; `FileNotFoundError` where it has been deleted.
@@ -54,9 +49,7 @@ class Stamp:
         except OSError:
             self._handle = None
             raise
-        if not found.links:
-            found = self._attributes(self._open(now).descriptor)
-        return StampValue(found.inode, found.mtime_ns)
+        return found if found.links else self._attributes(self._open(now).descriptor)
 
     def renew(self) -> None:
         """Give the stamp a new value; what changed is in place and visible.

@@ -83,8 +83,8 @@ class Writer:
         """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
         page_bytes = catalog.namespace.page_bytes
         total = len(writes) * page_bytes
-        wanted = min(MAX_BUNDLE_BYTES, max(MIN_BUNDLE_BYTES, -(-total // self._threads)))
-        step = max(1, wanted // page_bytes)
+        count = max(1, min(self._threads, total // MIN_BUNDLE_BYTES), -(-total // MAX_BUNDLE_BYTES))
+        step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
         created_ms, drafts = time.time_ns() // 1_000_000, list[Draft]()
         for start in range(0, len(writes), step):
             some = list(writes[start : start + step])
