@@ -19,7 +19,7 @@ from hicache_conformance.settings import Settings
 from hicache_conformance.verdict import Verdict, judge
 
 if TYPE_CHECKING:
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.verdict import Judgement, RuleResult
 
 app = typer.Typer(help="Whether a driver keeps the HiCacheStorage v2 contract.", no_args_is_help=True)
 
@@ -151,20 +151,29 @@ def _exit_status(judgement: Judgement, stream: Stream) -> int:
 
 
 def _show(console: Console, judgement: Judgement, stream: Stream) -> None:
-    """Verdict last, because that is where a terminal ends; before it every rule that is not a pass."""
+    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends."""
     table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
-    for result in judgement.rules:
-        if result.selected and result.outcome is not Outcome.PASS:
-            reason = result.reason.removeprefix(f"{result.rule.id}: ")
-            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(reason))
+    counted = [result for result in judgement.rules if result.selected]
+    for result in counted:
+        if result.outcome not in (Outcome.PASS, Outcome.FAIL):
+            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason))
     if table.row_count:
         console.print(table)
-    for case in judgement.failures():
-        console.print(Text(f"{case.case}: {case.reason}", STYLES[case.outcome]), soft_wrap=True)
+    for result in counted:
+        if result.outcome is Outcome.FAIL:
+            console.print(Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True)
     counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
     seconds = sum(case.seconds for case in stream.outcomes)
     console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
     console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
+
+
+def _failure(result: RuleResult) -> str:
+    """A broken rule in one line: what its first failing case said, and how many there are."""
+    first, *more = [case for case in result.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", result.rule.id)]
+    others = f" and {len(more)} more" if more else ""
+    message = first.reason if first.broken_rule else f"{result.rule.id}: {first.reason}"
+    return f"{message} [{first.case}{others}]"
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hicache_conformance.manifest import rules, spec_version
+from hicache_conformance.manifest import all_needs, spec_version
 from hicache_conformance.needs import undeclared
 from hicache_conformance.outcomes import Header
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
@@ -47,7 +47,7 @@ def blank_header(
         spec_version=spec_version(),
         suite_version=_version(SUITE),
         capabilities=asdict(declared) if capabilities else {},
-        undeclared=undeclared(declared, sorted({rule.needs for rule in rules().values() if rule.needs})) if capabilities else [],
+        undeclared=undeclared(declared, all_needs()) if capabilities else [],
         options=dict(options or {}),
         environment={
             "cpus": str(os.cpu_count()),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from typing import Final
 
 import msgspec
 
@@ -21,6 +22,10 @@ class Level(StrEnum):
     FAULTS = "faults"
     STREAM = "stream"
     BUDGET = "budget"
+
+
+LEVEL_NEEDS: Final = {Level.SHARED: "sharing>=processes", Level.DURABLE: "durability>=process"}
+"""Capabilities without which a level says nothing about a driver, whatever its rules need by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,11 @@ def parse_levels(text: str) -> tuple[Level, ...]:
     if unknown:
         raise ValueError(f"unknown level {unknown[0]!r}; levels are {', '.join(Level)}, or all")
     return tuple(level for level in Level if level in names)
+
+
+def all_needs() -> list[str]:
+    """Every capability that some rule or level needs."""
+    return sorted({*LEVEL_NEEDS.values(), *(rule.needs for rule in rules().values() if rule.needs)})
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from hicache_conformance.bench import GATE_PROPERTY, LAB_PROPERTY
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 VIOLATION_PROPERTY: Final = "hicache_violation"
 DETAIL_LIMIT: Final = 12_000
+_SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Untestable): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
 _WORST_FIRST: Final = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.NOT_DECLARED, Outcome.PASS)
@@ -110,4 +112,4 @@ def _phase(report: pytest.TestReport, properties: dict[str, object]) -> tuple[Ou
 
 def _skip_reason(report: pytest.TestReport) -> str:
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return text.removeprefix("Skipped: ").removeprefix("untested: ")
+    return _SKIP_PREFIX.sub("", text)

@@ -89,9 +89,9 @@ class _Hooks:
 
 def drawn(config: pytest.Config) -> tuple[int, str]:
     """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an option gives the seed."""
-    if hasattr(config, "workerinput"):
-        seed, run = config.workerinput[_DRAWN_INPUT]
-        return seed, run
+    handed: dict[str, tuple[int, str]] | None = getattr(config, "workerinput", None)
+    if handed is not None:
+        return handed[_DRAWN_INPUT]
     if _DRAWN not in config.stash:
         seed = config.getoption("--hicache-seed")
         config.stash[_DRAWN] = (secrets.randbelow(2**32) if seed is None else seed, secrets.token_hex(4))

@@ -196,13 +196,15 @@ class Subject:
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
+        # Before the get, because a page that a get has found to be another's stops existing.
+        claimed = [self.has(key, pool) for key in keys]
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
+            page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
                 whose = self._book.explain(content, Page(self.identity, pool, key)) or "holds its own bytes"
-                raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {why}, and a get delivers it: {whose}")
-        for index, key in enumerate(keys):
-            if self.has(key, pool):
-                raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {why}, and exists says that it is there")
+                raise Violation(rule, f"{page}, and a get delivers it: {whose}")
+            if claimed[index] or self.has(key, pool):
+                raise Violation(rule, f"{page}, and exists says that it is there")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
         """Read pages that this identity and others have stored under the same keys, each with its own bytes.
@@ -211,7 +213,8 @@ class Subject:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
-            wrong = "is gone" if content is None else self._book.explain(content, Page(self.identity, pool, key))
+            lost = "was stored (True), and a get answers False"
+            wrong = lost if content is None else self._book.explain(content, Page(self.identity, pool, key))
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hicache_conformance.manifest import Level, Rule, rules
+from hicache_conformance.manifest import LEVEL_NEEDS, Level, Rule, rules
 from hicache_conformance.outcomes import CaseOutcome, Outcome, Stream
 
 if TYPE_CHECKING:
@@ -136,8 +136,9 @@ def _verdicts(
     if left:
         yield Outcome.UNTESTED, f"{', '.join(sorted(left))} did not run"
     if not ran and not left:
-        if rule.needs in stream.undeclared:
-            yield Outcome.NOT_DECLARED, f"the driver does not declare {rule.needs}"
+        missing = [need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared]
+        if missing:
+            yield Outcome.NOT_DECLARED, f"the driver does not declare {missing[-1]}"
         else:
             yield Outcome.UNTESTED, "no case of this suite tests it yet"
 

@@ -33,8 +33,8 @@ def reports(site, results, tmp_path_factory):
     """`results.json` of every control, from one pytest."""
     directory = tmp_path_factory.mktemp("reports")
     ran = site.pytest(
-        "-q", "--tb=no", "--hicache-profile=smoke", "--hicache-seed=1", "--hicache-level=core,pools,identity",
-        f"--hicache-report={directory}", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME,
+        "-q", "-n2", "--tb=no", "--hicache-profile=smoke", "--hicache-seed=1", "--hicache-level=core,pools,identity",
+        f"--hicache-report={directory}", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME, plugins="hicache_conformance.plugin,xdist,xdist.looponfail",
     )  # fmt: skip
     assert ran.status == 1, ran.output[-3000:]
     return {name: results(directory / name) for name in CONTROLS}
@@ -73,6 +73,13 @@ def test_without_a_way_to_damage_a_page_the_verdict_is_incomplete(reports):
     untested = {rule["id"]: rule["reason"] for rule in report["rules"] if rule["selected"] and rule["outcome"] == "untested"}
     assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= set(untested)
     assert all("no way to damage a page" in reason for reason in untested.values())
+
+
+def test_checksums_left_out_are_no_fault_and_no_conformance(reports):
+    report = reports["LeavesChecksumsOut"]
+    assert report["verdict"] == "incomplete"
+    reason = next(rule["reason"] for rule in report["rules"] if rule["id"] == "GET-5")
+    assert "leave checksums unverified" in reason
 
 
 def test_undeclared_rules_stand_apart(reports):

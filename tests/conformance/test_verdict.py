@@ -90,6 +90,16 @@ def test_a_rule_that_needs_what_is_not_declared_is_not_untested():
     assert rule(judgement, "FT-1").outcome is Outcome.UNTESTED
 
 
+def test_a_level_needs_a_capability_of_its_own():
+    own = ended("test_two_storages", "ID-2", levels=("identity",))
+    both = [Level.IDENTITY, Level.SHARED]
+    assert rule(judged(own, levels=both, undeclared=["sharing>=processes"]), "ID-2").levels == {
+        Level.IDENTITY: Outcome.PASS,
+        Level.SHARED: Outcome.NOT_DECLARED,
+    }
+    assert rule(judged(own, levels=both), "ID-2").levels[Level.SHARED] is Outcome.UNTESTED
+
+
 def test_a_violation_of_another_rule_is_that_rule_s_failure():
     stopped = ended("test_id", "ID-1", outcome=Outcome.FAIL, broken_rule="SET-1", reason="SET-1: gone", levels=("identity",))
     judgement = judged(stopped, levels=[Level.IDENTITY])

@@ -174,9 +174,10 @@ class Reader:
                 piece.handle = self._descriptors.borrow(piece.bundle.path)
                 self._read_piece(piece, outcome)
                 return
+            # The open file may belong to a mount that has died, and be in order when it is opened again.
+            self._descriptors.forget(piece.bundle.path)
             if error.errno == errno.ESTALE:
                 # What NFS says of an open file that another node has removed.
-                self._descriptors.forget(piece.bundle.path)
                 outcome.gone.append(Run(piece.bundle, piece.page, piece.reads))
                 return
             if len(piece.reads) == 1:

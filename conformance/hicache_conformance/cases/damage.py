@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ALL_DAMAGES = pytest.mark.parametrize("damage", list(Damage), ids=lambda damage: damage.replace(" ", "-"))
 WRONG_LENGTHS = (Damage.SHORT, Damage.LONG)
+BY_CHECKSUM = (Damage.FLIPPED_BIT, *WRONG_LENGTHS)
+"""Damages that only the checksum tells for certain: a store of fixed places keeps a wrong length as wrong bytes."""
 
 
 class DamageCases:
@@ -56,7 +58,10 @@ class DamageCases:
     @covers("GET-7", damages=True)
     def test_damage_is_counted_and_told_once(self, lab: Lab) -> None:
         """Two reads of a damaged page: one line in the log, one page counted as damaged."""
-        subject, key = lab.storage(), lab.keys(1)[0]
+        subject, key, sound = lab.storage(), lab.keys(1)[0], lab.keys(2)
+        # A driver may have something to say about its first reads that has nothing to do with damage.
+        subject.store(sound)
+        subject.expect(sound)
         _plant(lab, subject, key, Damage.FLIPPED_BIT)
         before = subject.stats().pages_damaged
         with records_above_debug() as records:
@@ -92,6 +97,8 @@ class DamageCases:
 
 
 def _plant(lab: Lab, subject: Subject, key: str, damage: Damage) -> None:
+    if damage in BY_CHECKSUM and not subject.call("get_stats", subject.storage.get_stats).verifies_checksums:
+        raise Untestable("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
     held = lab.damage(subject, key, damage)
     # A store of fixed places cannot hold another length; then there is nothing, and nothing is what a get must find.
     if not held and damage not in WRONG_LENGTHS:

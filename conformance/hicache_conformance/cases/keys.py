@@ -38,7 +38,7 @@ class KeyCases:
             if subject.set([key]) != [True]:
                 raise Violation("ID-5", f"key {key!r:.100} is legal, and its page was refused")
         for index, (key, content) in enumerate(zip(keys, subject.get(keys), strict=True)):
-            wrong = "is gone" if content is None else subject.explain(key, content)
+            wrong = "was stored (True), and a get answers False" if content is None else subject.explain(key, content)
             if wrong:
                 raise Violation("ID-5", f"page {index} key {key!r:.100} {wrong}")
 

@@ -160,8 +160,8 @@ def test_every_option_is_described():
 
 
 def test_text_options_are_understood():
-    config = parse_config(FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "fsync": "true"})
-    assert (config.capacity_bytes, config.threads, config.fsync) == (1_610_612_736, 3, True)
+    config = parse_config(FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "direct_io": "true"})
+    assert (config.capacity_bytes, config.threads, config.direct_io) == (1_610_612_736, 3, True)
 
 
 def test_health_says_what_is_wrong(rig):

@@ -183,7 +183,7 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
 
 
 def test_several_threads_read_and_write_one_large_call(rig, monkeypatch):
-    monkeypatch.setattr(writer_module, "MIN_BUNDLE_BYTES", 100_000)
+    monkeypatch.setattr(writer_module, "MIN_BUNDLE_BYTES", 80_000)
     a = rig(threads=4)
     a.store.reader._bytes_per_thread = 50_000
     keys = chain("a", 64)

@@ -571,6 +571,17 @@ class CountsNoBytes(Objects):
 
 
 class TrustsBytes(Objects):
+    """Verifies no checksum, and does not say so."""
+
+    verifies = False
+
+    def get_stats(self) -> StorageStats:
+        return replace(super().get_stats(), verifies_checksums=True)
+
+
+class LeavesChecksumsOut(Objects):
+    """Verifies no checksum, as an operator may have asked, and says so."""
+
     verifies = False
 
 

@@ -28,6 +28,7 @@ CONTROLS = {
     "Objects": Control(),
     "PromisesNothing": Control(),
     "PromisesTooLittle": Control(),
+    "LeavesChecksumsOut": Control(where=("Damage",)),
     "Misses": Control(breaks=("SET-1",), told="page 0 key"),
     "AlwaysTrue": Control(breaks=("GET-1", "EX-2"), told="was not written"),
     "Refuses": Control(breaks=("SET-1",), told="was refused"),
