@@ -40,6 +40,7 @@ class DeadlineLayer(StorageLayer):
     def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
         super().__init__(inner)
         self._seconds = seconds
+        self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
         self._misses = Misses()
         self._workers = _Workers(type(inner).__name__)
         self._missed = 0
@@ -100,7 +101,7 @@ class DeadlineLayer(StorageLayer):
 
     def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
         if extra_info is None:
-            return HiCacheStorageExtraInfo(deadline_seconds=self._seconds)
+            return self._default
         asked = extra_info.deadline_seconds
         return replace(extra_info, deadline_seconds=self._seconds if asked is None else min(asked, self._seconds))
 

@@ -61,7 +61,7 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
-        if self._is_connected():
+        if self._connected_pid is not None:
             return
         with self._connecting:
             if self._is_connected():

@@ -91,6 +91,8 @@ def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTr
     maxima (rule EX-1). A pool asked about twice keeps its lower verdict.
     """
     kv_hit = leading_pages(kv)
+    if not pools:
+        return PoolTransferResult(kv_hit, {PoolName.KV: kv_hit}, list(range(1, kv_hit + 1)))
     verdicts = {PoolName.KV: kv_hit}
     common: set[int] | None = None
     bound = kv_hit

@@ -34,7 +34,8 @@ def reports(site, results, tmp_path_factory):
     directory = tmp_path_factory.mktemp("reports")
     ran = site.pytest(
         "-q", "-n2", "--tb=no", "--hicache-profile=smoke", "--hicache-seed=1", "--hicache-level=core,pools,identity",
-        f"--hicache-report={directory}", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME, plugins="hicache_conformance.plugin,xdist,xdist.looponfail",
+        f"--hicache-report={directory}", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME,
+        plugins="hicache_conformance.plugin,xdist,xdist.looponfail",
     )  # fmt: skip
     assert ran.status == 1, ran.output[-3000:]
     return {name: results(directory / name) for name in CONTROLS}
