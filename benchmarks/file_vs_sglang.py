@@ -22,7 +22,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interleaved import Results, Samples, fresh_keys, machine, table, turns
+from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, drop_from_page_cache, host_pool
 
 from hicache_backends.file.mounts import mount_of
@@ -42,7 +42,7 @@ EXISTS_CALLS = 20
 ROUNDS = {"64 KiB": 4, "256 KiB": 2, "1 MiB": 1, "4 MiB": 1}
 
 
-def measure_disk(results: Results, subject: str, directory: Path, rounds: int) -> None:
+def measure_disk(results: Results, subject: str, directory: Path, rounds: int, patience: float) -> None:
     """Write, look up, read from the page cache, read from the disk; then remove, so that nothing is left to be flushed."""
     pool = host_pool(SIZES[subject])
     contenders: list[Contender] = [Peer(pool, directory / "peer"), Ours(pool, directory / "ours", OURS)]
@@ -51,11 +51,13 @@ def measure_disk(results: Results, subject: str, directory: Path, rounds: int) -
         contender.remove()
     for contender in turns(contenders, rounds):
         keys, who = fresh_keys(BATCH_PAGES), contender.name
+        wait_for_quiet(patience)
         results.time(subject, "write", who, partial(contender.write, keys))
         contender.exists(keys)
         for _ in range(EXISTS_CALLS):
             results.time(subject, "exists", who, partial(contender.exists, keys), expect=BATCH_PAGES)
         contender.read(keys)
+        wait_for_quiet(patience)
         results.time(subject, "read, cached", who, partial(contender.read, keys))
         drop_from_page_cache(contender.files())
         results.time(subject, "read, cold", who, partial(contender.read, keys))
@@ -64,7 +66,7 @@ def measure_disk(results: Results, subject: str, directory: Path, rounds: int) -
         contender.close()
 
 
-def measure_mount(results: Results, subject: str, mount: CountingMount, rounds: int) -> dict[str, float]:
+def measure_mount(results: Results, subject: str, mount: CountingMount, rounds: int, patience: float) -> dict[str, float]:
     """Write and read each batch once; requests a page, by operation and contender."""
     pool, requests = host_pool(SIZES[subject]), dict[str, float]()
     directory = mount.point / subject.replace(" ", "")
@@ -75,6 +77,7 @@ def measure_mount(results: Results, subject: str, mount: CountingMount, rounds: 
     for contender in turns(contenders, rounds):
         keys, who = fresh_keys(BATCH_PAGES), contender.name
         for operation, action in (("write", contender.write), ("read", contender.read)):
+            wait_for_quiet(patience)
             before = mount.counts()
             results.time(subject, operation, who, partial(action, keys))
             requests[f"{operation} {who}"] = sum(mount.since(before).values()) / BATCH_PAGES
@@ -107,12 +110,19 @@ def report(results: Results, goals: dict[str, dict[str, float]], requests: dict[
                 shown = [f"{microseconds(samples, who)} us" for who in (PEER, OURS)]
             else:
                 shown = [f"{speed(samples, who, SIZES[subject] * BATCH_PAGES)} GB/s" for who in (PEER, OURS)]
-            row = [operation, subject, *shown, f"{samples.ratio(OURS, PEER):.1f}x", f"{goal:g}x"]
+            row = [
+                operation,
+                subject,
+                *shown,
+                f"{samples.ratio(OURS, PEER):.1f}x",
+                f"{samples.best_ratio(OURS, PEER):.1f}x",
+                f"{goal:g}x",
+            ]
             if requests:
                 row += [f"{requests[subject][f'{operation} {who}']:.2f}" for who in (PEER, OURS)]
             rows.append(row)
     extra = ["requests a page, peer", "requests a page, ours"] if requests else []
-    return table(["operation", "page", "SGLang `HiCacheFile`", "file driver", "ratio", "goal", *extra], rows)
+    return table(["operation", "page", "SGLang `HiCacheFile`", "file driver", "ratio", "of the fastest", "goal", *extra], rows)
 
 
 def main() -> None:
@@ -121,6 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/file"), help="where results.md and results.json go")
     parser.add_argument("--sizes", default="", help="page sizes, such as '64 KiB,1 MiB'; all by default")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds to wait for a quiet machine before each turn")
     parser.add_argument("--mount-delay-us", type=int, help="measure on a FUSE mount where each request takes so long")
     options = parser.parse_args()
     on_mount = options.mount_delay_us is not None
@@ -138,10 +149,11 @@ def main() -> None:
             stack.enter_context(mount)
         for subject in sizes:
             print(f"{subject} ...", file=sys.stderr, flush=True)
+            rounds = options.rounds * ROUNDS[subject]
             if on_mount:
-                requests[subject] = measure_mount(results, subject, mount, options.rounds * ROUNDS[subject])
+                requests[subject] = measure_mount(results, subject, mount, rounds, options.patience)
             else:
-                measure_disk(results, subject, work / subject.replace(" ", ""), options.rounds * ROUNDS[subject])
+                measure_disk(results, subject, work / subject.replace(" ", ""), rounds, options.patience)
     text = report(results, MOUNT_GOALS if on_mount else GOALS, requests)
     options.out.mkdir(parents=True, exist_ok=True)
     name = "mount" if on_mount else "results"

@@ -33,6 +33,10 @@ class Samples:
         """How many times faster `who` is than `peer`."""
         return self.median(peer) / self.median(who)
 
+    def best_ratio(self, who: str, peer: str) -> float:
+        """The same of the fastest runs, which others on the machine have disturbed the least."""
+        return min(self.seconds[peer]) / min(self.seconds[who])
+
 
 @dataclass
 class Results:
@@ -54,6 +58,23 @@ def turns(contenders: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
     """Everyone once a round; who was last begins the next, so that nobody always comes after the same one."""
     for number in range(rounds):
         yield from contenders if number % 2 else contenders[::-1]
+
+
+def wait_for_quiet(seconds: float) -> None:
+    """Wait until nobody else uses the machine, but no longer than that: its cores and its disk are shared."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        before = _cpu_times()
+        time.sleep(0.05)
+        busy, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
+        if busy <= 0.1 * (busy + idle):
+            return
+
+
+def _cpu_times() -> tuple[int, int]:
+    with open("/proc/stat") as file:
+        user, nice, system, idle, iowait, *rest = map(int, file.readline().split()[1:])
+    return user + nice + system + iowait + sum(rest), idle
 
 
 _numbers = itertools.count()

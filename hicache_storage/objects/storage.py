@@ -112,11 +112,13 @@ class ObjectStorage(HiCacheStorage):
         """Remove all objects of these namespaces. Only with the capability `clears`."""
         raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Objects that were just read and are damaged: a driver that can makes them disappear for everyone.
 
-        The SDK hides them from its own lookups in any case, and asks the next set to replace them.
+        Returns:
+            Whether they are gone. If not, the SDK hides them from its own lookups, and asks the next set to replace them.
         """
+        return False
 
     def connect(self) -> None:
         """Connect to the outside world; called once before the first batch, never at construction."""
@@ -280,8 +282,14 @@ class ObjectStorage(HiCacheStorage):
         return results
 
     def _account_read(self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call) -> None:
-        pages = sum(delivered)
-        damaged = [] if pages == len(delivered) else [read for read in batch.reads if read.damaged]
+        pages, name = sum(delivered), batch.namespace.name
+        known = self._damaged
+        if known:
+            # Somebody else has repaired what is delivered now.
+            self._forget_damage(batch.namespace, [read.key for read, ok in zip(batch.reads, delivered, strict=True) if ok])
+        damaged = (
+            [] if pages == len(delivered) else [read for read in batch.reads if read.damaged and (name, read.key) not in known]
+        )
         self.recorder.count(
             request.pool.name,
             pages_read=pages,
@@ -290,12 +298,18 @@ class ObjectStorage(HiCacheStorage):
             pages_damaged=len(damaged),
         )
         if damaged:
-            self._remember_damage(batch.namespace, [read.key for read in damaged])
-            logger.warning(
-                "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
-                self._driver_name, len(damaged), request.pool.name, damaged[0].key,
-            )  # fmt: skip
-            self._attempt(lambda: self.discard_objects([ReadBatch(batch.namespace, damaged)], call))
+            self._retire(request.pool.name, ReadBatch(batch.namespace, damaged), call)
+
+    def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
+        """Make damaged objects stop existing, and say so once (rule GET-7)."""
+        keys = [read.key for read in damaged.reads]
+        self._remember_damage(damaged.namespace, keys)
+        logger.warning(
+            "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
+            self._driver_name, len(keys), pool, keys[0],
+        )  # fmt: skip
+        if self._attempt(lambda: self.discard_objects([damaged], call)):
+            self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]

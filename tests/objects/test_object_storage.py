@@ -126,6 +126,34 @@ class TestDamage:
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [6])]) == {"kv": [True]}
         assert pool.page(6) == again
 
+    def test_it_is_reported_once_and_forgotten_when_somebody_else_repairs_it(self, kit, caplog):
+        objects = {}
+        mine, other = kit.storage(kit.identity(), objects), kit.storage(kit.identity(), objects)
+        pool = kit.pool()
+        for storage in (mine, other):
+            storage.register_mem_host_pool_v2(pool, "kv")
+        stored(mine, pool, ["a"], [0])
+        (name,) = objects
+        good, objects[name] = objects[name], objects[name][:-1]
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        assert caplog.text.count("damaged pages") == 1
+        assert mine.get_stats().pools["kv"].pages_damaged == 1
+        objects[name] = good
+        assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
+        assert mine.batch_exists_v2(["a"]).kv_hit_pages == 1
+
+    def test_a_driver_that_discards_leaves_nothing_to_remember(self, kit):
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+        (name,) = storage.objects
+        storage.objects[name] = b"torn"
+        storage.discard_objects = lambda batches, call: storage.objects.pop(name) is not None
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        storage.objects[name] = b"written by somebody else"
+        assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+
     def test_without_checksums_the_rest_is_still_verified(self, kit):
         storage, pool = kit.dict_storage(verifies_checksums=False)
         stored(storage, pool, ["a", "b"], [0, 1])

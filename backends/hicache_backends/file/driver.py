@@ -152,10 +152,11 @@ class FileStorage(ObjectStorage):
         if fault is not None:
             raise fault
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store = self.store
         for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
             store.rewriter.drop_all(catalog, partial(_damaged_places, catalog, batch.reads))
+        return True
 
     def _planned(self, batches: Sequence[WriteBatch], catalogs: Sequence[Catalog], call: Call) -> list[Draft]:
         """The bundles to be written, with room made for them."""
