@@ -23,10 +23,11 @@ IDLE_SECONDS = 10.0
 class Handle:
     """An open file; closed when the last reference to it goes, so never under a thread that still uses it."""
 
-    __slots__ = ("descriptor", "used")
+    __slots__ = ("descriptor", "flags", "used")
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, flags: int = 0) -> None:
         self.descriptor = descriptor
+        self.flags = flags
         self.used = 0.0
 
     def __del__(self) -> None:
@@ -61,7 +62,7 @@ class Descriptors:
                 self._open.move_to_end(key)
                 return handle
         # Outside the lock: opening takes a request or more on a network mount.
-        handle = Handle(self.open(path, os.O_RDONLY | flags))
+        handle = Handle(self.open(path, os.O_RDONLY | flags), flags)
         handle.used = now
         with self._lock:
             self._open[key] = handle

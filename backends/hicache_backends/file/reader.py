@@ -169,7 +169,8 @@ class Reader:
         try:
             whole = self._read_pages(piece)
         except OSError as error:
-            if error.errno == errno.EINVAL and self._direct:
+            # By the handle, not by `self._direct`: another piece of this call may have turned that off already.
+            if error.errno == errno.EINVAL and piece.handle.flags & os.O_DIRECT:
                 self._stop_direct(piece.bundle)
                 piece.handle = self._descriptors.borrow(piece.bundle.path)
                 self._read_piece(piece, outcome)

@@ -310,6 +310,13 @@ def test_direct_io_falls_back_where_pages_do_not_fit_blocks(rig, caplog):
     assert sum("direct_io is not possible" in record.message for record in caplog.records) == 1
 
 
+def test_direct_io_falls_back_for_every_bundle_of_a_call(rig):
+    a, keys = rig(direct_io=True), chain("a", 6)
+    for key in keys:
+        a.put([key])
+    assert a.holds(keys)
+
+
 def test_fsync_syncs_the_bytes_before_the_name_and_the_name_before_the_answer(rig, monkeypatch):
     a, steps = rig(fsync=True), list[str]()
     real_fsync, real_rename = os.fsync, os.rename
