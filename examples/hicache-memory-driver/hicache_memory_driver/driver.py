@@ -47,10 +47,11 @@ class MemoryStorage(ObjectStorage):
         for name in [name for name in list(self._objects) if name.startswith(prefixes)]:
             self._objects.pop(name, None)
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         for batch in batches:
             for read in batch.reads:
                 self._objects.pop(batch.namespace.object_name(read.key), None)
+        return True
 
     def _is_whole(self, namespace: Namespace, key: str) -> bool:
         """An object of another length is damaged: the next set replaces it."""

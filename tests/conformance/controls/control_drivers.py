@@ -526,10 +526,11 @@ class Objects(ObjectStorage):
             self.objects.update({write.namespace.object_name(write.key): write.tobytes() for write in batch.writes})
         return [[True] * len(batch.writes) for batch in batches]
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         for batch in batches:
             for read in batch.reads:
                 self.objects.pop(read.namespace.object_name(read.key), None)
+        return True
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
@@ -607,8 +608,8 @@ class KeepsDamage(Objects):
                 self.objects.setdefault(write.namespace.object_name(write.key), write.tobytes())
         return [[True] * len(batch.writes) for batch in batches]
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> None:
-        return
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        return False
 
 
 class Dies(Plain):
