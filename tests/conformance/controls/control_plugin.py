@@ -88,7 +88,7 @@ CONTROLS = {
     "AllOrNothing": Control(
         breaks=("SET-6",), told="was answered with False in a batch of existing and new pages", where=("Writing",)
     ),
-    "KeepsDamage": Control(breaks=("SET-3",), told="is damaged", where=("Damage",)),
+    "KeepsDamage": Control(breaks=("SET-3",), told="and a get answers False", where=("Damage",)),
 }
 """By class name. The drivers of the command-line tests (`Dies`, `Hangs`, `CannotOpen`) are registered beside them."""
 
