@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
 ItemT = TypeVar("ItemT")
 
@@ -84,6 +85,15 @@ def fresh_keys(count: int) -> list[str]:
     """Keys that nobody has seen, as an engine makes them."""
     number = next(_numbers)
     return [hashlib.sha256(f"{os.getpid()}/{number}/{page}".encode()).hexdigest() for page in range(count)]
+
+
+def drop_from_page_cache(paths: list[Path]) -> None:
+    """Write files to disk and forget them, so that the next read is cold."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

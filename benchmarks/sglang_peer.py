@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -132,15 +131,6 @@ class Ours:
     def close(self) -> None:
         self.remove()
         self.storage.close()
-
-
-def drop_from_page_cache(paths: list[Path]) -> None:
-    """Write files to disk and forget them, so that the next read is cold."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 logging.getLogger("sglang").setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -52,14 +53,30 @@ def list_directory(path: str, *, asks_server: bool) -> list[str]:
 
     A network mount lists from its cache while it believes the attributes it has, so these are asked for first.
     """
+    with contextlib.suppress(FileNotFoundError):
+        return _fresh_names(path) if asks_server else os.listdir(path)
+    if asks_server:
+        # NFS remembers that a name was missing as long as it believes the attributes of the directory above.
+        for above in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):
+            with contextlib.suppress(OSError):
+                _refresh(above)
+        with contextlib.suppress(FileNotFoundError):
+            return _fresh_names(path)
+    return []
+
+
+def _fresh_names(path: str) -> list[str]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if not asks_server:
-            return os.listdir(path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            server_attributes(descriptor)
-            return os.listdir(descriptor)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        return []
+        server_attributes(descriptor)
+        return os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refresh(path: str) -> None:
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        server_attributes(descriptor)
+    finally:
+        os.close(descriptor)

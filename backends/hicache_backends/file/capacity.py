@@ -158,7 +158,7 @@ class Capacity:
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
         catalog, size = self._catalogs(victim.namespace), victim.name.size
-        if catalog is None or size * SMALL_STORE_BUNDLES < self.limit or excess >= size:
+        if catalog is None or not victim.keys or size * SMALL_STORE_BUNDLES < self.limit or excess >= size:
             return 0
         pages, bundle_bytes = len(victim.keys), catalog.shape.bundle_bytes
         dropped = -(-pages // SHRINK_SHARE)

@@ -38,8 +38,11 @@ class Workers:
         left = _Countdown(len(tasks) - 1)
         for task in tasks[1:]:
             self.start(partial(left.after, task))
-        tasks[0]()
-        left.wait()
+        try:
+            tasks[0]()
+        finally:
+            # Also where this thread is interrupted: the others write into buffers that are the caller's again after this.
+            left.wait()
 
     def start(self, task: Callable[[], None]) -> None:
         """Run a task some time, and do not wait for it."""
