@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/file"), help="where results.md and results.json go")
     parser.add_argument("--sizes", default="", help="page sizes, such as '64 KiB,1 MiB'; all by default")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds to wait for a quiet machine before each turn")
+    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
     parser.add_argument("--mount-delay-us", type=int, help="measure on a FUSE mount where each request takes so long")
     options = parser.parse_args()
     on_mount = options.mount_delay_us is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -162,6 +163,10 @@ def test_detach_while_the_store_hangs(ranks, trouble, operation):
     rank.detach()
     assert not released.is_set()
     released.set()
+    # What hung is closed when it comes back, by the thread that it hung in.
+    patience = time.monotonic() + 10
+    while threads() != before and time.monotonic() < patience:
+        time.sleep(0.01)
     assert threads() == before
 
 
