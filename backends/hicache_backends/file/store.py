@@ -115,10 +115,14 @@ class Store:
             OSError: the store is away.
         """
         notices = self._read_board()
-        catalogs = [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
+        catalogs = self.known_catalogs(namespaces)
         for catalog in catalogs:
             catalog.catch_up(notices)
         return catalogs
+
+    def known_catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
+        """The namespaces' catalogs as they are, which costs no request."""
+        return [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
 
     def forget(self, bundles: Iterable[Bundle]) -> None:
         """Take bundles off their shelves, whose files seem to be gone; the next listing tells."""
