@@ -36,7 +36,13 @@ class DriverSpec:
     requires: tuple[str, ...] = ()
     """Distributions named in the error when the target cannot be imported."""
     trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    """Options for a throwaway store, where they have no default; `{tmp}` stands for an empty directory."""
+    """Options for a throwaway store, where they have no default; `{tmp}` stands for an empty directory, and `{port:NAME}`
+    for the TCP port that one of `trial_services` listens on."""
+    trial_services: tuple[tuple[str, ...], ...] = ()
+    """Commands of the servers that a throwaway store needs, in the order of their start. `{port:NAME}` stands for a free port
+    of 127.0.0.1, the same for the same name, and `{tmp}` for an empty directory that a restarted server finds as it left it."""
+    capacity_option: str = ""
+    """The option that limits how many bytes are stored, as text such as `"64MiB"`; empty where there is none."""
 
 
 @hookspec

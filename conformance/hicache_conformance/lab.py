@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hicache_conformance.damage import Damage
     from hicache_conformance.memory import PoolMemory
     from hicache_conformance.profiles import Profile
+    from hicache_storage.layers import StorageOptions
     from hicache_storage.spec import HiCacheStorage
 
 
@@ -95,9 +96,10 @@ class Lab:
         *,
         pools: Mapping[str, PoolMemory] | None = None,
         config: Mapping[str, object] | None = None,
+        options: StorageOptions | None = None,
     ) -> Subject:
         """An open storage of its own, with its pools registered; closed when the case ends, if not before."""
-        subject = self.unopened(identity, pools=pools, config=config)
+        subject = self.unopened(identity, pools=pools, config=config, options=options)
         subject.call("open", subject.storage.open)
         return subject
 
@@ -107,9 +109,10 @@ class Lab:
         *,
         pools: Mapping[str, PoolMemory] | None = None,
         config: Mapping[str, object] | None = None,
+        options: StorageOptions | None = None,
     ) -> Subject:
         """A storage with its pools registered that has not connected yet."""
-        storage = self.bare(identity, config)
+        storage = self.bare(identity, config, options)
         self._opened.callback(self._close, storage)
         memories: Mapping[str, PoolMemory] = {PoolName.KV: GuardedPool()} if pools is None else pools
         subject = Subject(storage, memories, self.book, self.chance("places"))
@@ -123,11 +126,16 @@ class Lab:
         subject.call("register_mem_host_pool_v2", lambda: subject.storage.register_mem_host_pool_v2(memory.host_pool, name))
         return Subject(subject.storage, {**subject.memories, name: memory}, self.book, self.chance(f"places of {name}"))
 
-    def bare(self, identity: StorageIdentity | None = None, config: Mapping[str, object] | None = None) -> HiCacheStorage:
+    def bare(
+        self,
+        identity: StorageIdentity | None = None,
+        config: Mapping[str, object] | None = None,
+        options: StorageOptions | None = None,
+    ) -> HiCacheStorage:
         """A storage without pools, for the caller to close."""
-        options = self.config if config is None else dict(config)
+        settings = self.config if config is None else dict(config)
         try:
-            return create_storage(self.driver, identity or self.identity(), options)
+            return create_storage(self.driver, identity or self.identity(), settings, options=options)
         except DriverError:
             raise
         except (Exception, SystemExit) as error:

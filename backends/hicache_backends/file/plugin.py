@@ -28,5 +28,6 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             ),
             summary="Files in a directory, local or on a mount that many nodes share",
             trial_config={"path": "{tmp}/store"},
+            capacity_option="capacity",
         )
     ]

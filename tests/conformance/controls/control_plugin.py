@@ -1,112 +1,35 @@
-"""Registers the controls, and says which rule finds each of them out."""
+"""Registers the controls that the modules `mutants_*.py` list in their `CONTROLS`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from pathlib import Path
+
+from control import Control
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.spec import Capabilities, Durability, Sharing
 
+_HOME = Path(__file__).parent
 
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """A driver, and what the suite has to say about it."""
-
-    breaks: tuple[str, ...] = ()
-    """Rules that must be reported as failed; empty for a right driver."""
-    told: str = ""
-    """Part of what one of the messages must say."""
-    where: tuple[str, ...] = ()
-    """Classes of cases to try it with; empty for the whole suite."""
-    needs_path: bool = False
-
-
-PATH = {"path": "{tmp}/store"}
-
-CONTROLS = {
-    "Plain": Control(),
-    "Objects": Control(),
-    "PromisesNothing": Control(),
-    "PromisesTooLittle": Control(),
-    "LeavesChecksumsOut": Control(where=("Damage",)),
-    "Misses": Control(breaks=("SET-1",), told="page 0 key"),
-    "AlwaysTrue": Control(breaks=("GET-1", "EX-2"), told="was not written"),
-    "Refuses": Control(breaks=("SET-1",), told="was refused"),
-    "Raises": Control(breaks=("GET-1", "SET-7"), told="batch_get_v2 raised OSError: the disk is gone"),
-    "ShortAnswers": Control(breaks=("GET-3",), told="keys were answered with", where=("Reading",)),
-    "SwappedKeys": Control(breaks=("GET-1",), told="holds bytes of key", where=("Reading",)),
-    "CompactsHoles": Control(breaks=("GET-1",), told="page 1 key", where=("Reading",)),
-    "DropsLastPage": Control(breaks=("SET-1",), told="was stored (True), and a get answers False", where=("Writing", "History")),
-    "TruncatesPages": Control(breaks=("GET-1",), told="was not written at byte 48", where=("Reading",)),
-    "LosesV": Control(breaks=("GET-1", "GET-4"), told="was not written at byte 96", where=("Reading",)),
-    "OverrunsPages": Control(breaks=("GET-2",), told="touched page", where=("Reading",)),
-    "KeepsHostPages": Control(breaks=("SET-7",), told="SET-7: page 0 key", where=("Writing",)),
-    "Rewrites": Control(breaks=("SET-3",), told="a set wrote it anew", where=("Writing",)),
-    "SharesAScratchBuffer": Control(breaks=("CC-1",), told="holds bytes of key", where=("Concurrency",)),
-    "IgnoresIdentity": Control(
-        breaks=("ID-1", "ID-3", "ID-4", "LC-4"), told="holds bytes written under", where=("Identity", "Replication", "Clearing")
-    ),
-    "IgnoresDtype": Control(breaks=("ID-1",), told="kv_dtype 'bfloat16' (expected 'float16')", where=("Identity",)),
-    "IgnoresGeometry": Control(breaks=("ID-1",), told="was set from a pool of another geometry", where=("Identity",)),
-    "IgnoresPools": Control(breaks=("GET-1",), told="holds bytes of pool", where=("Pool",)),
-    "IgnoresCase": Control(breaks=("ID-5",), told="holds bytes of key", where=("Key",)),
-    "PastesKeys": Control(breaks=("ID-5",), told="holds bytes of key", where=("Key",)),
-    "WritesByPath": Control(breaks=("ID-5",), told="wrote outside the store", needs_path=True, where=("Key",)),
-    "EveryRankWrites": Control(breaks=("ID-3",), told="rank 1 is not the writer", where=("Replication",)),
-    "OneStateForAllRanks": Control(breaks=("ID-3",), told="tp_rank", where=("Replication",)),
-    "SetLooksElsewhere": Control(breaks=("ID-5", "ID-6"), told="was never set, and exists or get finds a page", where=("Key",)),
-    "MinimumOfMaxima": Control(breaks=("EX-1",), told="must be", where=("Existence",)),
-    "TrailingAsAll": Control(breaks=("EX-3",), told="EX-3: kv", where=("Existence",)),
-    "GroupsDecide": Control(breaks=("EX-4",), told="(block_groups", where=("Existence",)),
-    "NoList": Control(breaks=("EX-5",), told="restorable_prefix_pages is", where=("Existence",)),
-    "OmitsPools": Control(breaks=("EX-6",), told="is None, must be 0", where=("Existence",)),
-    "CountsGapsAway": Control(breaks=("EX-2",), told="kv .x: kv_hit_pages is 1, must be 0", where=("Existence",)),
-    "RaisesOnUnknownPools": Control(breaks=("EX-7",), told="raised KeyError", where=("Existence",)),
-    "FailsWithoutKeys": Control(breaks=("EX-8",), told="no keys", where=("Existence",)),
-    "ConnectsAtOnce": Control(breaks=("LC-1",), told="connects (socket.connect)", where=("Lifecycle",)),
-    "WritesAtOnce": Control(breaks=("LC-1",), told="wrote into its directory", needs_path=True, where=("Lifecycle",)),
-    "LeavesAThread": Control(breaks=("LC-2",), told="thread 'left-behind'", where=("Lifecycle",)),
-    "LeavesADescriptor": Control(breaks=("LC-2",), told="/dev/null", where=("Lifecycle",)),
-    "KeepsPools": Control(breaks=("LC-2",), told="still holds its host pool", where=("Lifecycle",)),
-    "WorksWhenClosed": Control(breaks=("LC-2",), told="after close() raised nothing", where=("Lifecycle",)),
-    "InstallsAHandler": Control(breaks=("LC-3",), told="the handler of SIGUSR2", where=("Lifecycle",)),
-    "NeedsTheMainThread": Control(breaks=("LC-3",), told="main thread", where=("Lifecycle",)),
-    "Exits": Control(breaks=("LC-3",), told="tried to end the process", where=("Lifecycle",)),
-    "ConfiguresLogging": Control(breaks=("LC-3",), told="the root logger's level", where=("Lifecycle",)),
-    "ForgetsForks": Control(breaks=("LC-5",), told="got RuntimeError: bad file descriptor", where=("Lifecycle",)),
-    "ClearsEverything": Control(breaks=("LC-4",), told="another's clear removed it", where=("Clearing",)),
-    "ClearsStrangersFiles": Control(breaks=("LC-4",), told="a file of somebody else", needs_path=True, where=("Clearing",)),
-    "SwallowsMisuse": Control(breaks=("FT-2",), told="raised nothing", where=("Misuse",)),
-    "ForeignErrors": Control(breaks=("FT-2",), told="raised KeyError, which is no HiCacheError", where=("Misuse",)),
-    "WritesBeforeItChecks": Control(breaks=("FT-2",), told="before it raised", where=("Misuse",)),
-    "LogsMisses": Control(breaks=("GET-6",), told="logged WARNING", where=("Reading",)),
-    "CountsNoBytes": Control(breaks=("OB-1",), told="bytes_read of pool 'kv' is 0, must be 1024", where=("Stats",)),
-    "PromisesTooMuch": Control(breaks=("ID-2",), told="page 0 key", where=("Identity",)),
-    "TrustsBytes": Control(breaks=("GET-5",), told="is damaged (flipped bit), and a get delivers it", where=("Damage",)),
-    "HidesDamage": Control(breaks=("GET-7", "EX-9"), told="counted 0 damaged pages", where=("Damage",)),
-    "FlattensPages": Control(breaks=("GET-8",), told="was not written", where=("HostPool",)),
-    "AllOrNothing": Control(
-        breaks=("SET-6",), told="was answered with False in a batch of existing and new pages", where=("Writing",)
-    ),
-    "KeepsDamage": Control(breaks=("SET-3",), told="and a get answers False", where=("Damage",)),
-}
-"""By class name. The drivers of the command-line tests (`Dies`, `Hangs`, `CannotOpen`) are registered beside them."""
-
-_NOTHING = Capabilities(may_hang=False)
-_ALL = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+CONTROLS: dict[str, Control] = {}
+"""By name. The drivers of the command-line tests (`Dies`, `Hangs`, `CannotOpen`) are registered beside them."""
+for _module in sorted(_HOME.glob("mutants_*.py")):
+    CONTROLS.update(importlib.import_module(_module.stem).CONTROLS)
 
 
 @hookimpl
 def hicache_register_drivers() -> list[DriverSpec]:
-    """Offer every control under its class name."""
+    """Offer every control under its name."""
     return [_spec(name, CONTROLS.get(name, Control())) for name in (*CONTROLS, "Dies", "Hangs", "CannotOpen")]
 
 
 def _spec(name: str, control: Control) -> DriverSpec:
     return DriverSpec(
         name=name,
-        target=f"control_drivers:{name}",
-        config="control_drivers:FileControlConfig" if control.needs_path else "control_plain:PlainConfig",
-        capabilities=_NOTHING if name in ("PromisesNothing", "PromisesTooLittle") else _ALL,
-        trial_config=PATH if control.needs_path else {},
+        target=control.target or f"control_drivers:{name}",
+        config=control.config,
+        capabilities=control.capabilities,
+        trial_config=control.trial_config,
+        capacity_option=control.capacity_option,
+        trial_services=control.trial_services,
     )

@@ -1,0 +1,36 @@
+"""What is known about a control: a driver with one planted fault, or a right one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hicache_storage.spec import Capabilities, Durability, Sharing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NOTHING = Capabilities(may_hang=False)
+IN_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+PATH = {"path": "{tmp}/store"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """A driver, and what the suite has to say about it."""
+
+    breaks: tuple[str, ...] = ()
+    """Rules that must be reported as failed; empty for a right driver."""
+    told: str = ""
+    """Part of what one of the messages must say."""
+    where: tuple[str, ...] = ()
+    """Classes of cases to try it with, without their `Cases`; empty for the whole suite."""
+    field_fault: str = ""
+    """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
+    target: str = ""
+    """`"module:Class"`; empty for `control_drivers` and the control's own name."""
+    config: str = "control_plain:PlainConfig"
+    trial_config: Mapping[str, str] = field(default_factory=dict)
+    capabilities: Capabilities = IN_PROCESS
+    capacity_option: str = ""
+    trial_services: tuple[tuple[str, ...], ...] = ()
