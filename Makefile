@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop benchmark clean
+.PHONY: demo test lint types unit conformance interop benchmark soak clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -29,6 +29,10 @@ conformance: $(VENV)/.installed
 interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pytest -m interop tests/interop
+
+# The suite's own long test, an hour or more: every mutant on 20 seeds, every right driver on 100. Writes docs/soak.md.
+soak: $(VENV)/.installed
+	$(PYTHON) tests/conformance/soak.py
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

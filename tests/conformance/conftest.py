@@ -42,15 +42,19 @@ class Site:
         """Run the command `hicache`."""
         return self._run("-c", "from hicache_storage.cli.main import main; main()", *arguments, cwd=cwd, **variables)
 
-    def pytest(self, *arguments: str, cwd: Path, plugins: str = "hicache_conformance.plugin", **variables: str) -> Ran:
+    def pytest(
+        self, *arguments: str, cwd: Path, plugins: str = "hicache_conformance.plugin", seconds: float = 300, **variables: str
+    ) -> Ran:
         """Run pytest in a directory, with no plugin but the suite's and those named."""
         chosen = [part for name in plugins.split(",") for part in ("-p", name)]
-        return self._run("-m", "pytest", *chosen, *arguments, cwd=cwd, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables)
+        return self._run(
+            "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
+        )
 
-    def _run(self, *arguments: str, cwd: Path | None, **variables: str) -> Ran:
+    def _run(self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str) -> Ran:
         command = [sys.executable, "-P", *arguments]
         done = subprocess.run(
-            command, cwd=cwd or self.directory, env={**self.environment, **variables}, capture_output=True, text=True, timeout=300,
+            command, cwd=cwd or self.directory, env={**self.environment, **variables}, capture_output=True, text=True, timeout=seconds,
             check=False,
         )  # fmt: skip
         return Ran(done.returncode, done.stdout + done.stderr)

@@ -1,16 +1,52 @@
-"""The suite against every control, in one pytest; run by `test_controls.py`, which reads the reports."""
+"""The suite against the controls, in one pytest; run by `test_controls.py` and `soak.py`, which read the reports.
+
+The environment variable `HICACHE_CONTROLS` chooses: `all` controls, each with all cases of its classes; `mutants`, each with
+the cases of the rules that it breaks; `right` ones, beside which the project's own drivers stand.
+"""
 
 from __future__ import annotations
 
+import os
+
+from control import Control
 from control_plugin import CONTROLS
 
 from hicache_conformance import DriverConformance
+from hicache_conformance.catalogue import MARK
 from hicache_conformance.target import DriverTarget
 
 _CASES = {base.__name__: base for base in DriverConformance.__bases__}
+_OWN = ("file", "memory")
 
-for _name, _control in CONTROLS.items():
+
+def _chosen() -> dict[str, Control]:
+    match os.environ.get("HICACHE_CONTROLS", "all"):
+        case "all":
+            return CONTROLS
+        case "mutants":
+            return {name: control for name, control in CONTROLS.items() if control.breaks}
+        case "right":
+            right = {name: control for name, control in CONTROLS.items() if not control.breaks}
+            return {**right, **{name: Control() for name in _OWN}}
+        case other:
+            raise ValueError(f"HICACHE_CONTROLS={other!r}; choose all, mutants or right")
+
+
+def _without(bases: tuple[type, ...], rules: tuple[str, ...]) -> dict[str, None]:
+    """Names of the cases that are about other rules, for a class that hides them from pytest."""
+    found = dict[str, None]()
+    for base in bases:
+        for home in base.__mro__:
+            for name, function in vars(home).items():
+                marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == MARK]
+                if marks and not set(marks[0].kwargs["rules"]) & set(rules):
+                    found[name] = None
+    return found
+
+
+_only_meant = os.environ.get("HICACHE_CONTROLS") == "mutants"
+for _name, _control in _chosen().items():
     _bases = tuple(_CASES[f"{where}Cases"] for where in _control.where)
-    globals()[f"Test{_name}"] = type(
-        f"Test{_name}", (*_bases, DriverTarget) if _bases else (DriverConformance,), {"driver": _name, "__module__": __name__}
-    )
+    _bases = (*_bases, DriverTarget) if _bases else (DriverConformance,)
+    _hidden = _without(_bases, _control.breaks) if _only_meant else {}
+    globals()[f"Test{_name}"] = type(f"Test{_name}", _bases, {**_hidden, "driver": _name, "__module__": __name__})
