@@ -13,11 +13,13 @@ from hicache_conformance.bystanders import watched
 from hicache_conformance.catalogue import covers
 from hicache_conformance.forked import ask_in_child
 from hicache_conformance.memory import GuardedPool, slots_of
+from hicache_conformance.needs import beyond
 from hicache_conformance.probe import probe
 from hicache_conformance.residue import Residue
 from hicache_conformance.subject import Share
 from hicache_conformance.threads import together
 from hicache_conformance.violation import Violation
+from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ GRACE_SECONDS: Final = 5.0
 
 
 class LifecycleCases:
-    """LC-1 to LC-3 and LC-5."""
+    """LC-1 to LC-3, LC-5 and LC-6."""
 
     @covers("LC-1")
     def test_import_and_construct(self, lab: Lab) -> None:
@@ -53,6 +55,14 @@ class LifecycleCases:
         subject.expect(keys)
         if not subject.call("health", subject.storage.health).ok:
             raise Violation("LC-1", f"the storage serves, and health() says {subject.storage.health()}")
+
+    @covers("LC-6")
+    def test_declared_when_open(self, lab: Lab) -> None:
+        """What an open storage declares is within what its driver's registration declares."""
+        promised, subject = registry().get(lab.driver).capabilities, lab.storage()
+        added = beyond(subject.storage.capabilities, promised)
+        if added:
+            raise Violation("LC-6", f"the open storage declares {' and '.join(added)}; the driver is registered with less")
 
     @covers("LC-2")
     def test_calls_after_close(self, lab: Lab) -> None:

@@ -429,6 +429,10 @@ class Exits(Plain):
             sys.exit("no server")
 
 
+class DeclaresMoreWhenOpen(Plain):
+    """Declares what its base declares; it is registered with nothing."""
+
+
 class ConfiguresLogging(Plain):
     def open(self) -> None:
         super().open()

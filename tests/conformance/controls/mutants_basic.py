@@ -73,6 +73,9 @@ CONTROLS = {
     "NeedsTheMainThread": Control(field_fault="D17", breaks=("LC-3",), told="main thread", where=("Lifecycle",)),
     "Exits": Control(field_fault="D15", breaks=("LC-3",), told="tried to end the process", where=("Lifecycle",)),
     "ConfiguresLogging": Control(breaks=("LC-3",), told="the root logger's level", where=("Lifecycle",)),
+    "DeclaresMoreWhenOpen": Control(
+        breaks=("LC-6",), told="declares sharing=process", capabilities=NOTHING, where=("Lifecycle",)
+    ),
     "ForgetsForks": Control(breaks=("LC-5",), told="got RuntimeError: bad file descriptor", where=("Lifecycle",)),
     "ClearsEverything": Control(field_fault="D13", breaks=("LC-4",), told="another's clear removed it", where=("Clearing",)),
     "ClearsStrangersFiles": Control(
