@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_conformance.lab import Lab
-    from hicache_storage.spec import PoolTransfer
+    from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"
 _STORED_AT_ONCE = 32
@@ -66,6 +66,22 @@ class ExistenceCases:
             pattern = [lab.random.choice([15, 15, 15, lab.random.randrange(16)]) for _ in range(lab.random.randint(1, 16))]
             asked = lab.random.sample(side, lab.random.randint(1, len(side)))
             library.ask(pattern, [lab.random.choice(_random_policies(lab, pool)) for pool in asked])
+
+    @covers("EX-1", levels=[Level.CORE, Level.POOLS])
+    def test_the_greatest_common_endpoint(self, lab: Lab) -> None:
+        """Where each pool's own greatest endpoint is legal for no other, the hit is the greatest that they have in common."""
+        library = _Library(lab, [PoolName.KV, SIDE, OTHER], length=8)
+        kv, state, index = 1, 2, 4
+        # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
+        pages = [kv | index, kv | index | state, kv | index, kv | index, kv | index, kv | state, kv, state]
+        for transfers, wanted in (([trailing(SIDE, 1)], 6), ([trailing(SIDE, 1), all_pages(OTHER)], 2)):
+            hit = library.answer(pages, transfers).kv_hit_pages
+            if hit != wanted:
+                raise Violation(
+                    "EX-1",
+                    f"kv has 7 pages, {SIDE} is there after 2, 6 and 8 pages, {OTHER} has 5: with "
+                    f"{' and '.join(transfer.name for transfer in transfers)} kv_hit_pages is {hit}, must be {wanted}",
+                )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pool(self, lab: Lab) -> None:
@@ -131,10 +147,13 @@ class _Library:
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
-        chain = [self._keys[place][pattern] for place, pattern in enumerate(patterns)]
         present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
-        answer = self._subject.exists(chain, *transfers)
+        answer = self.answer(patterns, transfers)
         check(answer, present[PoolName.KV], [Asked(transfer, present[transfer.name]) for transfer in transfers])
+
+    def answer(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        """Ask for the chain that has these patterns."""
+        return self._subject.exists([self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers)
 
 
 def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> list[PoolTransfer]:
