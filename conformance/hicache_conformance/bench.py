@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from hicache_conformance.catalogue import MARK, described
+from hicache_conformance.grounds.parameters import ground_in_use
+from hicache_conformance.grounds.standing import commands_of, filled_options, standing
+from hicache_conformance.foreign.promises import dialect
+from hicache_conformance.damage import can_tamper
 from hicache_conformance.lab import Lab
 from hicache_conformance.needs import undeclared
 from hicache_conformance.options import settings_of
@@ -18,28 +23,35 @@ from hicache_storage.plugins import create_storage, registry
 from hicache_storage.spec import Capabilities, StorageIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from hicache_conformance.catalogue import Case
     from hicache_conformance.target import DriverTarget
 
 _HOMES: Final = pytest.StashKey[dict[str, "Path"]]()
 
 TMP: Final = "{tmp}"
+CAPACITY: Final = "capacity_option"
+"""What a case needs that limits how much a store holds; drivers name the option in their `DriverSpec`."""
+STEPS: Final = "steps"
+"""What a case needs that makes the steps of an `ObjectStorage` fail, where there is no other way to the same end."""
+AMPLE_BYTES: Final = 1 << 30
 LAB_PROPERTY: Final = "hicache_lab"
 """User property of a report: driver, capabilities and redacted options, as JSON."""
 GATE_PROPERTY: Final = "hicache_gate"
 """User property of a report: what the case needs and the driver does not declare."""
 
 
-def filled_config(driver: str, config: Mapping[str, object], tmp: Path | str) -> dict[str, object]:
-    """The options given, and the driver's trial options where none is given, with `{tmp}` filled in.
+def filled_config(
+    driver: str, config: Mapping[str, object], tmp: Path | str, ports: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, object]:
+    """The options given, and the driver's trial options where none is given, with `{tmp}` and `{port:NAME}` filled in.
 
     Raises:
         DriverError: there is no such driver.
     """
-    options: dict[str, object] = {**registry().get(driver).trial_config, **config}
-    return {name: value.replace(TMP, str(tmp)) if isinstance(value, str) else value for name, value in options.items()}
+    return filled_options({**registry().get(driver).trial_config, **config}, tmp, ports)
 
 
 def instance_capabilities(driver: str, options: Mapping[str, object]) -> Capabilities:
@@ -72,7 +84,10 @@ def open_lab(owner: DriverTarget, request: pytest.FixtureRequest, config: Mappin
     driver = require_driver(type(owner))
     settings = settings_of(request.config)
     sandbox = _sandbox(request, type(owner))
-    options = filled_config(driver, config, _inner(sandbox))
+    ground = ground_in_use(request)
+    stands = standing(request.config, _name(type(owner)), commands_of(driver, owner.services))
+    tmp = (ground.tmp if ground else None) or _inner(sandbox)
+    options = filled_config(driver, config, tmp, stands.ports(ground))
     capabilities = instance_capabilities(driver, options)
     _tell(request, driver, capabilities, filled_config(driver, config, TMP))
     lab = Lab(
@@ -82,20 +97,30 @@ def open_lab(owner: DriverTarget, request: pytest.FixtureRequest, config: Mappin
         seed=settings.seed,
         run=settings.run,
         profile=PROFILES[settings.profile],
-        tmp=_inner(sandbox),
+        tmp=tmp,
         sandbox=sandbox,
         tamper=owner.tamper,
+        transfer_engine=owner.transfer_engine,
+        dialect=dialect(),
         capabilities=capabilities,
+        ground=ground,
     )
     _gate(owner, request, lab)
     yield lab
+    if ground is not None:
+        # Otherwise closing would meet the case's faults.
+        ground.heal()
     lab.close()
 
 
 def _gate(owner: DriverTarget, request: pytest.FixtureRequest, lab: Lab) -> None:
     mark = request.node.get_closest_marker(MARK)
     case = described(request.function, dict(mark.kwargs))
-    missing = undeclared(lab.capabilities, case.needs)
+    not_promised = _not_promised(request.node.name, lab, case)
+    if not_promised:
+        request.node.user_properties.append((GATE_PROPERTY, not_promised))
+        pytest.skip(f"not declared: {not_promised}")
+    missing = _missing(lab, case.needs)
     if missing:
         reason = f"the driver does not declare {' and '.join(missing)}"
         request.node.user_properties.append((GATE_PROPERTY, reason))
@@ -104,6 +129,37 @@ def _gate(owner: DriverTarget, request: pytest.FixtureRequest, lab: Lab) -> None
         request.applymarker(pytest.mark.xfail(reason=f"not declared: {reason}", strict=False))
     if case.damages and not _can_tamper(owner, lab):
         pytest.skip("untested: no way to damage a page of this driver below the API; override tamper() and can_tamper()")
+
+
+def _not_promised(name: str, lab: Lab, case: Case) -> str:
+    """Why the interface of a foreign driver does not promise what a case is about; empty where it does."""
+    if lab.dialect.promises is None:
+        return ""
+    try:
+        return lab.dialect.promises.undeclared(lab.driver, name, case.rules, [str(level) for level in case.levels])
+    except LookupError as error:
+        pytest.skip(f"untested: {error}")
+
+
+def _missing(lab: Lab, needs: Sequence[str]) -> list[str]:
+    """What a case needs and the driver does not declare; evicting is asked of an instance whose capacity is limited."""
+    promised, option = lab.capabilities, registry().get(lab.driver).capacity_option
+    if option and "evicts" in needs:
+        promised = replace(promised, evicts=instance_capabilities(lab.driver, lab.capped(AMPLE_BYTES)).evicts)
+    missing = undeclared(promised, [need for need in needs if need not in (CAPACITY, STEPS)])
+    if CAPACITY in needs and not option:
+        missing.append(CAPACITY)
+    if STEPS in needs and option and not _has_steps(lab):
+        missing.append("the steps of an ObjectStorage (a limited capacity is tried instead)")
+    return missing
+
+
+def _has_steps(lab: Lab) -> bool:
+    storage = lab.bare()
+    try:
+        return can_tamper(storage)
+    finally:
+        storage.close()
 
 
 def _can_tamper(owner: DriverTarget, lab: Lab) -> bool:
@@ -117,12 +173,16 @@ def _can_tamper(owner: DriverTarget, lab: Lab) -> bool:
 def _sandbox(request: pytest.FixtureRequest, owner: type) -> Path:
     """A directory for each class, so that all its storages share one store."""
     homes = request.config.stash.setdefault(_HOMES, {})
-    name = f"{owner.__module__}.{owner.__qualname__}"
+    name = _name(owner)
     if name not in homes:
         factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
         homes[name] = factory.mktemp("hicache")
         _inner(homes[name]).mkdir(parents=True)
     return homes[name]
+
+
+def _name(owner: type) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _inner(sandbox: Path) -> Path:

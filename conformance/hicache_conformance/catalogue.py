@@ -56,8 +56,13 @@ def catalogue() -> dict[str, Case]:
     """All cases of the suite, by the name of their function, in the order of their definition."""
     from hicache_conformance.driver import DriverConformance
 
+    return cases_of(DriverConformance)
+
+
+def cases_of(suite: type) -> dict[str, Case]:
+    """The cases that a class and its bases hold, by the name of their function, in the order of their definition."""
     found = dict[str, Case]()
-    for home in reversed(DriverConformance.__mro__):
+    for home in reversed(suite.__mro__):
         for function in vars(home).values():
             for mark in getattr(function, "pytestmark", ()):
                 if mark.name == MARK:

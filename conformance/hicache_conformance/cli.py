@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.manifest import Level, parse_levels, rules
+from hicache_conformance.metadata.command import list_protocol_rules, metadata
 from hicache_conformance.outcomes import Outcome, Stream
 from hicache_conformance.profiles import PROFILES
 from hicache_conformance.settings import Settings
@@ -48,6 +49,9 @@ def run(
     ] = None,
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
+    interface: Annotated[
+        str, typer.Option(help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c fills its extra_config.")
+    ] = "",
 ) -> None:
     """Run the suite against a driver.
 
@@ -59,6 +63,7 @@ def run(
         options = dict(_option(text) for text in config or [])
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        _check_interface(interface, driver, options)
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
@@ -66,14 +71,23 @@ def run(
     console.print(
         f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
     )
-    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report))
+    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, interface))
+
+
+app.command()(metadata)
 
 
 @app.command("rules")
-def list_rules(level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all") -> None:
+def list_rules(
+    level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all",
+    of_metadata: Annotated[bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")] = False,
+) -> None:
     """List every rule of the contract, its levels, the capability it needs, and how many cases test it."""
     from hicache_conformance.catalogue import catalogue
 
+    if of_metadata:
+        list_protocol_rules()
+        return
     try:
         levels = parse_levels(level)
     except ValueError as error:
@@ -91,9 +105,11 @@ def list_rules(level: Annotated[str, typer.Option(metavar="LEVELS", help="Only o
 def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1.")]) -> None:
     """Say what a rule asks, why it exists, and which cases test it."""
     from hicache_conformance.catalogue import catalogue
+    from hicache_conformance.metadata.book import protocol_cases, protocol_rules
 
     console = Console(highlight=False)
-    known = rules().get(rule.upper())
+    is_protocol = rule.upper() in protocol_rules()
+    known = (protocol_rules() if is_protocol else rules()).get(rule.upper())
     if known is None:
         Console(stderr=True).print(Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red"))
         raise typer.Exit(BROKEN)
@@ -101,7 +117,7 @@ def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1
     console.print(known.text, markup=False)
     console.print(f"\n[bold]Why[/]  {known.why}")
     console.print("\n[bold]Cases[/]")
-    cases = [case for case in catalogue().values() if known.id in case.rules]
+    cases = [case for case in (protocol_cases() if is_protocol else catalogue()).values() if known.id in case.rules]
     for case in cases:
         needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
         console.print(f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}", markup=True)
@@ -117,12 +133,15 @@ def _run(
     cases: list[str],
     case_seconds: float,
     report: Path | None,
+    interface: str = "",
 ) -> int:
     from hicache_conformance.catalogue import catalogue
     from hicache_conformance.runner import run as run_suite
 
-    with _Bar(console) as bar:
-        ran = run_suite(driver, options, settings, cases=cases, case_seconds=case_seconds, progress=bar.update)
+    with Bar(console) as bar:
+        ran = run_suite(
+            driver, options, settings, cases=cases, case_seconds=case_seconds, interface=interface, progress=bar.update
+        )
     stream = ran.stream
     if stream.broken or stream.header is None:
         console.print(Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red"))
@@ -133,15 +152,16 @@ def _run(
 
         write_report(report, stream.header, judgement)
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
-    _show(console, judgement, stream)
+    show(console, judgement, stream)
     if not stream.finished:
         console.print(Text(f"the run hung for {case_seconds:.0f} s and was ended" if ran.hung else ran.log[-1500:], "red"))
     if report is not None:
         console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
-    return _exit_status(judgement, stream)
+    return exit_status(judgement, stream)
 
 
-def _exit_status(judgement: Judgement, stream: Stream) -> int:
+def exit_status(judgement: Judgement, stream: Stream) -> int:
+    """What a command that judged exits with."""
     if not stream.finished:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:
@@ -150,7 +170,7 @@ def _exit_status(judgement: Judgement, stream: Stream) -> int:
     return BROKEN if suite_broke else NOT_CONFORMANT
 
 
-def _show(console: Console, judgement: Judgement, stream: Stream) -> None:
+def show(console: Console, judgement: Judgement, stream: Stream) -> None:
     """Every rule that is not a pass, and the verdict last, because that is where a terminal ends."""
     table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
     counted = [result for result in judgement.rules if result.selected]
@@ -176,6 +196,20 @@ def _failure(result: RuleResult) -> str:
     return f"{message} [{first.case}{others}]"
 
 
+def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:
+    """See to it that a foreign driver is named as its interface wants it.
+
+    Raises:
+        ValueError: there is no such interface, or no such driver of it.
+    """
+    from hicache_conformance.foreign.setup import INTERFACES, setup_of
+
+    if interface and interface not in INTERFACES:
+        raise ValueError(f"unknown interface {interface!r}; interfaces are {', '.join(INTERFACES)}")
+    if interface:
+        setup_of(driver, options)
+
+
 def _option(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -183,7 +217,7 @@ def _option(text: str) -> tuple[str, str]:
     return name, value
 
 
-class _Bar:
+class Bar:
     """A progress bar where somebody watches; silent in a log."""
 
     def __init__(self, console: Console) -> None:

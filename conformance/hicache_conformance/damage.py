@@ -72,11 +72,19 @@ def _damaged(namespace: Namespace, key: str, damage: Damage) -> ObjectWrite:
             return _Forgery(honest, buffers, bytes(envelope))
 
 
+def forged(honest: ObjectWrite, buffers: list[memoryview]) -> ObjectWrite:
+    """A write of other bytes under the envelope of the honest one."""
+    return _Forgery(honest, buffers, honest.envelope, replaces=honest.replaces)
+
+
 class _Forgery(ObjectWrite):
     """An object whose envelope does not say the truth about its bytes."""
 
     __slots__ = ()
 
-    def __init__(self, honest: ObjectWrite, buffers: list[memoryview], envelope: bytes) -> None:
-        super().__init__(honest.namespace, honest.key, buffers, replaces=True)
+    def __init__(self, honest: ObjectWrite, buffers: list[memoryview], envelope: bytes, *, replaces: bool = True) -> None:
+        super().__init__(honest.namespace, honest.key, buffers, replaces=replaces)
         self._envelope = envelope
+
+    def seal(self, computed: int) -> None:
+        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong bytes."""

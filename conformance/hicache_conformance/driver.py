@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
+from hicache_conformance.cases.crowds import CrowdCases
 from hicache_conformance.cases.damage import DamageCases
+from hicache_conformance.cases.deadlines import DeadlineCases
+from hicache_conformance.cases.durability import DurabilityCases
+from hicache_conformance.cases.eviction import EvictionCases
 from hicache_conformance.cases.existence import ExistenceCases
+from hicache_conformance.cases.faults import FaultCases
 from hicache_conformance.cases.histories import HistoryCases
 from hicache_conformance.cases.hostpools import HostPoolCases
 from hicache_conformance.cases.identity import IdentityCases
 from hicache_conformance.cases.keys import KeyCases
 from hicache_conformance.cases.lifecycle import LifecycleCases
+from hicache_conformance.cases.metrics import MetricsCases
 from hicache_conformance.cases.misuse import MisuseCases
+from hicache_conformance.cases.plans import PlanCases
 from hicache_conformance.cases.pools import PoolCases
+from hicache_conformance.cases.processes import ProcessCases
 from hicache_conformance.cases.reading import ReadingCases
 from hicache_conformance.cases.replication import ReplicationCases
+from hicache_conformance.cases.rot import RotCases
+from hicache_conformance.cases.sharing import SharingCases
+from hicache_conformance.cases.space import SpaceCases
+from hicache_conformance.cases.staging import StagingCases
 from hicache_conformance.cases.stats import StatsCases
+from hicache_conformance.cases.streams import StreamCases
 from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.target import DriverTarget
 
 
 # pytest runs the cases of the last base first.
 class DriverConformance(
+    DurabilityCases,
+    ProcessCases,
+    SharingCases,
+    PlanCases,
+    DeadlineCases,
+    RotCases,
+    FaultCases,
+    MetricsCases,
+    StagingCases,
+    BudgetCases,
+    StreamCases,
+    CrowdCases,
+    EvictionCases,
+    SpaceCases,
     StatsCases,
     MisuseCases,
     LifecycleCases,

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
+from hicache_conformance.foreign.promises import Dialect
 from hicache_conformance.memory import GuardedPool
 from hicache_conformance.pages import PageBook
+from hicache_conformance.peers.messages import PoolShape
+from hicache_conformance.peers.peer import Peer
+from hicache_conformance.pipeline import MakeTransferEngine, sdk_engine
 from hicache_conformance.subject import Subject
-from hicache_conformance.violation import Violation
-from hicache_storage.plugins import create_storage
+from hicache_conformance.violation import Untestable, Violation
+from hicache_storage.layers import StorageOptions
+from hicache_storage.plugins import create_storage, registry
 from hicache_storage.spec import Capabilities, DriverError, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
@@ -20,10 +27,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicache_conformance.damage import Damage
+    from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.memory import PoolMemory
     from hicache_conformance.profiles import Profile
-    from hicache_storage.layers import StorageOptions
     from hicache_storage.spec import HiCacheStorage
+
+
+# The layers are the SDK's; what a foreign driver does is not to be mended by them.
+FOREIGN_OPTIONS = StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)
 
 
 class Tamper(Protocol):
@@ -41,7 +52,7 @@ class Lab:
 
     driver: str
     config: dict[str, object]
-    """With `{tmp}` filled in."""
+    """With `{tmp}` and `{port:NAME}` filled in."""
     case: str
     seed: int
     run: str
@@ -52,11 +63,17 @@ class Lab:
     sandbox: Path
     """A directory some levels above `tmp`; what is written in between has left the store."""
     tamper: Tamper
+    transfer_engine: MakeTransferEngine = sdk_engine
+    dialect: Dialect = field(default_factory=Dialect)
+    """How far cases may go with the interface of the driver."""
     capabilities: Capabilities = field(default_factory=Capabilities)
+    ground: Ground | None = None
+    """What its storages stand on, in a case that puts faults there."""
     random: Random = field(init=False)
     book: PageBook = field(default_factory=PageBook)
     _opened: ExitStack = field(default_factory=ExitStack)
     _keys: int = 0
+    _peers: int = 0
     _salts: int = 0
 
     def __post_init__(self) -> None:
@@ -134,16 +151,68 @@ class Lab:
     ) -> HiCacheStorage:
         """A storage without pools, for the caller to close."""
         settings = self.config if config is None else dict(config)
+        if self.dialect.promises is not None:
+            options = FOREIGN_OPTIONS
         try:
-            return create_storage(self.driver, identity or self.identity(), settings, options=options)
+            storage = create_storage(self.driver, identity or self.identity(), settings, options=options)
         except DriverError:
             raise
         except (Exception, SystemExit) as error:
             raise Violation("LC-1", f"constructing the driver raised {type(error).__name__}: {error}") from error
+        if self.ground is not None:
+            self.ground.attach(storage)
+        return storage
+
+    def capped(self, capacity: int) -> dict[str, object]:
+        """The options of a store that holds so many bytes at most; a fresh one, where they name a directory.
+
+        Raises:
+            Untestable: the driver names no option that limits its capacity.
+        """
+        option = registry().get(self.driver).capacity_option
+        if not option:
+            raise Untestable("the driver's DriverSpec names no capacity_option, so that no store of limited capacity can be opened")
+        home = tempfile.mkdtemp(prefix="capped-", dir=self.tmp)
+        self._opened.callback(shutil.rmtree, home, ignore_errors=True)
+        fresh = {
+            name: value.replace(str(self.tmp), home) if isinstance(value, str) else value for name, value in self.config.items()
+        }
+        return {**fresh, option: f"{-(-capacity // 1024)}KiB"}
 
     def damage(self, subject: Subject, key: str, damage: Damage, pool: str = PoolName.KV) -> bool:
         """Put a damaged object where the page of `key` belongs; `False` where the driver cannot hold such an object."""
         return self.tamper(subject.storage, pool, key, damage)
+
+    def peer(
+        self,
+        identity: StorageIdentity | None = None,
+        *,
+        name: str = "",
+        pools: Mapping[str, PoolShape] | None = None,
+        config: Mapping[str, object] | None = None,
+        options: StorageOptions | None = None,
+        fresh: bool = False,
+    ) -> Peer:
+        """An open storage in a process of its own, which ends with the case, if not before.
+
+        Args:
+            name: for the report.
+            fresh: a new interpreter, with a hash seed of its own; takes a second. Otherwise a fork of one that has only loaded
+                what takes long to load.
+        """
+        self._peers += 1
+        peer = Peer.open(
+            name or f"p{self._peers}",
+            self.driver,
+            self.config if config is None else config,
+            identity or self.identity(),
+            pools=pools or {PoolName.KV: PoolShape()},
+            options=FOREIGN_OPTIONS if self.dialect.promises is not None else options,
+            seed=f"{self.number(f'peer {self._peers}')}",
+            fresh=fresh,
+        )
+        self._opened.callback(peer.close)
+        return peer
 
     def close(self) -> None:
         """Close all storages."""

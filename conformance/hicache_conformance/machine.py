@@ -102,10 +102,13 @@ class _Machine(RuleBasedStateMachine):
     @rule(places=PLACES, windows=st.tuples(WINDOWS, WINDOWS), speaker=SPEAKERS)
     def exists(self, places: list[int], windows: tuple[int, int], speaker: int) -> None:
         chain = self._chain(places)
+        if not self.lab.dialect.block_groups:
+            windows = (windows[0] % 4, windows[1] % 4)
         transfers = [_policy(pool, window) for pool, window in zip(self.pools[1:], windows, strict=False)]
         present = {pool: [(pool, key) in self.stored for key in chain] for pool in self.pools}
         answer = self._speaker(speaker).exists(chain, *transfers)
-        check(answer, present[PoolName.KV], [Asked(transfer, present[transfer.name]) for transfer in transfers])
+        asked = [Asked(transfer, present[transfer.name]) for transfer in transfers]
+        check(answer, present[PoolName.KV], asked, verdicts=self.lab.dialect.pool_verdicts)
 
     @precondition(lambda self: self.lab.capabilities.deletes)
     @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
@@ -155,7 +158,8 @@ class _Machine(RuleBasedStateMachine):
         return self.pools[number % len(self.pools)]
 
     def _chain(self, places: Sequence[int]) -> list[str]:
-        return [self.keys[place] for place in places]
+        chain = [self.keys[place] for place in places]
+        return chain if self.lab.dialect.repeated_keys else list(dict.fromkeys(chain))
 
 
 def _policy(pool: str, window: int) -> PoolTransfer:

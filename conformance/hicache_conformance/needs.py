@@ -30,6 +30,8 @@ def declares(capabilities: Capabilities, need: str) -> bool:
         return order.index(value) >= order.index(type(value)(least))
     if isinstance(value, bool) and not least:
         return value
+    if name == "max_page_bytes" and not least:
+        return value is not None
     raise ValueError(f"{need!r} names no capability; write a flag, or name>=value")
 
 

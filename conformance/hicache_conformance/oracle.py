@@ -55,8 +55,14 @@ class Asked:
         return f"{self.transfer.name} {drawn(self.present)} ({policy}{detail})"
 
 
-def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked] = ()) -> None:
+def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked] = (), *, verdicts: bool = True) -> None:
     """Compare an answer with the truth.
+
+    Args:
+        answer: what a storage says.
+        kv: which pages of the chain are there in the KV pool.
+        asked: the same for each side pool.
+        verdicts: whether each pool's own verdict is part of the answer.
 
     Raises:
         Violation: the rule, the presence of every page, and what the answer must be.
@@ -70,6 +76,8 @@ def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked]
         raise Violation(_hit_rule(asked), f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}")
     if list(answer.restorable_prefix_pages) != legal:
         raise Violation("EX-5", f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}")
+    if not verdicts:
+        return
     kv_verdict = next((page for page, there in enumerate(kv) if not there), len(kv))
     _check_verdict(answer, PoolName.KV, kv_verdict, "EX-2", scene)
     for pool in asked:

@@ -72,6 +72,16 @@ class Header:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Redacted."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
+    interface: str = ""
+    """Interface of a foreign driver, with its version; empty for the contract's own."""
+    not_promised: dict[str, str] = field(default_factory=dict[str, str])
+    """Rules that such an interface does not promise, and why."""
+    contract: str = "HiCacheStorage"
+    """Name of what the rules belong to, without its version."""
+    subject: str = "driver"
+    """What kind of thing `driver` names."""
+    again: str = ""
+    """Command that begins such a run again, without seed and cases; empty for `hicache conformance run`."""
 
 
 @dataclass(slots=True)
@@ -112,6 +122,11 @@ class Stream:
     def undeclared(self) -> list[str]:
         """What rules need and the driver does not declare."""
         return self.header.undeclared if self.header else []
+
+    @property
+    def subject(self) -> str:
+        """What kind of thing is judged."""
+        return self.header.subject if self.header else "driver"
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ class Page:
     pool: str
     key: str
     generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of a page that is all of one kind."""
+
+    start: int
+    end: int
+    generation: int | None
+    """The set that wrote it, where it is this page's and in its place."""
+    words: str
+    """What it is instead; empty where it has a generation."""
 
 
 class PageBook:
@@ -58,6 +70,28 @@ class PageBook:
         start = offset // CELL_BYTES * CELL_BYTES
         wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
+
+    def generation(self, found: bytes, page: Page) -> int | None:
+        """Which generation of `page`, whatever its own, `found` is as a whole; None where it is none."""
+        if len(found) < CELL_BYTES:
+            return None
+        generation = int(_CELL.unpack_from(found)[2])
+        return generation if self.render(replace(page, generation=generation), len(found)) == found else None
+
+    def passages(self, found: bytes, page: Page) -> list[Passage]:
+        """What `found`, which should be a generation of `page`, holds from its first byte to its last."""
+        parts = list[Passage]()
+        for start in range(0, len(found), CELL_BYTES):
+            cell = found[start : start + CELL_BYTES]
+            generation = int(_CELL.unpack(cell)[2]) if len(cell) == CELL_BYTES else page.generation
+            own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack("<I", start)
+            whose = generation if cell == own[: len(cell)] and len(cell) == CELL_BYTES else None
+            words = "" if whose is not None else self._describe(cell, start, page).replace(f" at byte {start}", "")
+            if parts and (parts[-1].generation, parts[-1].words) == (whose, words):
+                parts[-1] = replace(parts[-1], end=start + len(cell))
+            else:
+                parts.append(Passage(start, start + len(cell), whose, words))
+        return parts
 
     def _describe(self, cell: bytes, offset: int, expected: Page) -> str:
         at = f"at byte {offset}"

@@ -68,6 +68,10 @@ class _Hooks:
         if self._session is not None:
             self._session.started(nodeid)
 
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if self._session is not None and self._session.is_over():
+            item.session.shouldstop = "the run goes on in another process"
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if any(name == CASE_PROPERTY for name, _ in report.user_properties):
             self._begin().reported(report)

@@ -10,30 +10,47 @@ import pytest
 
 from hicache_conformance.bench import TMP, filled_config
 from hicache_conformance.environment import blank_header
+from hicache_conformance.foreign.promises import describe_interface
+from hicache_conformance.lab import FOREIGN_OPTIONS
 from hicache_conformance.redact import redacted
+from hicache_conformance.violation import Untestable
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from hicache_conformance.outcomes import StreamWriter
     from hicache_conformance.settings import RunFile
 
 
-def check_driver(run: RunFile, writer: StreamWriter) -> None:
+def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping[str, int]] = dict[str, int]) -> None:
     """Construct, open and close the driver once, and write the header of the run.
+
+    Args:
+        run: what was asked for.
+        writer: where the header goes.
+        ports: starts the servers that the driver needs, and says where they listen.
 
     Raises:
         pytest.UsageError: that is not possible; the reason has been written down.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
-            storage = create_storage(run.driver, _identity(), filled_config(run.driver, run.config, directory))
+            options = FOREIGN_OPTIONS if run.interface else None
+            config = filled_config(run.driver, run.config, directory, ports())
+            storage = create_storage(run.driver, _identity(), config, options=options)
             try:
                 storage.open()
             finally:
                 storage.close()
         shown = redacted(filled_config(run.driver, run.config, TMP))
-        writer.header(blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown))
+        header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
+        if run.interface:
+            describe_interface(header, run.interface)
+        writer.header(header)
+    except Untestable as missing:
+        _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
     except HiCacheError as error:
         what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
         _give_up(writer, f"driver {run.driver!r} {what}: {error}")

@@ -18,6 +18,16 @@ class Profile:
     """Random chains of each existence case, beyond the exhaustive small ones."""
     thread_calls: int
     """Calls of each thread of the concurrent cases."""
+    crowds: int
+    """How often stores of limited capacity are filled again."""
+    plans: int
+    """Random plans of faults, on each ground."""
+    plan_steps: int
+    """Random calls under each of them."""
+    process_calls: int
+    """Calls of each thread of the cases with several processes."""
+    kills: int
+    """Processes killed in each case that is about that."""
     shrinks: bool
     """Whether a failing history is made as short as possible."""
 
@@ -25,8 +35,8 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile(name="smoke", histories=8, steps=15, chains=50, thread_calls=30, shrinks=False),
-        Profile(name="default", histories=100, steps=30, chains=1000, thread_calls=200, shrinks=True),
-        Profile(name="soak", histories=1500, steps=120, chains=20_000, thread_calls=5_000, shrinks=True),
+        Profile(name="smoke", histories=8, steps=15, chains=50, thread_calls=30, crowds=2, plans=4, plan_steps=10, process_calls=60, kills=4, shrinks=False),
+        Profile(name="default", histories=100, steps=30, chains=1000, thread_calls=200, crowds=4, plans=24, plan_steps=20, process_calls=200, kills=16, shrinks=True),
+        Profile(name="soak", histories=1500, steps=120, chains=20_000, thread_calls=5_000, crowds=40, plans=400, plan_steps=40, process_calls=2_000, kills=200, shrinks=True),
     )
 }

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.outcomes import Stream
+from hicache_conformance.outcomes import CaseOutcome, Outcome, Stream
 from hicache_conformance.settings import RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from hicache_conformance.settings import Settings
 
 POLL_SECONDS: Final = 0.05
+MOST_PROCESSES: Final = 20
+"""How many processes a run may take before it is given up."""
 # What would make pytest read somebody else's configuration or load somebody else's plugins.
 _FOREIGN: Final = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG", "PYTEST_CURRENT_TEST")
 
@@ -45,9 +47,12 @@ def run(
     *,
     cases: Sequence[str] = (),
     case_seconds: float = 300.0,
+    interface: str = "",
     progress: Callable[[Stream], None] = lambda stream: None,
 ) -> Ran:
     """Run the suite against a driver.
+
+    A foreign driver that hangs, or takes the process down, fails that case, and the run goes on behind it in a new process.
 
     Args:
         driver: as `hicache drivers` lists it.
@@ -55,25 +60,53 @@ def run(
         settings: what and how.
         cases: names that a case must contain one of; empty for all.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
+        interface: interface of a foreign driver; empty for the contract's own.
         progress: called whenever something has been written down.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:
         home = Path(directory)
-        file = RunFile(driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases))
-        file.write(home / "run.json")
-        with (home / "log").open("wb") as log:
-            # A session of its own, so that what a driver has started ends with it.
-            child = subprocess.Popen(
-                _command(home), env=_environment(home), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                stream, hung = _follow(child, Path(file.stream), case_seconds, progress)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+        file = RunFile(
+            driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases),
+            interface=interface,
+        )  # fmt: skip
+        stream = Stream()
+        hung = _run_once(file, home, stream, case_seconds, progress)
+        for process in range(1, MOST_PROCESSES):
+            done = [outcome.case for outcome in stream.outcomes]
+            if not interface or stream.finished or (stream.running is None and done == file.done):
+                break
+            if stream.running is not None:
+                stream.outcomes.append(_fallen(stream.running, hung, case_seconds))
+                done.append(stream.running.case)
+                stream.running = None
+            file = replace(file, done=done, stream=str(home / f"outcomes-{process}.jsonl"))
+            hung = _run_once(file, home, stream, case_seconds, progress)
         return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung)
+
+
+def _run_once(file: RunFile, home: Path, stream: Stream, case_seconds: float, progress: Callable[[Stream], None]) -> bool:
+    """Run what is not done yet in a process of its own; whether it was ended because a case took too long."""
+    (home / "run.json").unlink(missing_ok=True)
+    file.write(home / "run.json")
+    with (home / "log").open("ab") as log:
+        # A session of its own, so that what a driver has started ends with it.
+        child = subprocess.Popen(
+            _command(home), env=_environment(home), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return _follow(child, Path(file.stream), stream, case_seconds, progress)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _fallen(case: CaseOutcome, hung: bool, case_seconds: float) -> CaseOutcome:
+    """The outcome of a case that a foreign driver has not come back from."""
+    rule, what = ("FT-3", f"did not come back within {case_seconds:.0f} s") if hung else ("LC-3", "ended the process")
+    reason = f"{rule}: the driver {what}"
+    return replace(case, outcome=Outcome.FAIL, reason=reason, detail=f"{reason} in {case.case}", broken_rule=rule)
 
 
 def _suite() -> Path:
@@ -100,11 +133,10 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], path: Path, case_seconds: float, progress: Callable[[Stream], None]
-) -> tuple[Stream, bool]:
-    """Read the outcomes as they are written, until the child has ended or a case takes too long."""
-    stream, heard = Stream(), time.monotonic()
-    position, rest = 0, ""
+    child: subprocess.Popen[bytes], path: Path, stream: Stream, case_seconds: float, progress: Callable[[Stream], None]
+) -> bool:
+    """Read the outcomes as they are written, until the child has ended or a case takes too long; whether it was that."""
+    heard, position, rest = time.monotonic(), 0, ""
     while True:
         ended = child.poll() is not None
         text = ""
@@ -120,7 +152,7 @@ def _follow(
                 stream.feed(line)
             progress(stream)
         if ended:
-            return stream, False
+            return False
         if time.monotonic() - heard > case_seconds:
-            return stream, True
+            return True
         time.sleep(POLL_SECONDS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from hicache_conformance.bench import require_driver
+from hicache_conformance.bench import GATE_PROPERTY, require_driver
 from hicache_conformance.catalogue import catalogue
+from hicache_conformance.foreign.storage import process_is_full
+from hicache_conformance.grounds.standing import commands_of, standing
 from hicache_conformance.options import settings_of
 from hicache_conformance.outcomes import Stream, StreamWriter
 from hicache_conformance.phases import VIOLATION_PROPERTY, CaseReports, describe_violation, header_of
@@ -17,8 +20,11 @@ from hicache_conformance.plugin import CASE_MARK, CASE_PROPERTY
 from hicache_conformance.preflight import check_driver
 from hicache_conformance.settings import RunFile
 from hicache_conformance.verdict import Verdict, judge
+from hicache_conformance.violation import NotPromised
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicache_conformance.driver import DriverConformance
     from hicache_conformance.outcomes import CaseOutcome
     from hicache_conformance.verdict import Judgement
@@ -69,14 +75,20 @@ class Session:
             items[:] = [item for item in items if item not in deselected]
             self._config.hook.pytest_deselected(items=deselected)
         if self._writer and self._run:
-            check_driver(self._run, self._writer)
-            self._writer.collected(len(cases) - len(deselected))
+            check_driver(self._run, self._writer, partial(self._ports, cases))
+            self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
         """Write into the item's reports which rule was broken; the exception itself does not reach the report."""
+        if isinstance(error, NotPromised):
+            item.user_properties.append((GATE_PROPERTY, str(error)))
         record = describe_violation(error)
         if record:
             item.user_properties.append((VIOLATION_PROPERTY, json.dumps(record)))
+
+    def is_over(self) -> bool:
+        """Whether this process has done its share of a run, and another has to go on."""
+        return self._run is not None and bool(self._run.interface) and process_is_full()
 
     def started(self, nodeid: str) -> None:
         """A test begins."""
@@ -97,7 +109,8 @@ class Session:
         if self._is_worker:
             return
         if self._writer:
-            self._writer.footer()
+            if not session.shouldstop:
+                self._writer.footer()
             return
         directory = self._config.getoption("--hicache-report")
         for owner, stream in self._streams.items():
@@ -121,7 +134,16 @@ class Session:
         if not set(levels) & set(self.settings.levels):
             return False
         wanted = self._run.cases if self._run else []
-        return not wanted or any(text in item.name for text in wanted)
+        begun_before = self._run is not None and item.name in self._run.done
+        return not begun_before and (not wanted or any(text in item.name for text in wanted))
+
+    def _ports(self, cases: list[pytest.Item]) -> Mapping[str, int]:
+        """Where the servers of the class under test listen; they stay up for its cases."""
+        home = cases[0].getparent(pytest.Class)
+        assert home is not None
+        owner = cast("type[DriverConformance]", home.obj)
+        commands = commands_of(owner.driver, owner.services)
+        return standing(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
 
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
         self._streams.setdefault(owner, Stream()).outcomes.append(outcome)

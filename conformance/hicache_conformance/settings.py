@@ -44,6 +44,10 @@ class RunFile:
     """File that the outcomes go to."""
     cases: list[str] = field(default_factory=list[str])
     """Names that a case must contain one of; empty for all."""
+    interface: str = ""
+    """Interface of a foreign driver; empty for the contract's own."""
+    done: list[str] = field(default_factory=list[str])
+    """Cases that a process before this one has begun, and that are not run again."""
 
     def write(self, path: Path) -> None:
         """Write it for `read`."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.memory import PoolMemory
     from hicache_conformance.pages import PageBook
-    from hicache_storage.spec import StorageIdentity
+    from hicache_storage.spec import HiCacheStorageExtraInfo, StorageIdentity
 
 AnswerT = TypeVar("AnswerT")
 
@@ -48,6 +48,8 @@ class Subject:
         self._book, self._random = book, random
         self._lane, self._lanes = lane, lanes
         self._calls = lane
+        self.info: HiCacheStorageExtraInfo | None = None
+        """What every call is told besides its pages; a short deadline, for instance."""
 
     @property
     def identity(self) -> StorageIdentity:
@@ -68,7 +70,7 @@ class Subject:
         for share, pages in zip(shares, placed, strict=True):
             self.fill(share, pages)
         transfers = self.transfers(shares, placed)
-        answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers))
+        answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
         for share, pages in zip(shares, placed, strict=True):
             memory = self.memories[share.pool]
             for page in pages:
@@ -94,7 +96,7 @@ class Subject:
             for page in self._own_pages(memory):
                 memory.write(page, blank)
         transfers = self.transfers(shares, placed)
-        answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers))
+        answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
         verdicts = _checked(answer, shares)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
@@ -120,7 +122,7 @@ class Subject:
 
     def exists(self, keys: Sequence[str], *transfers: PoolTransfer) -> PoolTransferResult:
         """Ask for a prefix, and check that the answer agrees with itself."""
-        answer = self.call("batch_exists_v2", lambda: self.storage.batch_exists_v2(keys, list(transfers) or None))
+        answer = self.call("batch_exists_v2", lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info))
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
             raise Violation("EX-1", f"kv_hit_pages is {hit} for {len(keys)} keys")

@@ -67,16 +67,19 @@ class Judgement:
         return [case for case in found.values() if case.outcome in (Outcome.FAIL, Outcome.ERROR)]
 
 
-def judge(stream: Stream, selected: Collection[Level], catalogue: Mapping[str, Case]) -> Judgement:
+def judge(
+    stream: Stream, selected: Collection[Level], catalogue: Mapping[str, Case], book: Mapping[str, Rule] | None = None
+) -> Judgement:
     """Judge what a run has written down.
 
     Args:
         stream: the run.
         selected: the levels that were asked for.
         catalogue: all cases of the suite by function name; one that left no outcome makes its rules untested.
+        book: the rules to judge by; those of the contract if not given.
     """
     outcomes = [*stream.outcomes, *_crash(stream)]
-    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in rules().values()]
+    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in (rules() if book is None else book).values()]
     verdict, reason = _verdict(results, stream)
     return Judgement(verdict, reason, results)
 
@@ -100,6 +103,11 @@ def _result(
     result = RuleResult(rule, bool(levels), cases=mine)
     if not levels:
         result.reason = f"level {' and '.join(rule.levels)} was not selected"
+        return result
+    not_promised = stream.header.not_promised.get(rule.id) if stream.header else None
+    if not_promised:
+        result.levels = dict.fromkeys(levels, Outcome.NOT_DECLARED)
+        result.outcome, result.reason = Outcome.NOT_DECLARED, not_promised
         return result
     reasons = dict[Outcome, str]()
     for level in levels:
@@ -138,7 +146,7 @@ def _verdicts(
     if not ran and not left:
         missing = [need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared]
         if missing:
-            yield Outcome.NOT_DECLARED, f"the driver does not declare {missing[-1]}"
+            yield Outcome.NOT_DECLARED, f"the {stream.subject} does not declare {missing[-1]}"
         else:
             yield Outcome.UNTESTED, "no case of this suite tests it yet"
 
@@ -166,7 +174,7 @@ def _verdict(results: list[RuleResult], stream: Stream) -> tuple[Verdict, str]:
         return Verdict.INCOMPLETE, f"{len(untested)} rules untested: {_listed(untested)}"
     if not ids(Outcome.PASS):
         return Verdict.INCOMPLETE, "no rule was tested"
-    return Verdict.CONFORMANT, "every rule of the selected levels that the driver's capabilities bind it to holds"
+    return Verdict.CONFORMANT, f"every rule of the selected levels that the {stream.subject}'s capabilities bind it to holds"
 
 
 def _listed(ids: list[str], limit: int = 8) -> str:

@@ -16,3 +16,7 @@ class Violation(AssertionError):
 
 class Untestable(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest builds this class at run time
     """A case cannot find out; its rules count as untested, which no verdict hides."""
+
+
+class NotPromised(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # as above
+    """A case asks for what the interface of a foreign driver cannot express; its rules count as not declared."""

@@ -16,13 +16,17 @@ def main() -> None:
         import typer
     except ImportError:
         sys.exit("the command line needs two more packages: pip install 'hicache-storage[cli]'")
+    from hicache_storage.cli.bench import bench
+    from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
+    from hicache_storage.cli.new import new
 
     app = typer.Typer(
         name="hicache", help="Drivers and tools for KV caches outside the GPU.", no_args_is_help=True, add_completion=False
     )
     app.callback()(_hicache)
-    app.command()(drivers)
+    for command in (drivers, new, doctor, bench):
+        app.command()(command)
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             app.add_typer(point.load(), name=point.name)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import Misses
 from hicache_storage.layers.base import StorageLayer
-from hicache_storage.spec import HiCacheStorageExtraInfo, StuckReads
+from hicache_storage.spec import Caller, Health, HiCacheStorageExtraInfo, PoolName, StorageTimeoutError, StuckReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, PoolTransferResult, StorageStats
+    from hicache_storage.spec import HiCacheStorage, PoolTransfer, PoolTransferResult, StorageStats
 
 logger = logging.getLogger(__name__)
 
 MAX_STUCK_CALLS = 32
 """Threads that may hang in the store at a time; beyond this, calls are misses at once until some come back."""
 
-JOIN_SECONDS = 1.0
+JOIN_SECONDS = 0.5
 """How long `close` waits for all workers together: all but hung ones are already on their way out."""
 
 AnswerT = TypeVar("AnswerT")
@@ -44,6 +44,10 @@ class DeadlineLayer(StorageLayer):
         self._misses = Misses()
         self._workers = _Workers(type(inner).__name__)
         self._missed = 0
+        self._answers = True
+        self._closing = threading.Lock()
+        self._closes = False
+        self._closed = threading.Event()
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -55,11 +59,10 @@ class DeadlineLayer(StorageLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        info = self._within(extra_info)
         return self._bounded(
-            lambda: self.inner.batch_exists_v2(keys, pool_transfers, info),
+            lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda: self._misses.exists(keys, pool_transfers),
-            info,
+            self._within(extra_info),
         )
 
     def batch_get_v2(
@@ -69,16 +72,33 @@ class DeadlineLayer(StorageLayer):
         if self.capabilities.stuck_reads is StuckReads.WAITS:
             return self.inner.batch_get_v2(transfers, info)
         return self._bounded(
-            lambda: self.inner.batch_get_v2(transfers, info), lambda: self._misses.pages(transfers, reads=True), info
+            lambda info: self.inner.batch_get_v2(transfers, info), lambda: self._misses.pages(transfers, reads=True), info
         )
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        info = self._within(extra_info)
         return self._bounded(
-            lambda: self.inner.batch_set_v2(transfers, info), lambda: self._misses.pages(transfers, reads=False), info
+            lambda info: self.inner.batch_set_v2(transfers, info),
+            lambda: self._misses.pages(transfers, reads=False),
+            self._within(extra_info),
         )
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        return self._bounded(lambda _: self.inner.delete(keys, pool=pool), lambda: [False] * len(keys), self._default)
+
+    def clear(self) -> None:
+        self._bounded(lambda _: self.inner.clear(), lambda: None, self._default)
+
+    def health(self) -> Health:
+        late = Health(ok=False, detail=f"no answer within {self._seconds} s")
+        return self._bounded(lambda _: self.inner.health(), lambda: late, self._default)
+
+    def open(self) -> None:
+        def refuse() -> None:
+            raise StorageTimeoutError(f"{type(self.inner).__name__}: did not open within {self._seconds} s")
+
+        self._bounded(lambda _: self.inner.open(), refuse, self._default)
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -88,16 +108,26 @@ class DeadlineLayer(StorageLayer):
         return self.inner.fault_count() + self._missed
 
     def close(self) -> None:
-        """Close what is wrapped, and leave it behind at the deadline if a call in it hangs."""
-        if self.capabilities.may_hang:
-            job = _Job(super().close)
+        """Close what is wrapped, and leave it behind at the deadline if a call in it hangs; who comes later waits no longer."""
+        with self._closing:
+            first, self._closes = not self._closes, True
+        if not self.capabilities.may_hang:
+            super().close()
+        elif first:
+            job = _Job(self._close_inner)
             if self._workers.run(job, self._seconds):
                 job.result()
             else:
                 logger.warning("%s: a call hangs; it is closed when that comes back", type(self.inner).__name__)
         else:
-            super().close()
+            self._closed.wait(self._seconds)
         self._workers.close()
+
+    def _close_inner(self) -> None:
+        try:
+            self.inner.close()
+        finally:
+            self._closed.set()
 
     def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
         if extra_info is None:
@@ -105,15 +135,23 @@ class DeadlineLayer(StorageLayer):
         asked = extra_info.deadline_seconds
         return replace(extra_info, deadline_seconds=self._seconds if asked is None else min(asked, self._seconds))
 
-    def _bounded(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo) -> AnswerT:
+    def _bounded(
+        self, ask: Callable[[HiCacheStorageExtraInfo], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo
+    ) -> AnswerT:
         if not self.capabilities.may_hang:
-            return ask()
-        job = _Job(ask)
-        if not self._workers.run(job, info.deadline_seconds or self._seconds):
-            self._missed += 1
-            logger.warning("%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds)
-            return miss()
-        return job.result()
+            return ask(info)
+        caller = Caller()
+        job = _Job(lambda: ask(replace(info, caller=caller)))
+        if self._workers.run(job, info.deadline_seconds or self._seconds):
+            self._answers = True
+            return job.result()
+        # From here on nothing is written to the caller's memory, and nothing of it is published.
+        caller.leave()
+        self._missed += 1
+        level = logging.WARNING if self._answers else logging.DEBUG
+        self._answers = False
+        logger.log(level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds)
+        return miss()
 
 
 class _Job(Generic[AnswerT]):

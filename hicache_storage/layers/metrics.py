@@ -77,4 +77,9 @@ class MetricsLayer(StorageLayer):
         return results
 
     def get_stats(self) -> StorageStats:
-        return replace(super().get_stats(), pools=self._recorder.snapshot().pools)
+        stats, counted = super().get_stats(), self._recorder.snapshot().pools
+        # What cannot be seen from here the wrapped storage may have counted.
+        for name, pool in stats.pools.items():
+            if name in counted:
+                counted[name].pages_damaged, counted[name].pages_evicted = pool.pages_damaged, pool.pages_evicted
+        return replace(stats, pools=counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,28 @@ from hicache_storage.objects.namespace import Namespace, key_digest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_storage.spec import Caller
+
+
+_PATIENT: AbstractContextManager[bool] = nullcontext(True)
+"""A caller who waits for as long as it takes."""
+
 
 class Call:
     """What all objects of one call share: its deadline and what the engine said about it."""
 
-    __slots__ = ("_deadline", "prefix_keys", "request_id")
+    __slots__ = ("_caller", "_deadline", "prefix_keys", "request_id")
 
-    def __init__(self, seconds: float | None = None, *, prefix_keys: Sequence[str] = (), request_id: str | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        prefix_keys: Sequence[str] = (),
+        request_id: str | None = None,
+        caller: Caller | None = None,
+    ) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._caller = caller
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
         self.request_id = request_id
@@ -28,12 +43,22 @@ class Call:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
+    @property
+    def caller(self) -> AbstractContextManager[bool]:
+        """To be entered while a destination is written: `with call.caller as waits:`, and only `if waits`.
+
+        The caller does not leave before the block ends, so nothing that may hang belongs into it (rule GET-9).
+        """
+        return _PATIENT if self._caller is None else self._caller
+
     def expired(self) -> bool:
-        """Whether the deadline has passed.
+        """Whether the deadline has passed, or the caller has left.
 
         A driver asks this after it has read the last byte of a page and before it publishes it, and publishes nothing
         once it is true: the caller may have been answered already and may have reused the memory (rule SET-8).
         """
+        if self._caller is not None and self._caller.gone:
+            return True
         return self._deadline is not None and time.monotonic() >= self._deadline
 
 
@@ -44,9 +69,17 @@ class ObjectRead:
     verifies. A driver that reads in several threads may call `verify()` there itself, while the bytes are in the cache.
     """
 
-    __slots__ = ("_verdict", "_verifies_checksum", "buffers", "damaged", "envelope", "key", "namespace")
+    __slots__ = ("_call", "_verdict", "_verifies_checksum", "buffers", "damaged", "envelope", "key", "namespace")
 
-    def __init__(self, namespace: Namespace, key: str, buffers: list[memoryview], *, verifies_checksum: bool = True) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        key: str,
+        buffers: list[memoryview],
+        *,
+        verifies_checksum: bool = True,
+        call: Call | None = None,
+    ) -> None:
         self.namespace = namespace
         self.key = key
         self.buffers = buffers
@@ -56,6 +89,7 @@ class ObjectRead:
         self.damaged = False
         """Something was there and it was not the page; set by `verify()`, or by a driver that sees it by itself."""
         self._verifies_checksum = verifies_checksum
+        self._call = call
         self._verdict: bool | None = None
 
     @property
@@ -64,15 +98,23 @@ class ObjectRead:
         return [*self.buffers, memoryview(self.envelope)]
 
     def fill(self, payload: bytes | bytearray | memoryview | None) -> bool:
-        """Copy a whole stored object, components and envelope, into place; `False` where there is none or it is torn."""
+        """Copy a whole stored object, components and envelope, into place.
+
+        Returns:
+            `False` where there is none, it is torn, or nobody waits for it any more.
+        """
         if payload is None:
             return False
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
             return False
-        view, start = memoryview(payload), 0
+        with _PATIENT if self._call is None else self._call.caller as waits:
+            return waits and self._copy(memoryview(payload))
+
+    def _copy(self, payload: memoryview) -> bool:
+        start = 0
         for part in self.parts:
-            part[:] = view[start : start + len(part)]
+            part[:] = payload[start : start + len(part)]
             start += len(part)
         return True
 

@@ -80,7 +80,8 @@ class ObjectStorage(HiCacheStorage):
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._damaged_lock = threading.Lock()
-        self._faulty = False
+        self._faulty = set[str]()
+        """Operations that have failed in the present episode of faults."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
 
@@ -209,7 +210,7 @@ class ObjectStorage(HiCacheStorage):
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(registered.namespace, keys)]
             self._forget_damage(registered.namespace, keys)
-            return self._ask(lambda: self.delete_objects(batches, Call()), [keys])[0]
+            return self._ask("delete", lambda: self.delete_objects(batches, Call()), [keys])[0]
 
     def clear(self) -> None:
         if not self._capabilities.clears:
@@ -219,7 +220,7 @@ class ObjectStorage(HiCacheStorage):
             namespaces = [pool.namespace for pool in self._pools.values()]
             with self._damaged_lock:
                 self._damaged.clear()
-            self._attempt(lambda: self.clear_namespaces(namespaces, Call()))
+            self._attempt("clear", lambda: self.clear_namespaces(namespaces, Call()))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
@@ -251,7 +252,7 @@ class ObjectStorage(HiCacheStorage):
 
     def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
         batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
-        found = self._ask(lambda: self.objects_exist(batches, call), [keys for _, keys in lookups])
+        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups])
         if self._damaged:
             for batch, present in zip(batches, found, strict=True):
                 name = batch.namespace.name
@@ -266,17 +267,21 @@ class ObjectStorage(HiCacheStorage):
             ReadBatch(
                 request.pool.namespace,
                 [
-                    ObjectRead(request.pool.namespace, key, buffers, verifies_checksum=self._verifies_checksums)
+                    ObjectRead(request.pool.namespace, key, buffers, verifies_checksum=self._verifies_checksums, call=call)
                     for key, buffers in zip(request.keys, pages, strict=True)
                 ],
             )
             for request, pages in zip(requests, targets, strict=True)
         ]
-        filled = self._ask(lambda: self.read_objects(batches, call), [batch.reads for batch in batches]) if batches else []
+        asked = [batch.reads for batch in batches]
+        filled = self._ask("read", lambda: self.read_objects(batches, call), asked) if batches else []
         results = dict[PoolName, list[bool]]()
         for request, pages, batch, full in zip(requests, targets, batches, filled, strict=True):
-            delivered = [ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
-            request.pool.access.deliver(request.slots, pages, delivered)
+            with call.caller as waits:
+                # What a caller who has left may have overwritten says nothing about the object.
+                delivered = [waits and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
+                if waits:
+                    request.pool.access.deliver(request.slots, pages, delivered)
             self._account_read(request, batch, delivered, call)
             results[request.pool.name] = delivered
         return results
@@ -308,7 +313,7 @@ class ObjectStorage(HiCacheStorage):
             "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
             self._driver_name, len(keys), pool, keys[0],
         )  # fmt: skip
-        if self._attempt(lambda: self.discard_objects([damaged], call)):
+        if self._attempt("discard", lambda: self.discard_objects([damaged], call)):
             self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
@@ -319,7 +324,7 @@ class ObjectStorage(HiCacheStorage):
         pending = [index for index, batch in enumerate(batches) if batch.writes]
         if pending:
             asked = [batches[index] for index in pending]
-            written = self._ask(lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
+            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
         return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
@@ -358,25 +363,31 @@ class ObjectStorage(HiCacheStorage):
         limit = self._capabilities.max_page_bytes
         return limit is None or namespace.page_bytes <= limit
 
-    def _ask(self, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]]) -> list[list[bool]]:
+    def _ask(
+        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]]
+    ) -> list[list[bool]]:
         """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1)."""
-        answers = self._attempt(question)
-        if answers is not None:
-            if [len(answer) for answer in answers] == [len(batch) for batch in items]:
-                return answers
-            self._note_fault(DriverContractError("the driver answered for another number of objects than it was asked for"))
-        return [[False] * len(batch) for batch in items]
 
-    def _attempt(self, question: Callable[[], ItemT]) -> ItemT | None:
+        def checked() -> list[list[bool]]:
+            answers = question()
+            if [len(answer) for answer in answers] != [len(batch) for batch in items]:
+                raise DriverContractError("the driver answered for another number of objects than it was asked for")
+            return answers
+
+        answers = self._attempt(operation, checked)
+        return [[False] * len(batch) for batch in items] if answers is None else answers
+
+    def _attempt(self, operation: str, question: Callable[[], ItemT]) -> ItemT | None:
         """Call into the driver; None after a fault."""
         try:
             self._lifecycle.ensure_connected()
             answer = question()
         except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
-            self._note_fault(error)
+            self._note_fault(operation, error)
             return None
-        if self._faulty:
-            self._faulty = False
+        # On a full disk lookups go on serving: only what has failed ends an episode.
+        if operation in self._faulty:
+            self._faulty = set()
             logger.info("%s: serving again", self._driver_name)
         return answer
 
@@ -387,11 +398,12 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
-    def _note_fault(self, error: Exception) -> None:
+    def _note_fault(self, operation: str, error: Exception) -> None:
         self.recorder.count_fault()
         expected = isinstance(error, (StorageUnavailableError, OSError))
-        if not self._faulty:
-            self._faulty = True
+        begins = not self._faulty
+        self._faulty.add(operation)
+        if begins:
             logger.warning("%s: answering misses: %s", self._driver_name, error, exc_info=None if expected else error)
 
     def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
@@ -411,4 +423,9 @@ class ObjectStorage(HiCacheStorage):
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
     if extra_info is None:
         return Call()
-    return Call(extra_info.deadline_seconds, prefix_keys=extra_info.prefix_keys or (), request_id=extra_info.request_id)
+    return Call(
+        extra_info.deadline_seconds,
+        prefix_keys=extra_info.prefix_keys or (),
+        request_id=extra_info.request_id,
+        caller=extra_info.caller,
+    )

@@ -1,5 +1,6 @@
 """The HiCacheStorage v2 contract: types, policies, identity, errors, and the abstract storage."""
 
+from hicache_storage.spec.caller import Caller
 from hicache_storage.spec.capabilities import Capabilities, Durability, Sharing, StuckReads
 from hicache_storage.spec.config import DriverConfig, parse_bytes, parse_config
 from hicache_storage.spec.errors import (
@@ -38,6 +39,7 @@ from hicache_storage.spec.transfers import (
 __all__ = [
     "IDENTITY_FIELDS",
     "MAX_KEY_BYTES",
+    "Caller",
     "Capabilities",
     "ConfigError",
     "DriverConfig",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.spec.caller import Caller
+
 MAX_KEY_BYTES = 512
 """Longest legal page key, in bytes of UTF-8 (rule ID-5)."""
 
@@ -119,3 +121,5 @@ class HiCacheStorageExtraInfo:
     """Time the call may take from now; None leaves it to the storage's own deadline."""
     request_id: str | None = None
     """For logs and traces."""
+    caller: Caller | None = None
+    """Whoever may stop waiting before the call ends, such as the deadline layer; None for one who never does."""

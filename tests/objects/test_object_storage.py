@@ -276,6 +276,24 @@ class TestFaults:
             assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
             assert caplog.text.count("serving again") == 1
 
+    @pytest.mark.parametrize("failing", ["read", "write"])
+    def test_lookups_that_serve_do_not_end_the_episode_of_others(self, kit, failing, caplog):
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+
+        def fail(operation):
+            if operation == failing:
+                raise OSError(28, "No space left on device")
+
+        storage.before = fail
+        with caplog.at_level(logging.INFO):
+            for number in range(3):
+                assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+                storage.batch_get_v2([pool.transfer("kv", ["a"], [1])])
+                storage.batch_set_v2([pool.transfer("kv", [f"new{number}"], [1])])
+            assert caplog.text.count("answering misses") == 1
+            assert "serving again" not in caplog.text
+
     def test_an_answer_of_the_wrong_length(self, kit):
         storage, _pool = kit.dict_storage()
         storage.objects_exist = lambda batches, call: [[True]]

@@ -17,6 +17,7 @@ SOURCES = {
 ALLOWED = {
     "hicache_storage.spec": set(),
     "hicache_storage.pools": {"hicache_storage.spec"},
+    "hicache_storage.transfer": {"hicache_storage.spec", "hicache_storage.pools"},
     "hicache_storage.objects": {"hicache_storage.spec", "hicache_storage.pools"},
     "hicache_storage.layers": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.objects"},
     "hicache_storage.hookspecs": {"hicache_storage.spec"},
@@ -27,7 +28,20 @@ ALLOWED = {
         "hicache_storage.layers",
         "hicache_storage.plugins",
     },
-    "hicache_storage.cli": {"hicache_storage.spec", "hicache_storage.plugins", "hicache_storage.hookspecs"},
+    "hicache_storage.tools": {
+        "hicache_storage.spec",
+        "hicache_storage.pools",
+        "hicache_storage.objects",
+        "hicache_storage.layers",
+        "hicache_storage.plugins",
+        "hicache_storage.hookspecs",
+    },
+    "hicache_storage.cli": {
+        "hicache_storage.spec",
+        "hicache_storage.plugins",
+        "hicache_storage.hookspecs",
+        "hicache_storage.tools",
+    },
     "hicache_backends": {"hicache_storage"},
     "hicache_conformance": {"hicache_storage"},
 }

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """A bundle whose index could not be read, for want of a descriptor or by an I/O error, is not tried again sooner."""
 
+MAX_HURRIES = 8
+"""But so many times it is, as soon as others of its namespace can be read or written: the fault may be gone."""
+
 BUNDLES_A_TASK = 16
 
 Location = tuple["Bundle", int]
@@ -61,6 +64,7 @@ class Catalog:
         self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
         self._unread: dict[Bundle, None] = {}
         self._retry_at = 0.0
+        self._hurries = 0
         self._missed = False
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
@@ -81,6 +85,14 @@ class Catalog:
             with self.shelf.lock:
                 again, self._unread = list(self._unread), {}
                 self.bundles_added(again)
+
+    def note_service(self) -> None:
+        """The file system has just served this namespace: what it would not let us read before is worth another try."""
+        if self._unread and self._hurries < MAX_HURRIES:
+            self._hurries += 1
+            self._retry_at = 0.0
+        elif not self._unread:
+            self._hurries = 0
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether the page is there."""

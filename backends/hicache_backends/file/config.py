@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -41,6 +41,14 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "on a local disk; 8 on a network mount and where direct_io is set.",
         ),
     ] = None
+    stuck_reads: Annotated[
+        Literal["auto", "waits", "buffered"],
+        Meta(
+            description="What a get does about a read that does not come back before the deadline. 'buffered': it returns; pages "
+            "are read into buffers of the driver's own (at most 16 MiB) and copied from there. 'waits': it waits; pages are read "
+            "straight into the host pool. By default 'buffered' on network mounts, and 'waits' on local disks."
+        ),
+    ] = "auto"
     verify_checksums: Annotated[
         bool,
         Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway."),

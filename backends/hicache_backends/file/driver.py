@@ -12,7 +12,7 @@ from hicache_backends.file.faults import kept
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import Draft
 from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError
+from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError, StuckReads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +45,8 @@ class FileStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 evicts=config.capacity is not None,
+                # What a read does while nobody knows yet where the path leads: it is guarded, and waited for.
+                stuck_reads=StuckReads.WAITS if config.stuck_reads == "waits" else StuckReads.BUFFERED,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -66,7 +68,11 @@ class FileStorage(ObjectStorage):
     def connect(self) -> None:
         self._store = Store(self._config, self._count_evicted)
         # Known only now: a path says nothing about where it leads.
-        self._capabilities = replace(self._capabilities, may_hang=not self._store.is_local)
+        self._capabilities = replace(
+            self._capabilities,
+            may_hang=not self._store.is_local or self._config.stuck_reads == "buffered",
+            stuck_reads=StuckReads.BUFFERED if self._store.buffers is not None else StuckReads.WAITS,
+        )
 
     def disconnect(self) -> None:
         store, self._store = self.store, None
@@ -74,8 +80,9 @@ class FileStorage(ObjectStorage):
 
     def check_health(self) -> Health:
         self.store.board.read()
-        ignored = self.store.ignored()
-        return Health(ok=True, detail=f"{ignored} damaged bundles ignored" if ignored else "")
+        ignored, stuck = self.store.ignored(), self.store.stuck_reads()
+        found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [f"{stuck} reads hang"] * bool(stuck)
+        return Health(ok=True, detail="; ".join(found))
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
@@ -107,6 +114,9 @@ class FileStorage(ObjectStorage):
             )
             arrived.update(outcome.arrived)
             faults += outcome.faults
+        if arrived:
+            for catalog in catalogs:
+                catalog.note_service()
         store.after_call()
         self._note_partial_fault(faults, bool(arrived))
         return [[read in arrived for read in batch.reads] for batch in batches]

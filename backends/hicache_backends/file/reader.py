@@ -1,4 +1,4 @@
-"""Reads pages from bundles straight into the host pool."""
+"""Reads pages from bundles: straight into the host pool, or, where a read may hang, through buffers of the driver's own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from hicache_storage.objects import ObjectRead, running_checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xxhash import xxh3_64
+
+    from hicache_backends.file.buffers import Buffers
     from hicache_backends.file.descriptors import Descriptors, Handle
     from hicache_backends.file.shelf import Bundle
     from hicache_backends.file.workers import Workers
@@ -71,6 +74,7 @@ class Reader:
     """Reads batches of pages. Safe for many threads.
 
     Args:
+        buffers: where reads go first; None to read straight into the host pool, and keep the caller until that is done.
         threads: most threads for one call.
         bytes_per_thread: no thread is used for less.
         direct: read past the page cache where the file system and the buffers allow it.
@@ -82,6 +86,7 @@ class Reader:
         self,
         descriptors: Descriptors,
         workers: Workers,
+        buffers: Buffers | None,
         *,
         threads: int,
         bytes_per_thread: int,
@@ -89,7 +94,7 @@ class Reader:
         verifies: bool,
         retires_bad_sectors: bool,
     ) -> None:
-        self._descriptors, self._workers = descriptors, workers
+        self._descriptors, self._workers, self._buffers = descriptors, workers, buffers
         self._threads, self._bytes_per_thread = threads, bytes_per_thread
         self._direct, self._verifies = direct, verifies
         self._retires_bad_sectors = retires_bad_sectors
@@ -161,19 +166,19 @@ class Reader:
             if call.expired():
                 return
             try:
-                self._read_piece(piece, outcome)
+                self._read_piece(piece, call, outcome)
             except OSError as error:
                 outcome.faults.append(kept(error))
 
-    def _read_piece(self, piece: Piece, outcome: Outcome) -> None:
+    def _read_piece(self, piece: Piece, call: Call, outcome: Outcome) -> None:
         try:
-            whole = self._read_pages(piece)
+            whole = self._read_pages(piece, call)
         except OSError as error:
             # By the handle, not by `self._direct`: another piece of this call may have turned that off already.
             if error.errno == errno.EINVAL and piece.handle.flags & os.O_DIRECT:
                 self._stop_direct(piece.bundle)
                 piece.handle = self._descriptors.borrow(piece.bundle.path)
-                self._read_piece(piece, outcome)
+                self._read_piece(piece, call, outcome)
                 return
             # The open file may belong to a mount that has died, and be in order when it is opened again.
             self._descriptors.forget(piece.bundle.path)
@@ -188,45 +193,87 @@ class Reader:
         if whole:
             outcome.arrived += piece.reads
         elif len(piece.reads) > 1:
-            self._read_singly(piece, outcome)
+            self._read_singly(piece, call, outcome)
         else:
             # The file ends too early: it was cut after its index had been read.
             piece.reads[0].damaged = True
 
-    def _read_singly(self, piece: Piece, outcome: Outcome) -> None:
+    def _read_singly(self, piece: Piece, call: Call, outcome: Outcome) -> None:
         """Read the pages one by one, so that only those are missing that cannot be read."""
         for number, read in enumerate(piece.reads, start=piece.page):
             try:
-                self._read_piece(Piece(piece.handle, piece.bundle, number, [read]), outcome)
+                self._read_piece(Piece(piece.handle, piece.bundle, number, [read]), call, outcome)
             except OSError as error:
                 outcome.faults.append(kept(error))
 
-    def _read_pages(self, piece: Piece) -> bool:
+    def _read_pages(self, piece: Piece, call: Call) -> bool:
         """Fill the buffers of a piece and verify its pages in this thread, while they are in its core's cache."""
-        descriptor, reads, page_bytes = piece.handle.descriptor, piece.reads, piece.page_bytes
-        if page_bytes > PIECE_BYTES and self._verifies:
-            return self._read_long_page(descriptor, reads[0], piece)
-        buffers = [buffer for read in reads for buffer in read.buffers]
-        if not read_into(descriptor, buffers, piece.page * page_bytes):
-            return False
-        envelope = piece.bundle.envelope
-        for page, read in enumerate(reads, start=piece.page):
-            read.envelope = envelope(page)
-            read.verify()
+        if piece.page_bytes > PIECE_BYTES and (self._verifies or self._buffers is not None):
+            return self._read_long_page(piece, call)
+        if self._buffers is not None:
+            return self._read_buffered(piece, self._buffers, call)
+        targets = [buffer for read in piece.reads for buffer in read.buffers]
+        with call.caller as waits:
+            _stop_unless(waits)
+            if not read_into(piece.handle.descriptor, targets, piece.page * piece.page_bytes):
+                return False
+            for page, read in enumerate(piece.reads, start=piece.page):
+                read.envelope = piece.bundle.envelope(page)
+                read.verify()
         return True
 
-    def _read_long_page(self, descriptor: int, read: ObjectRead, piece: Piece) -> bool:
-        checksum, offset = running_checksum(), piece.page * piece.page_bytes
+    def _read_buffered(self, piece: Piece, buffers: Buffers, call: Call) -> bool:
+        """As `_read_pages`, and nothing reaches the host pool before it is known to be sound and waited for."""
+        length, sound = piece.page_bytes, list[tuple[ObjectRead, memoryview]]()
+        with buffers.lend(call) as buffer:
+            if not read_into(piece.handle.descriptor, [buffer[: piece.size]], piece.page * length):
+                return False
+            for number, read in enumerate(piece.reads):
+                page = buffer[number * length : (number + 1) * length]
+                read.envelope = piece.bundle.envelope(piece.page + number)
+                if read.verify(self._checksum(page)):
+                    sound.append((read, page))
+            with call.caller as waits:
+                _stop_unless(waits)
+                for read, page in sound:
+                    _scatter(page, read.buffers)
+        return True
+
+    def _read_long_page(self, piece: Piece, call: Call) -> bool:
+        read, checksum, offset = piece.reads[0], running_checksum(), piece.page * piece.page_bytes
         for buffer in read.buffers:
             for at in range(0, len(buffer), PIECE_BYTES):
-                part = buffer[at : at + PIECE_BYTES]
-                if not read_into(descriptor, [part], offset):
+                target = buffer[at : at + PIECE_BYTES]
+                if not self._read_long_part(piece.handle.descriptor, target, offset, checksum, call):
                     return False
-                checksum.update(part)
-                offset += len(part)
+                offset += len(target)
         read.envelope = piece.bundle.envelope(piece.page)
         read.verify(checksum.intdigest())
         return True
+
+    def _read_long_part(self, descriptor: int, target: memoryview, offset: int, checksum: xxh3_64, call: Call) -> bool:
+        if self._buffers is None:
+            with call.caller as waits:
+                _stop_unless(waits)
+                whole = read_into(descriptor, [target], offset)
+                checksum.update(target)
+            return whole
+        with self._buffers.lend(call) as buffer:
+            part = buffer[: len(target)]
+            if not read_into(descriptor, [part], offset):
+                return False
+            checksum.update(part)
+            with call.caller as waits:
+                _stop_unless(waits)
+                target[:] = part
+        return True
+
+    def _checksum(self, page: memoryview) -> int | None:
+        if not self._verifies:
+            return None
+        checksum = running_checksum()
+        checksum.update(page)
+        return checksum.intdigest()
 
     def _is_bad_sector(self, piece: Piece, error: OSError) -> bool:
         """Whether a failed read is the page's fault: the file system is in order where it serves the file's footer."""
@@ -244,3 +291,15 @@ class Reader:
         if self._direct:
             logger.warning("direct_io is not possible for %s with these buffers; reading through the page cache", bundle.path)
         self._direct = False
+
+
+def _stop_unless(waits: bool) -> None:
+    if not waits:
+        raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
+
+
+def _scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
+    start = 0
+    for target in targets:
+        target[:] = page[start : start + len(target)]
+        start += len(target)

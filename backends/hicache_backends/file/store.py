@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.board import Board, Notices
+from hicache_backends.file.buffers import Buffers
 from hicache_backends.file.capacity import Capacity, Shelves
 from hicache_backends.file.catalog import Catalog
 from hicache_backends.file.changes import Changes
@@ -17,6 +18,7 @@ from hicache_backends.file.descriptors import Descriptors
 from hicache_backends.file.drafts import Drafts
 from hicache_backends.file.mounts import mount_of
 from hicache_backends.file.names import random_writer
+from hicache_backends.file.reader import PIECE_BYTES as READ_BYTES
 from hicache_backends.file.reader import Reader
 from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.stamp import Stamp
@@ -80,9 +82,12 @@ class Store:
         self.drafts = Drafts(self.tree, writer_name, self.descriptors, asks_server=asks_server)
         self.changes = Changes(self.tree, self.board, self.drafts, syncs=config.fsync)
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, syncs=config.fsync)
+        buffered = not mount.is_local if config.stuck_reads == "auto" else config.stuck_reads == "buffered"
+        self.buffers = Buffers(READ_BYTES) if buffered else None
         self.reader = Reader(
             self.descriptors,
             self.workers,
+            self.buffers,
             threads=threads,
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if mount.is_local else NETWORK_BYTES_PER_THREAD,
             direct=direct,
@@ -151,6 +156,10 @@ class Store:
     def ignored(self) -> int:
         """Files in this storage's namespaces that are named like bundles and are none."""
         return sum(catalog.ignored for catalog in list(self._catalogs.values()))
+
+    def stuck_reads(self) -> int:
+        """Reads that hang in the file system, though nobody waits for them any more."""
+        return 0 if self.buffers is None else self.buffers.stuck()
 
     def close(self) -> None:
         """Leave no thread and no descriptor behind."""

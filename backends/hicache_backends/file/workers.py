@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import partial
+from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -30,19 +30,22 @@ class Workers:
         self._closed = False
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run all tasks and return when the last has ended. A task keeps its errors to itself."""
+        """Run all tasks and return when the last has ended. A task keeps its errors to itself.
+
+        The caller goes on with what no thread has begun: threads that hang in the file system keep nobody waiting.
+        """
         if len(tasks) < 2 or not self._count:
             for task in tasks:
                 task()
             return
-        left = _Countdown(len(tasks) - 1)
-        for task in tasks[1:]:
-            self.start(partial(left.after, task))
+        batch = _Batch(tasks)
+        for _ in tasks[1 : self._count + 1]:
+            self.start(batch.work)
         try:
-            tasks[0]()
+            batch.work()
         finally:
             # Also where this thread is interrupted: the others write into buffers that are the caller's again after this.
-            left.wait()
+            batch.wait()
 
     def start(self, task: Callable[[], None]) -> None:
         """Run a task some time, and do not wait for it."""
@@ -77,22 +80,36 @@ class Workers:
             del task
 
 
-class _Countdown:
-    """Lets one thread wait until a number of tasks have been run by others."""
+class _Batch:
+    """Tasks that several threads take one after the other, and one thread waits for."""
 
-    def __init__(self, count: int) -> None:
-        self._left = count
+    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
+        self._tasks = deque(tasks)
+        self._unfinished = len(tasks)
         self._lock = threading.Lock()
         self._done = threading.Event()
 
-    def after(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        finally:
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._done.set()
+    def work(self) -> None:
+        """Run tasks until none is left to begin."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+                    if not self._unfinished:
+                        self._done.set()
 
     def wait(self) -> None:
+        """Wait until the last task has ended; where the caller was interrupted, none is begun any more."""
+        with self._lock:
+            while self._tasks:
+                self._tasks.pop()
+                self._unfinished -= 1
+            if not self._unfinished:
+                self._done.set()
         self._done.wait()

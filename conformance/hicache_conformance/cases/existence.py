@@ -11,7 +11,7 @@ from hicache_conformance.memory import GuardedPool
 from hicache_conformance.oracle import Asked, check
 from hicache_conformance.subject import Subject, all_pages, block_groups, trailing
 from hicache_conformance.violation import Violation
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +136,7 @@ class _Library:
 
     def __init__(self, lab: Lab, pools: Sequence[str], length: int) -> None:
         self._pools = list(pools)
+        self._dialect = lab.dialect
         self._subject: Subject = lab.storage(pools={pool: GuardedPool(components=(48,)) for pool in pools})
         self._keys = [lab.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)]
         for bit, pool in enumerate(pools):
@@ -143,13 +144,17 @@ class _Library:
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._subject.store(keys, pool)
-                self._subject.expect(keys, pool)
+                if self._dialect.keeps_bytes:
+                    self._subject.expect(keys, pool)
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
+        if not self._dialect.block_groups:
+            transfers = [transfer for transfer in transfers if transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
         present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
         answer = self.answer(patterns, transfers)
-        check(answer, present[PoolName.KV], [Asked(transfer, present[transfer.name]) for transfer in transfers])
+        asked = [Asked(transfer, present[transfer.name]) for transfer in transfers]
+        check(answer, present[PoolName.KV], asked, verdicts=self._dialect.pool_verdicts)
 
     def answer(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         """Ask for the chain that has these patterns."""

@@ -26,6 +26,10 @@ KEYS: Final = (
 """Texts that file names, URLs, shells, file systems and other people's naming schemes treat in some way of their own."""
 
 
+ESCAPED: Final = "hicache-conformance-escape*"
+"""What the one of them that is an absolute path leaves behind where it leads out."""
+
+
 class KeyCases:
     """ID-5 and ID-6."""
 
@@ -56,8 +60,13 @@ class KeyCases:
     def test_keys_stay_inside(self, lab: Lab) -> None:
         """Keys that climb directories leave no trace outside of the store's own."""
         subject = lab.storage(pools={PoolName.KV: GuardedPool(pages=256)})
-        subject.store(list(KEYS))
+        for key in KEYS:
+            # Whether it is stored is another case's question.
+            subject.set([key])
         outside = _outside(lab)
+        for path in Path("/tmp").glob(ESCAPED):
+            # In nobody's way, the next run's included.
+            path.unlink()
         if outside:
             raise Violation("ID-5", f"keys that climb directories wrote outside the store: {sorted(outside)}")
 
@@ -109,5 +118,5 @@ def _outside(lab: Lab) -> set[str]:
     """What lies around the directory that `{tmp}` stands for, and what in it is named like a key that climbed one level."""
     own = {lab.tmp, *lab.tmp.parents}
     around = {entry for level in own if level != lab.tmp and level.is_relative_to(lab.sandbox) for entry in level.iterdir()}
-    stray = (around - own).union(lab.tmp.glob("escape*"), Path("/tmp").glob("hicache-conformance-escape*"))
+    stray = (around - own).union(lab.tmp.glob("escape*"), Path("/tmp").glob(ESCAPED))
     return {str(path.relative_to(lab.sandbox) if path.is_relative_to(lab.sandbox) else path) for path in stray}

@@ -10,19 +10,28 @@ from hicache_conformance.report.page import page
 from hicache_conformance.report.results import as_json, results
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from hicache_conformance.catalogue import Case
     from hicache_conformance.outcomes import Header
     from hicache_conformance.verdict import Judgement
 
 __all__ = ["write_report"]
 
 
-def write_report(directory: Path, header: Header, judgement: Judgement) -> None:
-    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is made if need be."""
+def write_report(directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None) -> None:
+    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is made if need be.
+
+    Args:
+        directory: where to.
+        header: the run.
+        judgement: its verdict.
+        cases: the suite's, by function name; those of the contract if not given.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     record = results(header, judgement)
     (directory / "results.json").write_text(as_json(record), encoding="utf-8")
     (directory / "badge.json").write_text(as_json(badge(header, judgement)), encoding="utf-8")
     (directory / "junit.xml").write_text(junit(header, judgement), encoding="utf-8")
-    (directory / "index.html").write_text(page(header, judgement), encoding="utf-8")
+    (directory / "index.html").write_text(page(header, judgement, cases), encoding="utf-8")

@@ -22,7 +22,7 @@ def badge(header: Header, judgement: Judgement) -> dict[str, Any]:
     detail = f"{failed} rules broken" if failed else levels
     return {
         "schemaVersion": 1,
-        "label": f"HiCacheStorage v{header.spec_version}",
+        "label": f"{header.contract} v{header.spec_version}",
         "message": f"{judgement.verdict} ({detail})",
         "color": COLOURS[judgement.verdict],
     }

@@ -13,6 +13,9 @@ from hicache_conformance.outcomes import Outcome
 from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.catalogue import Case
     from hicache_conformance.outcomes import Header
     from hicache_conformance.verdict import Judgement
 
@@ -28,7 +31,7 @@ LEVEL_SUMMARIES: Final = {
 }
 
 
-def page(header: Header, judgement: Judgement) -> str:
+def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None) -> str:
     """The text of the file."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
@@ -39,7 +42,7 @@ def page(header: Header, judgement: Judgement) -> str:
         levels=[_level(level, header, judgement) for level in Level],
         outcomes=list(Outcome),
         groups=_groups(header, judgement),
-        summaries={case.name: case.summary for case in catalogue().values()},
+        summaries={case.name: case.summary for case in (catalogue() if cases is None else cases).values()},
     )
 
 

@@ -21,6 +21,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
     name, _, version = header.distribution.partition(" ")
     return {
         "schema": SCHEMA,
+        "contract": header.contract,
         "spec_version": header.spec_version,
         "suite_version": header.suite_version,
         "driver": {"name": header.driver, "distribution": name, "version": version},
@@ -50,7 +51,8 @@ def as_json(record: dict[str, Any]) -> str:
 def reproduction(header: Header, case: str) -> str:
     """The command that runs one case again."""
     options = [f"-c '{name}={value}'" for name, value in header.options.items()]
-    parts = ["hicache conformance run", header.driver, *options, f"--seed {header.seed}", f"--case '{case}'"]
+    begin = [header.again] if header.again else ["hicache conformance run", header.driver, *options]
+    parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
     if header.profile != "default":
         parts.append(f"--profile {header.profile}")
     return " ".join(parts)

@@ -1,11 +1,13 @@
 """The cases, for the driver that the command line names."""
 
 from hicache_conformance import DriverConformance
+from hicache_conformance.foreign.target import ForeignConformance
 from hicache_conformance.settings import RunFile
 
 _run = RunFile.of_environment()
+_suite: type[DriverConformance] = ForeignConformance if _run and _run.interface else DriverConformance
 
 
-class TestDriver(DriverConformance):
+class TestDriver(_suite):
     driver = _run.driver if _run else ""
     config = _run.config if _run else {}

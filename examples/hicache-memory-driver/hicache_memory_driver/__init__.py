@@ -1,1 +1,1 @@
-"""A HiCacheStorage driver that keeps pages in the memory of its process."""
+"""The HiCacheStorage driver `memory`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
-
 from hicache_storage.spec import DriverConfig
+from msgspec import Meta
 
 
 class MemoryConfig(DriverConfig, frozen=True, kw_only=True):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from hicache_storage.objects import ObjectStorage
+
 from hicache_memory_driver.plugin import CAPABILITIES
-from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_memory_driver.config import MemoryConfig
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
+
+    from hicache_memory_driver.config import MemoryConfig
 
 
 class MemoryStorage(ObjectStorage):
@@ -27,20 +30,13 @@ class MemoryStorage(ObjectStorage):
         return [[self._is_whole(batch.namespace, key) for key in batch.keys] for batch in batches]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        return [
-            [read.fill(self._objects.get(batch.namespace.object_name(read.key))) for read in batch.reads] for batch in batches
-        ]
+        return [[self._fill(read) for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        for batch in batches:
-            for write in batch.writes:
-                self._objects[batch.namespace.object_name(write.key)] = write.tobytes()
-        return [[True] * len(batch.writes) for batch in batches]
+        return [[self._put(write, call) for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [
-            [self._objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches
-        ]
+        return [[self._remove(batch.namespace, key) for key in batch.keys] for batch in batches]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         prefixes = tuple(f"{namespace.name}-" for namespace in namespaces)
@@ -50,9 +46,23 @@ class MemoryStorage(ObjectStorage):
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         for batch in batches:
             for read in batch.reads:
-                self._objects.pop(batch.namespace.object_name(read.key), None)
+                self._remove(batch.namespace, read.key)
         return True
 
     def _is_whole(self, namespace: Namespace, key: str) -> bool:
         """An object of another length is damaged: the next set replaces it."""
         return len(self._objects.get(namespace.object_name(key), b"")) == namespace.object_bytes
+
+    def _fill(self, read: ObjectRead) -> bool:
+        return read.fill(self._objects.get(read.namespace.object_name(read.key)))
+
+    def _put(self, write: ObjectWrite, call: Call) -> bool:
+        payload = write.tobytes()
+        if call.expired():
+            # The caller may have been answered and may have reused the memory that the bytes came from.
+            return False
+        self._objects[write.namespace.object_name(write.key)] = payload
+        return True
+
+    def _remove(self, namespace: Namespace, key: str) -> bool:
+        return self._objects.pop(namespace.object_name(key), None) is not None

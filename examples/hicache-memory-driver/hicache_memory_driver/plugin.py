@@ -5,7 +5,13 @@ from __future__ import annotations
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 from hicache_storage.spec import Capabilities, Durability, Sharing
 
-CAPABILITIES = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+CAPABILITIES = Capabilities(
+    sharing=Sharing.PROCESS,
+    durability=Durability.REOPEN,
+    deletes=True,
+    clears=True,
+    may_hang=False,
+)
 
 
 @hookimpl

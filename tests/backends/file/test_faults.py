@@ -320,3 +320,23 @@ def test_a_fault_is_logged_once_per_episode(rig, caplog):
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     assert a.storage.get_stats().faults == 5
     assert a.holds(keys)
+
+
+def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
+    a, keys, others = rig(), chain("a", 4), chain("b", 2)
+    a.put(keys)
+    a.put(others)
+    path = a.store.catalogs([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
+    b = rig()
+    with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
+        for _ in range(20):
+            assert b.hit(keys) == 0
+            assert b.holds(others)
+    b.storage.close()
+    c = rig()
+    with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
+        assert c.hit(keys) == 0
+    # Not after a second, but with the first sign that the fault is gone.
+    assert c.holds(others)
+    assert c.hit(keys) == 4
+    assert c.holds(keys)

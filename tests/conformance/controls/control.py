@@ -29,6 +29,8 @@ class Control:
     """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
     target: str = ""
     """`"module:Class"`; empty for `control_drivers` and the control's own name."""
+    transfer_engine: str = ""
+    """`"module:Class"` of the engine that the level stream copies with; empty for the SDK's."""
     config: str = "control_plain:PlainConfig"
     trial_config: Mapping[str, str] = field(default_factory=dict)
     capabilities: Capabilities = IN_PROCESS

@@ -6,6 +6,7 @@ the cases of the rules that it breaks; `right` ones, beside which the project's 
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from control import Control
@@ -44,9 +45,19 @@ def _without(bases: tuple[type, ...], rules: tuple[str, ...]) -> dict[str, None]
     return found
 
 
+def _engine(control: Control) -> dict[str, object]:
+    """The transfer engine of a control that brings one, as an attribute of its class."""
+    if not control.transfer_engine:
+        return {}
+    module, _, name = control.transfer_engine.partition(":")
+    return {"transfer_engine": staticmethod(getattr(importlib.import_module(module), name))}
+
+
 _only_meant = os.environ.get("HICACHE_CONTROLS") == "mutants"
 for _name, _control in _chosen().items():
     _bases = tuple(_CASES[f"{where}Cases"] for where in _control.where)
     _bases = (*_bases, DriverTarget) if _bases else (DriverConformance,)
     _hidden = _without(_bases, _control.breaks) if _only_meant else {}
-    globals()[f"Test{_name}"] = type(f"Test{_name}", _bases, {**_hidden, "driver": _name, "__module__": __name__})
+    globals()[f"Test{_name}"] = type(
+        f"Test{_name}", _bases, {**_hidden, **_engine(_control), "driver": _name, "__module__": __name__}
+    )

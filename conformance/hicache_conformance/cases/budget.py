@@ -1,0 +1,154 @@
+"""What calls may ask of a driver: round trips, batches, and as many keys as an engine has."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Final, cast
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.driver_calls import counted, has_steps
+from hicache_conformance.grounds.network import NetworkGround
+from hicache_conformance.grounds.standing import ground_names
+from hicache_conformance.manifest import Level
+from hicache_conformance.memory import GuardedPool
+from hicache_conformance.subject import Share, all_pages, trailing
+from hicache_conformance.violation import Untestable, Violation
+from hicache_conformance.whole_batches import BATCH
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from hicache_conformance.grounds.ground import Ground
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.memory import PoolMemory
+    from hicache_conformance.subject import Subject
+    from hicache_conformance.target import DriverTarget
+    from hicache_storage.spec import PoolTransferResult
+
+BUDGET: Final = [Level.BUDGET]
+MANY_KEYS: Final = 250_000
+PATIENCE_SECONDS: Final = 60.0
+"""Twice the default deadline of a call."""
+NOTICEABLE_SECONDS: Final = 0.3
+ATTEMPTS: Final = 3
+
+
+class BudgetCases:
+    """EX-10 and BU-1."""
+
+    @covers("EX-10", levels=BUDGET)
+    def test_one_question_for_all_pools(self, lab: Lab) -> None:
+        """128 keys over three pools are answered right; an `ObjectStorage` driver is asked once for all of them."""
+        subject, keys = _three_pools(lab), lab.keys(BATCH)
+        _store_chain(subject, keys[:40])
+        with counted(subject.storage) as calls:
+            answer = _ask(subject, keys)
+        _check_answer(answer, BATCH)
+        if calls.total() > 1:
+            raise Violation(
+                "EX-10", f"one exists of {BATCH} keys over 3 pools called {_listed(calls)}, must be one objects_exist"
+            )
+
+    @covers("EX-10", levels=BUDGET, needs=["networked"])
+    def test_one_round_trip(self, lab: Lab, ground: Ground) -> None:
+        """128 keys over three pools cost one request and its reply."""
+        owner = cast("DriverTarget", self)
+        if NetworkGround.name not in ground_names(owner.driver, owner.config, owner.services):
+            raise Untestable(
+                "the suite cannot count round trips: it starts no server of this driver (trial_services, {port:NAME})"
+            )
+        subject, keys = _three_pools(lab), lab.keys(BATCH)
+        _store_chain(subject, keys[:40])
+        turns = list[int]()
+        for _ in range(ATTEMPTS):
+            before = ground.requests()
+            _check_answer(_ask(subject, keys), BATCH)
+            turns.append(ground.requests() - before)
+        if ground.name == NetworkGround.name and min(turns) > 1:
+            raise Violation("EX-10", f"one exists of {BATCH} keys over 3 pools took {min(turns)} round trips")
+
+    @covers("EX-10", levels=BUDGET)
+    def test_many_keys(self, lab: Lab) -> None:
+        """250,000 keys in one call are answered right, in a time that grows with their number and not with its square."""
+        subject, keys = _three_pools(lab), lab.keys(MANY_KEYS)
+        _store_chain(subject, keys[:40])
+        _store_chain(subject, keys[-1:])
+        count, before = 1000, 0.0
+        while count <= MANY_KEYS // 4:
+            taken = _time_to_ask(subject, keys[:count])
+            if taken > NOTICEABLE_SECONDS and _forecast(count, before, taken) > PATIENCE_SECONDS:
+                _confirm_growth(subject, keys, count)
+            count, before = 2 * count, taken
+        _check_answer(_ask(subject, keys), MANY_KEYS)
+
+    @covers("BU-1", levels=BUDGET)
+    def test_one_batch_for_a_call(self, lab: Lab) -> None:
+        """A set and a get of 128 pages in each of three pools ask the driver once for everything."""
+        subject = _three_pools(lab, pages=BATCH)
+        if not has_steps(subject.storage):
+            raise Untestable("the driver is no ObjectStorage, so that there are no calls of its own to count")
+        shares = [Share(lab.keys(BATCH), pool) for pool in subject.memories]
+        with counted(subject.storage) as calls:
+            subject.store_many(shares)
+        _check_calls(calls, "set", "objects_exist", "write_objects")
+        with counted(subject.storage) as calls:
+            found = subject.get_many(shares)
+        _check_calls(calls, "get", "objects_exist", "read_objects")
+        for share in shares:
+            subject.compare(share.keys, found[share.pool], share.pool)
+
+
+def _three_pools(lab: Lab, pages: int = 64) -> Subject:
+    memories: dict[str, PoolMemory] = {pool: GuardedPool(pages=pages) for pool in (PoolName.KV, PoolName.MAMBA, PoolName.INDEXER)}
+    return lab.storage(pools=memories)
+
+
+def _store_chain(subject: Subject, keys: Sequence[str]) -> None:
+    """KV and indexer of all pages, and the state after every twentieth."""
+    subject.store(keys)
+    subject.store(keys, PoolName.INDEXER)
+    if keys[19::20]:
+        subject.store(keys[19::20], PoolName.MAMBA)
+
+
+def _ask(subject: Subject, keys: Sequence[str]) -> PoolTransferResult:
+    return subject.exists(keys, trailing(PoolName.MAMBA, 1), all_pages(PoolName.INDEXER))
+
+
+def _check_answer(answer: PoolTransferResult, count: int) -> None:
+    if answer.kv_hit_pages != 40 or list(answer.restorable_prefix_pages) != [20, 40]:
+        found = f"{answer.kv_hit_pages} and {answer.restorable_prefix_pages[:5]}"
+        raise Violation("EX-10", f"an exists of {count} keys over 3 pools answered {found}, must be 40 and [20, 40]")
+
+
+def _time_to_ask(subject: Subject, keys: Sequence[str]) -> float:
+    started = time.perf_counter()
+    _check_answer(_ask(subject, keys), len(keys))
+    return time.perf_counter() - started
+
+
+def _forecast(count: int, half: float, whole: float) -> float:
+    """Seconds for all keys, if the time goes on growing as it did from half of `count` keys to `count`."""
+    exponent = max(1.0, math.log2(whole / half)) if half else 1.0
+    return float(whole * (MANY_KEYS / count) ** exponent)
+
+
+def _confirm_growth(subject: Subject, keys: Sequence[str], count: int) -> None:
+    half, whole = (min(_time_to_ask(subject, keys[:part]) for _ in range(ATTEMPTS)) for part in (count // 2, count))
+    forecast = _forecast(count, half, whole)
+    if whole > NOTICEABLE_SECONDS and forecast > PATIENCE_SECONDS:
+        told = f"{count // 2} keys took {half:.2f} s and {count} keys {whole:.2f} s"
+        raise Violation("EX-10", f"an exists of {MANY_KEYS} keys would take some {forecast:.0f} s: {told}")
+
+
+def _check_calls(calls: Counter[str], what: str, *allowed: str) -> None:
+    if any(name not in allowed or number > 1 for name, number in calls.items()):
+        what = f"{what} of {BATCH} pages in each of 3 pools"
+        raise Violation("BU-1", f"a {what} called {_listed(calls)}; allowed is each of {' and '.join(allowed)} once")
+
+
+def _listed(calls: Counter[str]) -> str:
+    return ", ".join(f"{name} {number} times" for name, number in sorted(calls.items()))

@@ -1,0 +1,76 @@
+"""Several processes in a store that is full."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.crowding import BATCH, COMPONENTS, PAGE_BYTES, capacity_of
+from hicache_conformance.footprint import Footprint
+from hicache_conformance.history.events import Call
+from hicache_conformance.manifest import Level
+from hicache_conformance.peers.messages import PoolShape
+from hicache_conformance.peers.stage import Stage
+from hicache_conformance.peers.watching import Strike
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.peers.peer import Peer
+
+FAULTS: Final = (Level.FAULTS,)
+POOLS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
+KILLS: Final = 8
+
+
+class CrowdCases:
+    """EV-1 and EV-2, between processes."""
+
+    @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    def test_leftovers_of_killed_writers(self, lab: Lab) -> None:
+        """What killed writers have begun to write is counted and removed: a full store takes no more room than before, and holds as much."""
+        pages, random = 24, lab.chance("strikes")
+        config = lab.capped(capacity_of(pages))
+        stage = Stage(lab, POOLS, config=config)
+        survivor = stage.peer("survivor")
+        held_before, taken_before = _refill(stage, survivor, pages), Footprint.of(config, lab.tmp)
+        for kill in range(KILLS):
+            writer = stage.peer(f"writer{kill}")
+            work = stage.work(stage.new_keys(3 * pages), {Call.SET: 1}, calls=8, longest=2 * BATCH)
+            stage.play({writer: work}, {writer: Strike(random.randint(2, 4), random.random())})
+        held_after, taken_after = _refill(stage, survivor, pages), Footprint.of(config, lab.tmp)
+        story = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
+        if held_after < held_before - BATCH:
+            raise Violation("EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now")
+        if taken_before and taken_after and taken_after.bytes > taken_before.bytes + BATCH * PAGE_BYTES:
+            raise Violation(
+                "EV-1",
+                f"{story}: it took {taken_before.bytes} bytes before, and takes {taken_after.bytes} now; the capacity is {capacity_of(pages)}",
+            )
+        stage.judge("EV-2", keeps=False)
+
+    @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    def test_processes_push_each_other_s_pages_out(self, lab: Lab) -> None:
+        """Several processes look up, read and write in a store that is always full: nobody reads what took a page's place."""
+        stage = Stage(lab, POOLS, config=lab.capped(capacity_of(16)))
+        keys, mix = stage.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
+        stage.play(
+            {
+                stage.peer(name): stage.work(
+                    keys, mix, calls=lab.profile.process_calls // 2, lanes=2, longest=BATCH, at=stage.soon()
+                )
+                for name in ("one", "two", "three")
+            }
+        )
+        stage.judge("EV-2", keeps=False)
+
+
+def _refill(stage: Stage, peer: Peer, pages: int) -> int:
+    """Write twice as many pages as fit; how many of them are there then."""
+    keys = stage.new_keys(2 * pages)
+    for start in range(0, len(keys), BATCH):
+        peer.set(keys[start : start + BATCH], stage.value())
+    return sum(found is not None for found in peer.get(keys))

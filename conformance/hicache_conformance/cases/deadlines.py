@@ -1,0 +1,253 @@
+"""A store that hangs: every call ends in time, and nothing happens behind the caller's back when the store comes back."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.faults.scene import (
+    DEADLINE_SECONDS,
+    RECOVERY_SECONDS,
+    SLACK_SECONDS,
+    UNGUARDED,
+    check_hits,
+    check_kept,
+    hurry,
+    wait_until_serving,
+    working,
+)
+from hicache_conformance.faults.troubles import HUNG
+from hicache_conformance.manifest import Level
+from hicache_conformance.pages import canary, short, spent
+from hicache_conformance.pending import Pending
+from hicache_conformance.residue import Residue
+from hicache_conformance.subject import Share
+from hicache_conformance.violation import Violation
+from hicache_storage.layers import StorageOptions
+from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError, StuckReads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_conformance.grounds.ground import Ground
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+AnswerT = TypeVar("AnswerT")
+
+FAULTS: Final = (Level.FAULTS,)
+IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
+CLOSING_SECONDS: Final = 1.0
+"""Deadline of the storages that are closed while their calls hang; they have to work with it before."""
+INFO: Final = HiCacheStorageExtraInfo(deadline_seconds=DEADLINE_SECONDS)
+LATE_SECONDS: Final = 0.3
+"""How long late effects are waited for when the store serves again."""
+
+
+class DeadlineCases:
+    """FT-3, GET-9, SET-8, and LC-2 under fault."""
+
+    @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
+    def test_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+        """While the store hangs, exists, get and set end within the deadline and a second; afterwards the same storage serves."""
+        subject, keys = working(lab, ground)
+        plan = _hang(lab, ground, subject)
+        new, within = lab.keys(4), lab.dialect.patience_seconds or IN_TIME
+        hurry(subject)
+        ground.strike(plan)
+        for name, ask in (
+            ("batch_exists_v2", partial(subject.exists, keys)),
+            ("batch_set_v2", partial(subject.set, new)),
+            ("batch_exists_v2 again", partial(subject.exists, keys)),
+        ):
+            _check_time(Pending(ask), name, plan, within)
+        # Last, because a driver may say that its reads wait.
+        reading = Pending(partial(subject.get, keys))
+        if not _may_wait(subject):
+            check_hits(subject, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
+        ground.heal()
+        check_hits(subject, keys, _come_back(reading, "batch_get_v2", plan), plan)
+        hurry(subject, None)
+        wait_until_serving(lab, subject, plan)
+        check_kept(lab, subject, keys, plan)
+
+    @covers("FT-3", "LC-1", levels=FAULTS)
+    def test_opening_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+        """open() and health() of a store that hangs end within the deadline and a second: with a HiCacheError, and with ok=False."""
+        plan = _hang(lab, ground, working(lab, ground, pages=1)[0])
+        options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
+        subject = lab.unopened(options=options)
+        ground.strike(plan)
+        opening = Pending(subject.storage.open)
+        try:
+            _check_time(opening, "open", plan)
+        except HiCacheError:
+            pass
+        health = _check_time(Pending(partial(subject.call, "health", subject.storage.health)), "health", plan)
+        if ground.struck() and plan.hangs and health.ok:
+            raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
+        ground.heal()
+        # Now with a deadline that a busy machine keeps.
+        until = time.monotonic() + RECOVERY_SECONDS
+        while subject.set(lab.keys(1)) != [True]:
+            if time.monotonic() > until:
+                raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {RECOVERY_SECONDS:.0f} s later")
+
+    @covers("FT-3", levels=FAULTS)
+    def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
+        """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
+        subject, keys = working(lab, ground, pages=4)
+        plan = FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
+        ground.strike(plan if ground.name != "services" else FaultPlan(ground.name, ()))
+        subject.expect(keys, rule="FT-3")
+        new = lab.keys(4)
+        subject.store(new)
+        subject.expect(new, rule="FT-3")
+
+    @covers("GET-9", levels=FAULTS)
+    def test_nothing_arrives_late(self, lab: Lab, ground: Ground) -> None:
+        """When a get has returned, its destination belongs to somebody else: no byte of it changes when the hung read goes on."""
+        subject, keys = working(lab, ground)
+        plan = _hang(lab, ground, subject, "read", "reply")
+        memory = subject.memories[PoolName.KV]
+        pages = subject.own_pages(keys)
+        transfers = subject.transfers([Share(keys)], [pages])
+        ground.strike(plan)
+        reading = Pending(partial(subject.storage.batch_get_v2, transfers, INFO))
+        if not reading.comes_back(IN_TIME):
+            if not _may_wait(subject):
+                raise Violation("FT-3", _late("batch_get_v2", plan))
+            ground.heal()
+            _come_back(reading, "batch_get_v2", plan)
+        blank = canary(1, memory.page_bytes)
+        for page in range(memory.pages):
+            memory.write(page, blank)
+        ground.heal()
+        # One storage reads on its own threads: what hung before has gone on when a later read is through.
+        for _ in range(2):
+            fresh = lab.unopened(subject.identity, options=UNGUARDED)
+            fresh.get(keys)
+            time.sleep(LATE_SECONDS / 2)
+        for page in range(memory.pages):
+            found = memory.read(page)
+            if found != blank:
+                key = keys[pages.index(page)] if page in pages else ""
+                raise Violation(
+                    "GET-9", f"host page {page} was written after the get of {short(key) if key else 'other pages'} had returned ({plan})"
+                )
+
+    @covers("SET-8", levels=FAULTS)
+    def test_nothing_is_published_late(self, lab: Lab, ground: Ground) -> None:
+        """A set that gave up leaves no page behind that holds what the host pages were reused for."""
+        subject, _ = working(lab, ground)
+        plan = _hang(lab, ground, subject, "write", "create", "name", "sync", "request")
+        keys, memory = lab.keys(6), subject.memories[PoolName.KV]
+        share, pages = Share(keys), subject.own_pages(keys)
+        subject.fill(share, pages)
+        transfers = subject.transfers([share], [pages])
+        ground.strike(plan)
+        answer = _check_time(Pending(partial(subject.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan)
+        for page in pages:
+            memory.write(page, spent(memory.page_bytes))
+        ground.heal()
+        wait_until_serving(lab, subject, plan)
+        refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
+        until = time.monotonic() + LATE_SECONDS
+        while True:
+            for index, (key, content) in enumerate(zip(refused, subject.get(refused) if refused else [], strict=True)):
+                wrong = subject.explain(key, content) if content is not None else ""
+                if wrong:
+                    raise Violation("SET-8", f"a set answered False for key {short(key)} ({plan}), and later page {index} of a get {wrong}")
+            if time.monotonic() > until:
+                break
+            time.sleep(LATE_SECONDS / 3)
+        check_kept(lab, subject, keys, plan if not refused else FaultPlan(ground.name, (Fault(kind=FaultKind.TORN_WRITE),)))
+
+    @covers("LC-2", "FT-3", levels=FAULTS)
+    def test_closing_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+        """close() while calls hang ends in time, twice; calls after it say so; when the store comes back, nothing is left."""
+        _life_under_hang(lab, ground)
+        before = Residue.now()
+        _life_under_hang(lab, ground)
+        until = time.monotonic() + RECOVERY_SECONDS
+        while (left := Residue.now().beyond(before)) and time.monotonic() < until:
+            time.sleep(0.05)
+        if left:
+            raise Violation("LC-2", f"a storage was closed while calls hung, and {RECOVERY_SECONDS:.0f} s after the store came back there is still {left}")
+
+
+def _life_under_hang(lab: Lab, ground: Ground) -> None:
+    subject, keys = working(lab, ground, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0))
+    plan = _hang(lab, ground, subject)
+    new = lab.keys(4)
+    pools = [subject.lane(number, 3, lab.chance(f"lane {number}")) for number in range(3)]
+    for lane in pools:
+        hurry(lane, 60.0)
+    ground.strike(plan)
+    calls = [
+        Pending(partial(_until_closed, ask))
+        for ask in (partial(pools[0].exists, keys), partial(pools[1].get, keys), partial(pools[2].set, new))
+    ]
+    until = time.monotonic() + DEADLINE_SECONDS
+    while ground.struck() < 1 and time.monotonic() < until:
+        time.sleep(0.005)
+    allowed = CLOSING_SECONDS + SLACK_SECONDS
+    for name in ("close", "close again"):
+        closing = Pending(partial(subject.call, name, subject.storage.close))
+        if not closing.ended(allowed):
+            ground.heal()
+            closing.comes_back(RECOVERY_SECONDS)
+            raise Violation("LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s")
+        closing.answer()
+    asking = Pending(partial(subject.storage.batch_exists_v2, keys))
+    try:
+        answer = _check_time(asking, "batch_exists_v2 after close", plan)
+    except StorageClosedError:
+        pass
+    else:
+        raise Violation("LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}")
+    ground.heal()
+    for call in calls:
+        _come_back(call, "a call that hung when the storage was closed", plan)
+
+
+def _until_closed(ask: Callable[[], object]) -> None:
+    try:
+        ask()
+    except Violation as violation:
+        # A call that comes back to a closed storage may say so.
+        if not isinstance(violation.__cause__, StorageClosedError):
+            raise
+
+
+def _hang(lab: Lab, ground: Ground, subject: Subject, *operations: str) -> FaultPlan:
+    """Everything hangs, or some sorts of operations do; where the driver says of its own methods that they cannot, they are slow."""
+    known = {"disk": ("read", "write", "create", "name", "sync"), "network": ("request", "reply"), "objects": ("read", "write")}
+    sorts = tuple(sort for sort in operations if sort in known.get(ground.name, ()))
+    if ground.name == "objects" and not subject.storage.capabilities.may_hang:
+        return FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, operations=sorts, seconds=DEADLINE_SECONDS / 10),))
+    return FaultPlan(ground.name, tuple(Fault(kind=fault.kind, operations=sorts) for fault in HUNG))
+
+
+def _may_wait(subject: Subject) -> bool:
+    return subject.storage.capabilities.stuck_reads is StuckReads.WAITS
+
+
+def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME) -> AnswerT:
+    """The answer of a call that has to end in time; FT-3 if it does not."""
+    if not call.ended(within):
+        raise Violation("FT-3", _late(name, plan, within))
+    return call.answer()
+
+
+def _come_back(call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
+    if not call.comes_back(RECOVERY_SECONDS):
+        raise Violation("FT-4", f"{name} has not come back {RECOVERY_SECONDS:.0f} s after the fault was gone ({plan})")
+    return call.answer()
+
+
+def _late(name: str, plan: FaultPlan, within: float = IN_TIME) -> str:
+    return f"{name} has not ended {within:.1f} s after it began, with a deadline of {within - SLACK_SECONDS:.1f} s; {plan}"

@@ -1,0 +1,151 @@
+"""Several processes at work on the same few keys: what each reads is whole, and somebody's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.footprint import Footprint
+from hicache_conformance.history.events import Call
+from hicache_conformance.manifest import Level
+from hicache_conformance.pages import short
+from hicache_conformance.peers.messages import PoolShape
+from hicache_conformance.peers.stage import Stage
+from hicache_conformance.peers.watching import Strike
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.peers.peer import Peer
+
+SHARED: Final = [Level.SHARED]
+BETWEEN_PROCESSES: Final = ("sharing>=processes",)
+LONG: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=24, components=(10_000, 14_000))}
+"""Long enough for a page to be seen half written."""
+SMALL: Final[Mapping[str, PoolShape]] = {
+    PoolName.KV: PoolShape(pages=32, components=(300, 500)),
+    PoolName.MAMBA: PoolShape(pages=32, page_size=1, components=(200, 100)),
+}
+PROCESSES: Final = 3
+RACES: Final = 12
+ACT_CALLS: Final = 20
+"""Calls of each thread until all go on to fresh keys; a page soon exists, and then nothing happens to it any more."""
+
+
+class ProcessCases:
+    """SET-2, SET-4 and CC-2."""
+
+    @covers("SET-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    def test_writers_are_killed(self, lab: Lab) -> None:
+        """A writer is killed at a random instant, again and again, while others read what it writes and then set it anew."""
+        stage, random = Stage(lab, LONG), lab.chance("strikes")
+        readers = [stage.peer(f"reader{number}") for number in range(2)]
+        for kill in range(lab.profile.kills):
+            writer, keys = stage.peer(f"writer{kill}"), stage.new_keys(12)
+            works = {reader: stage.work(keys, {Call.GET: 3, Call.EXISTS: 1}, calls=30, longest=4) for reader in readers}
+            works[writer] = stage.work(keys, {Call.SET: 1}, calls=24, longest=4)
+            stage.play(works, {writer: Strike(random.randint(1, 6), random.random())})
+            for reader in readers:
+                stage.expect_agreement(reader, keys, "SET-2")
+            stage.store(readers[kill % 2], keys, "SET-2")
+            for reader in readers:
+                _expect_delivered(reader, keys, "SET-2")
+        stage.judge("SET-2")
+        stage.expect_sound("SET-2")
+
+    @covers("SET-4", levels=SHARED, needs=BETWEEN_PROCESSES)
+    def test_writers_race(self, lab: Lab) -> None:
+        """Three processes set the same new keys at the same time, each its own bytes; where a store is a directory, it does not grow."""
+        stage = Stage(lab, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
+        peers = [stage.peer(f"writer{number}") for number in range(PROCESSES)]
+        usage = _Usage(lab, peers[0])
+        for race in range(RACES):
+            keys = stage.new_keys(4) if race == 0 or not usage.empties else stage.keys
+            at = stage.soon()
+            stage.play({peer: stage.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, longest=4, at=at) for peer in peers})
+            for peer in peers:
+                stage.expect_agreement(peer, keys, "SET-4")
+            _expect_somebody_won(stage, peers[0], keys, since=at)
+            usage.measure(len(keys) * 8_000)
+        stage.judge("SET-4")
+        stage.expect_sound("SET-4")
+        usage.judge("SET-4", most_at_a_time=PROCESSES * 4 * 8_000)
+
+    @covers("CC-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    def test_histories_of_processes(self, lab: Lab) -> None:
+        """Three processes of three threads set, read and look up the same keys of two pools."""
+        _play(lab, {Call.SET: 3, Call.GET: 4, Call.EXISTS: 2})
+
+    @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
+    def test_histories_with_deletes(self, lab: Lab) -> None:
+        """The same, with deletes."""
+        _play(lab, {Call.SET: 4, Call.GET: 4, Call.EXISTS: 1, Call.DELETE: 2})
+
+    @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "clears"))
+    def test_histories_with_clears(self, lab: Lab) -> None:
+        """The same, with clears."""
+        _play(lab, {Call.SET: 9, Call.GET: 9, Call.EXISTS: 2, Call.CLEAR: 1})
+
+
+def _play(lab: Lab, mix: Mapping[Call, int]) -> None:
+    stage = Stage(lab, SMALL)
+    peers = [stage.peer(f"p{number}") for number in range(PROCESSES)]
+    for _ in range(max(1, lab.profile.process_calls // ACT_CALLS)):
+        keys, at = stage.new_keys(6), stage.soon()
+        stage.play({peer: stage.work(keys, mix, calls=ACT_CALLS, lanes=3, longest=4, at=at) for peer in peers})
+    stage.judge("CC-2")
+    stage.expect_sound("CC-2")
+
+
+def _expect_delivered(peer: Peer, keys: list[str], rule: str) -> None:
+    for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
+        if found is None:
+            raise Violation(rule, f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {peer.name} answers False")
+
+
+def _expect_somebody_won(stage: Stage, peer: Peer, keys: list[str], since: int) -> None:
+    """Every page that somebody has tried to set since then is there."""
+    sets = [event for event in stage.events if event.call is Call.SET and event.began_at >= since]
+    tried = {key for event in sets for key in event.keys}
+    for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
+        if key in tried and found is None:
+            raise Violation("SET-4", f"page {index} key {short(key)} was set by several processes at the same time, and none of their pages is there")
+
+
+class _Usage:
+    """What a store takes after each race; emptied in between where the driver can."""
+
+    def __init__(self, lab: Lab, peer: Peer) -> None:
+        self._lab, self._peer = lab, peer
+        self.empties = lab.capabilities.clears
+        self._sizes = list[int]()
+        self._payload = 0
+
+    def measure(self, payload: int) -> None:
+        """Look, after a race over so many bytes."""
+        if self.empties:
+            self._peer.clear()
+        footprint = Footprint.of(self._lab.config, self._lab.tmp)
+        if footprint is not None:
+            self._sizes.append(footprint.bytes)
+            self._payload += 0 if self.empties else payload
+
+    def judge(self, rule: str, *, most_at_a_time: int) -> None:
+        """Compare the first race with the last.
+
+        Args:
+            rule: broken where the store has grown.
+            most_at_a_time: bytes that one race may leave for a while.
+
+        Raises:
+            Violation: the store has grown by more than it was given, twice.
+        """
+        grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
+        if grown > 2 * self._payload + most_at_a_time:
+            raise Violation(
+                rule, f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the store grow by {grown} bytes; "
+                f"its pages take {self._payload}"
+            )  # fmt: skip

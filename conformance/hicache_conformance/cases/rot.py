@@ -1,0 +1,82 @@
+"""Bytes that changed or went missing below a driver while nobody looked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.faults.decay import Decay, let_rot
+from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.faults.scene import UNGUARDED, check_hits, working
+from hicache_conformance.grounds.disk import DiskGround
+from hicache_conformance.manifest import Level
+from hicache_conformance.needs import declares
+from hicache_conformance.pages import Page, short
+from hicache_conformance.violation import Untestable, Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from hicache_conformance.grounds.ground import Ground
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+FAULTS: Final = (Level.FAULTS,)
+PAGES: Final = 6
+
+
+class RotCases:
+    """GET-7, EX-9, SET-3 and FT-6 for damage that is done below the driver, not through it."""
+
+    @covers("GET-7", "EX-9", "SET-3", "FT-6", "FT-1", "GET-1", levels=FAULTS)
+    @pytest.mark.parametrize("decay", list(Decay), ids=lambda decay: decay.replace(" ", "-"))
+    def test_stored_bytes_rot(self, lab: Lab, ground: Ground, decay: Decay) -> None:
+        """Stored pages rot: none is delivered wrong, none raises, none found damaged goes on existing, and a set repairs them all."""
+        subject, keys = working(lab, ground, pages=PAGES)
+        _check_verified(subject)
+        subject = _damaged(lab, ground, subject, keys, decay)
+        before = subject.stats().pages_damaged
+        for _ in range(2):
+            subject.exists(keys)
+            found = subject.get(keys)
+            check_hits(subject, keys, found, f"{ground.name}: {decay}")
+        if decay is Decay.FLIPPED and None in found and subject.stats().pages_damaged == before:
+            raise Violation("GET-7", f"stored bytes were changed below the driver, a get answers {found.count(None)} misses and counts none as damaged")
+        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+            if content is None and subject.has(key):
+                raise Violation("EX-9", f"a get does not deliver page {index} key {short(key)} ({decay} below the driver), and it goes on existing")
+        for index, (key, ok) in enumerate(zip(keys, subject.set(keys), strict=True)):
+            if not ok:
+                raise Violation("SET-3", f"page {index} key {short(key)} was lost ({decay} below the driver), and a set of it answers False")
+        subject.expect(keys, rule="SET-3")
+
+
+def _damaged(lab: Lab, ground: Ground, subject: Subject, keys: list[str], decay: Decay) -> Subject:
+    """The storage, or another one of its identity, over pages that have rotted."""
+    if not isinstance(ground, DiskGround):
+        # What can rot is what the store keeps: here it is written wrong from the start, and answered as written.
+        kind = {"objects": FaultKind.BIT_FLIP if decay is Decay.FLIPPED else FaultKind.TORN_WRITE}.get(ground.name)
+        plan = FaultPlan(ground.name, () if kind is None else (Fault(kind=kind, operations=("write",)),))
+        keys[:] = lab.keys(PAGES)
+        ground.strike(plan)
+        subject.set(keys)
+        ground.heal()
+        return subject
+    reopens = declares(lab.capabilities, "durability>=reopen")
+    if reopens:
+        subject.call("close", subject.storage.close)
+    memory = subject.memories[PoolName.KV]
+    contents = [lab.book.render(Page(subject.identity, PoolName.KV, key), memory.page_bytes) for key in keys]
+    if not let_rot(ground.backing, contents, decay, lab.chance("rot")):
+        raise Untestable("no file of the store contains the bytes of a page as they are, so that none can be damaged for certain")
+    if reopens:
+        subject = lab.storage(subject.identity, options=UNGUARDED)
+    return subject
+
+
+def _check_verified(subject: Subject) -> None:
+    if not subject.call("get_stats", subject.storage.get_stats).verifies_checksums:
+        raise Untestable("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
+
+

@@ -1,0 +1,55 @@
+"""How much memory calls need while they run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.manifest import Level
+from hicache_conformance.memory_peak import transient_bytes
+from hicache_conformance.violation import NotPromised, Violation
+from hicache_conformance.whole_batches import BATCH, move, whole_batches
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+PAGE_BYTES: Final = 256 << 10
+MOST_PAGES: Final = BATCH // 4
+CALLS: Final = 3
+
+
+class StagingCases:
+    """BU-2."""
+
+    @covers("BU-2", levels=[Level.BUDGET])
+    def test_reads_are_not_staged(self, lab: Lab) -> None:
+        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most, once it has warmed up."""
+        _check_that_pages_stay_here(lab)
+        subject, (transfers, *_) = whole_batches(lab, page_bytes=PAGE_BYTES, batches=1)
+        move(subject, "batch_set_v2", transfers)
+        _check_memory("get", subject, [lambda: move(subject, "batch_get_v2", transfers)] * CALLS)
+
+    @covers("BU-2", levels=[Level.BUDGET])
+    def test_writes_are_not_staged(self, lab: Lab) -> None:
+        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most, beside what the store keeps."""
+        _check_that_pages_stay_here(lab)
+        subject, batches = whole_batches(lab, page_bytes=PAGE_BYTES, batches=CALLS)
+        _check_memory("set", subject, [partial(move, subject, "batch_set_v2", transfers) for transfers in batches])
+
+
+def _check_that_pages_stay_here(lab: Lab) -> None:
+    if lab.capabilities.networked:
+        raise NotPromised("the driver is networked: its messages take memory of their own")
+
+
+def _check_memory(operation: str, subject: Subject, calls: Sequence[Callable[[], None]]) -> None:
+    page_bytes = subject.memories[PoolName.KV].page_bytes
+    needed = transient_bytes(calls) / page_bytes
+    if needed > MOST_PAGES:
+        told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
+        raise Violation("BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MOST_PAGES} at most")

@@ -1,0 +1,275 @@
+"""Copies between device and host on streams, with the driver behind them: ordered by events, layer by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.manifest import Level
+from hicache_conformance.pipeline import LAYERS, Pipeline, wait_for
+from hicache_conformance.violation import Violation
+from hicache_storage.transfer.simulator import StreamSimulator
+
+if TYPE_CHECKING:
+    import torch
+
+    from hicache_conformance.lab import Lab
+    from hicache_storage.transfer import Acknowledgement
+    from hicache_storage.transfer.simulator import Access, Hold
+
+HOLD_SECONDS: Final = 30.0
+"""How long a layer is kept back at most. A right engine lets what does not need it finish within some milliseconds."""
+GLIMPSE_SECONDS: Final = 2.0
+"""How long a copy is kept in flight at most, where nothing is concluded from its end."""
+STREAM: Final = [Level.STREAM]
+
+
+class StreamCases:
+    """ST-1 to ST-3. The verdict is by what orders the operations; the bytes come second."""
+
+    @covers("ST-1", levels=STREAM)
+    def test_pages_are_copied_out_behind_their_kernels(self, lab: Lab) -> None:
+        """Kernel, write-back, the next kernel on the same page, set as soon as the copy is acknowledged, host page reused."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator, host_pages=4)
+            stored = list[str]()
+            for _ in range(_rounds(lab)):
+                pages = lab.random.sample(range(4), lab.random.randint(1, 3))
+                keys = lab.keys(len(pages))
+                host = pipeline.take(len(pages))
+                pipeline.run_kernels(pages, keys)
+                acknowledgement = pipeline.write_back(pages, host)
+                pipeline.run_kernels(pages, ["overwritten"] * len(pages), generation=1)
+                pipeline.check_order()
+                _await(acknowledgement, lab, pipeline)
+                pipeline.store(keys, host)
+                pipeline.check_order()
+                pipeline.free(host)
+                stored += keys
+            pipeline.restore(stored, 0, "ST-1")
+
+    @covers("ST-1", levels=STREAM)
+    def test_pages_are_loaded_behind_their_copies_out(self, lab: Lab) -> None:
+        """Pages are loaded into a device page whose write-back has just begun, and into one that kernels are still reading."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator)
+            for _ in range(_rounds(lab)):
+                page, (old, new, newer) = lab.random.randrange(4), lab.keys(3)
+                source, out = _fill_host(pipeline, new), pipeline.take(1)
+                pipeline.run_kernels([page], [old])
+                acknowledgement = pipeline.write_back([page], out)
+                following = _fill_host(pipeline, newer)
+                seen = pipeline.read_pages(pipeline.load(source, [page]), [page])
+                pipeline.check_order()
+                seen_next = pipeline.read_pages(pipeline.load(following, [page]), [page])
+                pipeline.check_order()
+                _await(acknowledgement, lab, pipeline)
+                pipeline.store([old], out)
+                pipeline.check_order()
+                pipeline.finish()
+                pipeline.compare([new], seen, "ST-1")
+                pipeline.compare([newer], seen_next, "ST-1")
+                pipeline.free(following)
+                pipeline.free(source)
+                pipeline.free(out)
+                pipeline.restore([old], page, "ST-1")
+
+    @covers("ST-2", levels=STREAM)
+    def test_layers_start_as_they_arrive(self, lab: Lab) -> None:
+        """No layer's kernels are ordered behind a later layer's copy; and they finish while the last layer is held back."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator)
+            for _ in range(_rounds(lab)):
+                pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+                host = _fill_host(pipeline, *keys)
+                earlier = pipeline.writers(pages)
+                counter, seen = pipeline.load(host, pages), pipeline.blank(2)
+                for layer in range(LAYERS):
+                    pipeline.read_layer(counter, layer, pages, seen)
+                    _check_start(pipeline, pages, layer, seen, earlier)
+                pipeline.check_order()
+                pipeline.finish()
+                pipeline.compare(keys, seen, "ST-2")
+                pipeline.free(host)
+            _check_held_load(pipeline, lab)
+
+    @covers("ST-2", levels=STREAM)
+    def test_no_layer_starts_before_it_arrives(self, lab: Lab) -> None:
+        """Pages come from the store, are loaded layer by layer, and each layer is read behind its own event."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator)
+            for _ in range(_rounds(lab)):
+                pages, keys = lab.random.sample(range(4), 3), lab.keys(3)
+                host = _fill_host(pipeline, *keys)
+                counter = pipeline.load(host, pages)
+                seen = pipeline.read_pages(counter, pages)
+                pipeline.check_order()
+                pipeline.free(host)
+                pipeline.finish()
+                pipeline.compare(keys, seen, "ST-2")
+                if counter.arrived() != LAYERS:
+                    raise Violation("ST-2", f"all kernels have run, and the counter has {counter.arrived()} of {LAYERS} layers")
+
+    @covers("ST-3", levels=STREAM)
+    def test_host_pages_in_a_load_are_not_handed_out(self, lab: Lab) -> None:
+        """Host pages are freed while a load reads them: gets that come meanwhile land elsewhere, and later they come back."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator)
+            for _ in range(_rounds(lab)):
+                pages, keys, others = lab.random.sample(range(4), 2), lab.keys(2), lab.keys(4)
+                for key in others:
+                    pipeline.free(_fill_host(pipeline, key))
+                host = _fill_host(pipeline, *keys)
+                hold = simulator.hold(pipeline.layer_tensors(pages, lab.random.randrange(LAYERS)), GLIMPSE_SECONDS)
+                counter = pipeline.load(host, pages)
+                seen = pipeline.read_pages(counter, pages)
+                pipeline.free(host)
+                taken = _take_others(pipeline, host, hold, "a load reads")
+                pipeline.fetch(others, taken)
+                pipeline.check_order()
+                hold.release()
+                pipeline.finish()
+                pipeline.compare(keys, seen, "ST-3")
+                again = pipeline.take(2)
+                pipeline.fetch(others[:2], again)
+                pipeline.check_order()
+                pipeline.free(again)
+                pipeline.free(taken)
+
+    @covers("ST-3", levels=STREAM)
+    def test_host_pages_in_a_write_back_are_not_handed_out(self, lab: Lab) -> None:
+        """A backup is given up while its copy is in flight: what is read into host memory meanwhile stays whole."""
+        with _simulator(lab) as simulator:
+            pipeline = Pipeline(lab, simulator)
+            others = lab.keys(4)
+            for key in others:
+                pipeline.free(_fill_host(pipeline, key))
+            for _ in range(_rounds(lab)):
+                pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+                host = pipeline.take(2)
+                hold = simulator.hold(pipeline.host_tensors(host), GLIMPSE_SECONDS)
+                pipeline.run_kernels(pages, keys)
+                acknowledgement = pipeline.write_back(pages, host)
+                pipeline.free(host)
+                taken = _take_others(pipeline, host, hold, "a write-back fills")
+                pipeline.fetch(others, taken)
+                pipeline.check_order()
+                hold.release()
+                _await(acknowledgement, lab, pipeline)
+                pipeline.free(taken)
+                pipeline.restore(others, pages[0], "ST-3")
+
+    @covers("ST-1", "ST-2", "ST-3", levels=STREAM)
+    def test_random_traffic(self, lab: Lab) -> None:
+        """Kernels, write-backs, sets, gets, loads and frees in random order, few pages, nothing waited for but what must be."""
+        with _simulator(lab) as simulator:
+            _Traffic(lab, Pipeline(lab, simulator, device_pages=3, host_pages=5)).run(4 * _rounds(lab))
+
+
+class _Traffic:
+    """A random program that keeps the engine's rules of use."""
+
+    def __init__(self, lab: Lab, pipeline: Pipeline) -> None:
+        self._lab, self._pipeline = lab, pipeline
+        self._stored = list[str]()
+        self._seen: list[tuple[str, torch.Tensor]] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            page = self._lab.random.randrange(3)
+            if self._stored and self._lab.random.random() < 0.5:
+                self._bring_in(page)
+            else:
+                self._bring_out(page)
+            self._pipeline.check_order()
+        self._pipeline.finish()
+        for key, seen in self._seen:
+            self._pipeline.compare([key], seen, "ST-1")
+        self._pipeline.restore(self._stored, 0, "ST-1")
+
+    def _bring_out(self, page: int) -> None:
+        pipeline, keys = self._pipeline, self._lab.keys(1)
+        host = pipeline.take(1)
+        pipeline.run_kernels([page], keys)
+        acknowledgement = pipeline.write_back([page], host)
+        if self._lab.random.random() < 0.7:
+            _await(acknowledgement, self._lab, pipeline)
+            pipeline.store(keys, host)
+            self._stored += keys
+        pipeline.free(host)
+
+    def _bring_in(self, page: int) -> None:
+        pipeline, key = self._pipeline, self._lab.random.choice(self._stored)
+        host = pipeline.take(1)
+        pipeline.fetch([key], host)
+        counter = pipeline.load(host, [page])
+        pipeline.free(host)
+        self._seen.append((key, pipeline.read_pages(counter, [page])))
+
+
+def _simulator(lab: Lab) -> StreamSimulator:
+    return StreamSimulator(lab.number("streams"))
+
+
+def _rounds(lab: Lab) -> int:
+    return max(3, lab.profile.steps // 4)
+
+
+def _await(acknowledgement: Acknowledgement, lab: Lab, pipeline: Pipeline) -> None:
+    """Learn by polling or by blocking that a write-back is done; engines do both."""
+    if lab.random.random() < 0.5:
+        pipeline.call("wait", acknowledgement.wait)
+    else:
+        wait_for(lambda: pipeline.call("done", acknowledgement.done) or None, "ST-1", "a write-back is never acknowledged")
+
+
+def _fill_host(pipeline: Pipeline, *keys: str) -> torch.Tensor:
+    """Host pages that a get has filled, of keys that are stored for it first."""
+    host = pipeline.take(len(keys))
+    pipeline.write_host(keys, host)
+    pipeline.store(keys, host)
+    pipeline.fetch(keys, host)
+    return host
+
+
+def _take_others(pipeline: Pipeline, busy: torch.Tensor, hold: Hold, use: str) -> torch.Tensor:
+    """The four host pages that are not in flight; one that is must not be handed out."""
+    taken = pipeline.take(4)
+    extra = pipeline.alloc(1)
+    handed = {int(slot) for slot in taken}
+    if extra is not None:
+        handed |= {int(slot) for slot in extra}
+        pipeline.free(extra)
+    if handed & {int(slot) for slot in busy} and not hold.expired:
+        raise Violation("ST-3", f"a host page that {use} was freed, and is handed out before the copy is done")
+    return taken
+
+
+def _check_start(pipeline: Pipeline, pages: list[int], layer: int, seen: torch.Tensor, earlier: list[Access]) -> None:
+    """No copy of a later layer is ordered before the kernel that reads this one."""
+    kernel = pipeline.simulator.writers(seen[0, 0, layer])[0]
+    for later in range(layer + 1, LAYERS):
+        for copy in pipeline.writers(pages, [later]):
+            if copy not in earlier and kernel.follows(copy):
+                raise Violation("ST-2", f"{kernel} has to wait for {copy}")
+
+
+def _check_held_load(pipeline: Pipeline, lab: Lab) -> None:
+    """Keep the last layer's copy back until the kernels of the layers before it have run."""
+    pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+    host = _fill_host(pipeline, *keys)
+    hold = pipeline.simulator.hold(pipeline.layer_tensors(pages, LAYERS - 1), HOLD_SECONDS)
+    counter, seen = pipeline.load(host, pages), pipeline.blank(2)
+    for layer in range(LAYERS - 1):
+        pipeline.read_layer(counter, layer, pages, seen)
+    pipeline.finish()
+    if hold.expired:
+        raise Violation(
+            "ST-2", f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer {LAYERS - 1} was held back"
+        )
+    hold.release()
+    pipeline.read_layer(counter, LAYERS - 1, pages, seen)
+    pipeline.check_order()
+    pipeline.finish()
+    pipeline.compare(keys, seen, "ST-2")
+    pipeline.free(host)

@@ -1,0 +1,1 @@
+"""What goes wrong below a driver: planned from a seed, written down, replayed, and made as small as possible."""

@@ -1,0 +1,1 @@
+"""Drivers of another interface, judged by the same cases: an adapter that calls them as their own engine does."""

@@ -1,0 +1,259 @@
+"""The process behind the ground `disk`: a FUSE file system that passes everything on to a directory, or fails as it is told.
+
+`python -m hicache_conformance.grounds.mount HOME` makes `HOME/backing`, mounts it on `HOME/disk`, and answers commands: one
+line of JSON on its standard input for each, one on its standard output. It ends with its standard input, and takes the mount
+and HOME away then; so nothing stays behind of a suite that was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from hicache_conformance.faults.plan import FaultKind, FaultPlan
+from hicache_conformance.faults.strike import Strike, flipped, struck
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_conformance.faults.plan import Fault
+
+STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+STATVFS_FIELDS: Final = (
+    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
+)  # fmt: skip
+
+
+class Control:
+    """What the file system's threads and the one that reads commands share."""
+
+    def __init__(self) -> None:
+        self.strike = Strike()
+        self.lost = frozenset[int]()
+        """Handles that answer ESTALE for good."""
+        self.open = dict[int, str]()
+        """Paths by handle."""
+        self._requests = itertools.count()
+        self.requests = 0
+
+    def obey(self, command: str, content: str) -> object:
+        """Do what a command says; the answer."""
+        match command:
+            case "strike":
+                plan = FaultPlan.from_json(content)
+                if struck(plan.faults, FaultKind.LOST_DESCRIPTOR):
+                    self.lost |= frozenset(self.open)
+                self.strike = Strike([fault for fault in plan.faults if fault.kind is not FaultKind.LOST_DESCRIPTOR])
+            case "heal":
+                self.strike.heal()
+            case "requests":
+                return self.requests
+            case "struck":
+                return self.strike.struck
+            case _:
+                raise ValueError(f"unknown command {command!r}")
+        return None
+
+    def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
+        """Count a request, wait and fail as the strike asks for; the faults that are left to do."""
+        self.requests = next(self._requests) + 1
+        strike = self.strike
+        faults = strike.at(operation)
+        strike.hold_up(faults)
+        if handle is not None and handle in self.lost:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return faults
+
+
+class Passthrough:
+    """What libfuse calls through mfusepy. The sorts of operations are `look`, `open`, `create`, `read`, `write`, `sync`, `name`."""
+
+    use_ns = True
+
+    def __init__(self, root: str, control: Control) -> None:
+        self._root, self._control = root, control
+
+    def _at(self, operation: str, path: str) -> str:
+        self._control.begin(operation)
+        return self._root + path
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        status = os.lstat(self._at("look", path))
+        attributes = {name: getattr(status, name) for name in STAT_FIELDS}
+        for name in ("st_atime", "st_mtime", "st_ctime"):
+            attributes[name] = getattr(status, f"{name}_ns")
+        return attributes
+
+    def access(self, path: str, mode: int) -> int:
+        if not os.access(self._at("look", path), mode):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return 0
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._at("look", path))
+
+    def opendir(self, path: str) -> int:
+        os.stat(self._at("look", path))
+        return 0
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at("look", path))]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        status = os.statvfs(self._at("look", path))
+        return {name: getattr(status, name) for name in STATVFS_FIELDS}
+
+    def open(self, path: str, flags: int) -> int:
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
+        return self._opened(os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path)
+
+    def create(self, path: str, mode: int, flags: int) -> int:
+        return self._opened(os.open(self._at("create", path), flags & ~os.O_DIRECT | os.O_CREAT, mode), path)
+
+    def _opened(self, handle: int, path: str) -> int:
+        self._control.open[handle] = path
+        # A number that was lost may be given out again.
+        self._control.lost -= {handle}
+        return handle
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        faults = self._control.begin("read", fh)
+        content = os.pread(fh, size, offset)
+        if struck(faults, FaultKind.WRONG_KEY):
+            content = self._neighbours_bytes(path, content, offset)
+        if struck(faults, FaultKind.SHORT_READ):
+            content = content[: len(content) // 2]
+        flip = struck(faults, FaultKind.BIT_FLIP)
+        return flipped(content, flip.place) if flip else content
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        faults = self._control.begin("write", fh)
+        flip = struck(faults, FaultKind.BIT_FLIP)
+        if flip:
+            data = flipped(data, flip.place)
+        if struck(faults, FaultKind.TORN_WRITE):
+            os.pwrite(fh, data[: len(data) // 2], offset)
+            return len(data)
+        if struck(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
+            data = data[: len(data) // 2]
+        return os.pwrite(fh, data, offset)
+
+    def flush(self, path: str, fh: int) -> int:
+        self._control.begin("sync", fh)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        # Nobody waits for it, so it is neither counted nor struck.
+        self._control.open.pop(fh, None)
+        os.close(fh)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        self._control.begin("sync", fh)
+        os.fsync(fh)
+        return 0
+
+    def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+        self._control.begin("sync")
+        return 0
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        os.truncate(self._at("write", path), length)
+        return 0
+
+    def unlink(self, path: str) -> int:
+        os.unlink(self._at("remove", path))
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        os.rmdir(self._at("remove", path))
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        os.rename(self._at("name", old), self._root + new)
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        os.link(self._at("name", source), self._root + target)
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        os.symlink(source, self._at("name", target))
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        os.mkdir(self._at("name", path), mode)
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._at("name", path), mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._at("name", path), uid, gid)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        os.utime(self._at("name", path), ns=times)
+        return 0
+
+    def _neighbours_bytes(self, path: str, content: bytes, offset: int) -> bytes:
+        """As many bytes of another file of the same length in this directory, if there is one."""
+        own = Path(self._root + path)
+        size = own.stat().st_size
+        for other in sorted(own.parent.iterdir()):
+            if other != own and other.is_file() and other.stat().st_size == size:
+                with other.open("rb") as file:
+                    file.seek(offset)
+                    return file.read(len(content))
+        return content
+
+
+def _listen(control: Control, home: Path) -> None:
+    """Obey commands until there are no more, then take everything away and end the process."""
+    try:
+        for line in sys.stdin.buffer:
+            answer = control.obey(*msgspec.json.decode(line, type=tuple[str, str]))
+            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+            sys.stdout.buffer.flush()
+    finally:
+        control.strike.heal()
+        unmount(home / "disk")
+        shutil.rmtree(home, ignore_errors=True)
+        os._exit(0)
+
+
+def unmount(point: Path) -> None:
+    """Take a mount away, also while files in it are open; harmless where there is none."""
+    subprocess.run(["fusermount3", "-u", "-z", "-q", str(point)], capture_output=True, check=False, timeout=30)
+
+
+def _serve(arguments: Sequence[str]) -> None:
+    home = Path(arguments[0])
+    backing, point = home / "backing", home / "disk"
+    for directory in (backing, point):
+        directory.mkdir(parents=True, exist_ok=True)
+    mfusepy: Any = importlib.import_module("mfusepy")
+    mfusepy.log.setLevel("CRITICAL")
+    # As little slack as possible, because delays of a millisecond have to be that.
+    ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
+    control = Control()
+    operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(str(backing), control)
+    threading.Thread(target=_listen, args=(control, home), daemon=True).start()
+    # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
+    mfusepy.FUSE(operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-ground")
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])

@@ -1,0 +1,258 @@
+"""Decides whether the answers of a history can be, in time linear in its events.
+
+**Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its own. A set looks whether
+the page is there and, if it is not, publishes its value whole, at some moment between its call and its return; two sets that
+overlap may both publish. A set that answers `False`, or whose process was killed, may or may not have published. A delete
+and a clear remove what they find at some moment of theirs. A get answers from one moment of its own. Every answer is judged
+against all sets and removals, and not against the values that other gets saw: caches of several values are not forbidden.
+
+**What is found**, with `a < b` for "a had ended before b began":
+
+- a get whose bytes are no value (`FOREIGN`), or a value whose set began after the get had ended (`UNBEGUN`);
+- a get of value v, with a removal so that v's set, answered `True`, < removal < get (`REMOVED`);
+- a get of value v, with an event e < v's set, where e shows the page to be there (a set answered `True`, a delivery, a
+  positive exists), and no removal that can have come after e (`REWRITTEN`, rule SET-3);
+- a get that misses, or an exists that denies, with a set, answered `True`, < get, and no removal that can have come after
+  that set (`LOST`, `DENIED`, rule SET-1). Where pages may be evicted, neither this nor the one before is concluded;
+- an exists that finds a page whose every set began later or was removed (`CLAIMED`).
+
+**Why linear.** The two ends of all calls are visited once, in the order of time. Each lane's are in order already, and
+Python's sort merges such runs, so that an end costs as many comparisons as the few lanes have binary digits. At each end, for each key of the call, a fixed number of fields of
+the page's state is read and written: the latest beginning among the acknowledged sets, among the events that show the page,
+and among the removals that have ended, and the latest end of a removal. "There is a set with ..." is then one comparison
+with the latest. A clear is one state that all pages of its pool share, so it costs the same however many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.history.events import Call, Event
+from hicache_conformance.history.findings import Finding, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+BEFORE_ALL: Final = -1
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The event that began last of those it was told of."""
+
+    at: int = BEFORE_ALL
+    event: Event | None = None
+
+    def tell(self, event: Event) -> None:
+        if event.began_at > self.at:
+            self.at, self.event = event.began_at, event
+
+    def copy(self) -> _Latest:
+        return _Latest(self.at, self.event)
+
+
+@dataclass(slots=True)
+class _Removals:
+    """Deletes of a page, or clears of its pool."""
+
+    running: int = 0
+    """Begun and not ended; those that never end stay here."""
+    last_end: int = BEFORE_ALL
+    over: _Latest = field(default_factory=_Latest)
+    """Of those that have ended."""
+
+    def begin(self) -> None:
+        self.running += 1
+
+    def end(self, event: Event) -> None:
+        self.running -= 1
+        assert event.ended_at is not None
+        self.last_end = max(self.last_end, event.ended_at)
+        self.over.tell(event)
+
+
+@dataclass(slots=True)
+class _Set:
+    """One page's share of a set."""
+
+    event: Event
+    shown: _Latest
+    """What had shown the page to be there before this set began."""
+    acknowledged_at: int | None = None
+
+
+@dataclass(slots=True)
+class _Page:
+    """All that has to be known about a page at one moment of the sweep."""
+
+    sets: dict[int, _Set] = field(default_factory=dict[int, _Set])
+    """By value."""
+    unsettled: int = 0
+    """Sets that have begun and were not acknowledged."""
+    last_acknowledgement: int = BEFORE_ALL
+    last_acknowledged: Event | None = None
+    acknowledged: _Latest = field(default_factory=_Latest)
+    shown: _Latest = field(default_factory=_Latest)
+    deletes: _Removals = field(default_factory=_Removals)
+
+
+@dataclass(slots=True)
+class _Before:
+    """What was known of a page when a get or exists of it began."""
+
+    acknowledged: _Latest
+    removals: tuple[_Latest, _Latest]
+
+
+class HistoryChecker:
+    """Checks the history of one identity.
+
+    Args:
+        events: in any order.
+        keeps: whether pages stay until somebody removes them; not so where they may be evicted.
+    """
+
+    def __init__(self, events: Iterable[Event], *, keeps: bool = True) -> None:
+        self._events = list(events)
+        self._keeps = keeps
+        self._pages: dict[tuple[str, str], _Page] = {}
+        self._clears = _Removals()
+        self._before: dict[int, list[_Before]] = {}
+        """By identity of the event."""
+        self._later: dict[tuple[str, str, int], Event] | None = None
+        self.findings = list[Finding]()
+        self.visits = 0
+        """How often a page's state was looked at: what the time is made of."""
+
+    def check(self) -> list[Finding]:
+        """Visit the whole history; what cannot be, in the order in which it was answered."""
+        for is_end, event in _ends(self._events):
+            if event.call is Call.CLEAR:
+                self.visits += 1
+                self._clears.end(event) if is_end else self._clears.begin()
+            elif is_end:
+                self._end(event)
+            else:
+                self._begin(event)
+        return self.findings
+
+    def _begin(self, event: Event) -> None:
+        pages = self._visited(event)
+        match event.call:
+            case Call.SET:
+                for page in pages:
+                    page.sets[event.begun.value] = _Set(event, page.shown.copy())
+                    page.unsettled += 1
+            case Call.DELETE:
+                for page in pages:
+                    page.deletes.begin()
+            case _:
+                self._before[id(event)] = [
+                    _Before(page.acknowledged.copy(), (page.deletes.over.copy(), self._clears.over.copy())) for page in pages
+                ]
+
+    def _end(self, event: Event) -> None:
+        ended = event.ended
+        assert ended is not None
+        pages = self._visited(event)
+        match event.call:
+            case Call.SET:
+                for page, ok in zip(pages, ended.done, strict=True):
+                    if ok:
+                        _acknowledge(page, event)
+            case Call.DELETE:
+                for page in pages:
+                    page.deletes.end(event)
+            case Call.GET:
+                for index, (page, before) in enumerate(zip(pages, self._before.pop(id(event)), strict=True)):
+                    self._judge_get(event, index, page, before, ended.found[index])
+            case _:
+                judged = zip(pages, self._before.pop(id(event)), strict=True)
+                for index, (page, before) in enumerate(judged):
+                    if index < ended.hit:
+                        self._judge_claim(event, index, page, before)
+                    elif index == ended.hit:
+                        self._judge_miss(event, index, page, before, Kind.DENIED)
+
+    def _judge_get(self, event: Event, index: int, page: _Page, before: _Before, found: int | bytes | None) -> None:
+        if found is None:
+            self._judge_miss(event, index, page, before, Kind.LOST)
+        elif isinstance(found, bytes):
+            self._find(Kind.FOREIGN, event, index)
+        else:
+            self._judge_value(event, index, page, before, found)
+            page.shown.tell(event)
+
+    def _judge_value(self, event: Event, index: int, page: _Page, before: _Before, value: int) -> None:
+        written = page.sets.get(value)
+        if written is None:
+            later = self._begun_later(event, index, value)
+            self._find(Kind.UNBEGUN, event, index, *([later] if later else []))
+            return
+        removal = max(before.removals, key=lambda latest: latest.at)
+        if written.acknowledged_at is not None and removal.event and removal.at > written.acknowledged_at:
+            self._find(Kind.REMOVED, event, index, written.event, removal.event)
+        elif self._keeps and written.shown.event and not self._may_be_removed_since(page, written.shown.at):
+            self._find(Kind.REWRITTEN, event, index, written.shown.event, written.event)
+
+    def _judge_miss(self, event: Event, index: int, page: _Page, before: _Before, kind: Kind) -> None:
+        acknowledged = before.acknowledged
+        if self._keeps and acknowledged.event and not self._may_be_removed_since(page, acknowledged.at):
+            self._find(kind, event, index, acknowledged.event)
+
+    def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
+        removal = max(before.removals, key=lambda latest: latest.at)
+        if not page.unsettled and page.last_acknowledgement < removal.at or not page.sets:
+            last = page.last_acknowledged
+            self._find(Kind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
+        else:
+            page.shown.tell(event)
+
+    def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
+        """Whether a removal that has begun by now did not end before `moment`."""
+        return any(removals.running or removals.last_end >= moment for removals in (page.deletes, self._clears))
+
+    def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
+        """The set that wrote a value after it was read, if there is one: for the report alone, so found once for all."""
+        if self._later is None:
+            self._later = {
+                (event.begun.pool, key, event.begun.value): event
+                for event in self._events
+                if event.call is Call.SET
+                for key in event.keys
+            }
+        return self._later.get((event.begun.pool, event.keys[index], value))
+
+    def _visited(self, event: Event) -> list[_Page]:
+        self.visits += len(event.keys)
+        pool = event.begun.pool
+        return [self._pages.setdefault((pool, key), _Page()) for key in event.keys]
+
+    def _find(self, kind: Kind, answer: Event, index: int, *witnesses: Event) -> None:
+        ordered = sorted(witnesses, key=lambda event: event.began_at)
+        self.findings.append(Finding(kind, answer.keys[index], index, answer, tuple(ordered)))
+
+
+def _acknowledge(page: _Page, event: Event) -> None:
+    written, ended_at = page.sets[event.begun.value], event.ended_at
+    assert ended_at is not None
+    if written.acknowledged_at is None:
+        page.unsettled -= 1
+    written.acknowledged_at = page.last_acknowledgement = ended_at
+    page.last_acknowledged = event
+    page.acknowledged.tell(event)
+    page.shown.tell(event)
+
+
+def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
+    """Both ends of every call, in the order of time; of those at one time, beginnings first, so that they overlap."""
+    lanes = dict[str, list[tuple[int, bool, Event]]]()
+    for event in events:
+        lane = lanes.setdefault(event.begun.lane, [])
+        lane.append((event.began_at, False, event))
+        if event.ended_at is not None:
+            lane.append((event.ended_at, True, event))
+    merged = [end for lane in lanes.values() for end in lane]
+    merged.sort(key=lambda end: end[:2])
+    return [(is_end, event) for _, is_end, event in merged]

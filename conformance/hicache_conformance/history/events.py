@@ -1,0 +1,108 @@
+"""What is written down of a call: who made it, when, and what it was answered.
+
+Times are nanoseconds of `time.monotonic_ns()`, which all processes of a machine share. Two calls whose intervals overlap
+are concurrent, and nothing is concluded from which of them ended first.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+VALUES = 1 << 16
+"""How many values an identity's pages can be told apart by; a page's generation has two bytes."""
+
+
+class Call(StrEnum):
+    """The calls that a history knows."""
+
+    SET = "set"
+    GET = "get"
+    EXISTS = "exists"
+    DELETE = "delete"
+    CLEAR = "clear"
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A call is about to be made."""
+
+    number: int
+    """Tells the calls of one recorder apart."""
+    lane: str
+    """Process and thread, such as `B.2`."""
+    call: Call
+    at: int
+    pool: str = ""
+    keys: tuple[str, ...] = ()
+    value: int = 0
+    """Sets: written all over the pages. No other set of the history writes it."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A call has returned."""
+
+    number: int
+    at: int
+    done: tuple[bool, ...] = ()
+    """Sets and deletes: the answer, one for each key."""
+    found: tuple[int | bytes | None, ...] = ()
+    """Gets, for each key: the value of a whole page; the bytes of what is none; None where nothing was delivered."""
+    hit: int = 0
+    """Exists: how many of the keys, from the first, are there."""
+
+
+class Event(msgspec.Struct, frozen=True, eq=False):
+    """A call, with what it was answered where it has returned."""
+
+    begun: Begun
+    ended: Ended | None = None
+
+    @property
+    def call(self) -> Call:
+        return self.begun.call
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.begun.keys
+
+    @property
+    def began_at(self) -> int:
+        return self.begun.at
+
+    @property
+    def ended_at(self) -> int | None:
+        """None for a call that never returned, because its process was killed in it."""
+        return None if self.ended is None else self.ended.at
+
+
+class Recorder:
+    """Puts the two ends of calls together. For one thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Begun] = {}
+        self._whole = list[Event]()
+
+    def note(self, end: Begun | Ended) -> None:
+        """Take one end of a call."""
+        if isinstance(end, Begun):
+            self._open[end.number] = end
+        else:
+            self._whole.append(Event(self._open.pop(end.number), end))
+
+    def events(self) -> list[Event]:
+        """All calls, those that have not returned last."""
+        return [*self._whole, *map(Event, self._open.values())]
+
+    def running(self) -> Begun | None:
+        """One call that has begun and not returned."""
+        return next(iter(self._open.values()), None)
+
+
+def operations(events: Iterable[Event]) -> int:
+    """How many pages were asked about, a clear counting as one: what the checker's time is linear in."""
+    return sum(len(event.keys) or 1 for event in events)

@@ -1,0 +1,107 @@
+"""Random calls of one thread, told as they happen."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hicache_conformance.history.events import Begun, Call, Ended
+from hicache_conformance.pages import Page
+from hicache_conformance.violation import Violation
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_conformance.pages import PageBook
+    from hicache_conformance.subject import Subject
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What the threads of a process do."""
+
+    seed: str
+    lanes: int = 1
+    """Threads."""
+    calls: int
+    """Of each thread."""
+    keys: tuple[str, ...]
+    longest: int = 6
+    """Most keys of a call."""
+    pools: tuple[str, ...] = (str(PoolName.KV),)
+    mix: dict[Call, int]
+    """How often each call is made, in proportion to the others."""
+    first_value: int
+    """The sets of all threads write the values from here on, each its own; there are as many as calls."""
+    start_at: int = 0
+    """Time to begin at, by `time.monotonic_ns()`, for processes that shall meet."""
+
+    @property
+    def values(self) -> int:
+        """How many values it may write."""
+        return self.lanes * self.calls
+
+
+class Lane:
+    """A thread's share of a storage: makes calls, and tells both ends of each."""
+
+    def __init__(self, name: str, subject: Subject, book: PageBook, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]) -> None:  # noqa: E501
+        self._name, self._subject, self._book, self._note, self._numbers = name, subject, book, note, numbers
+
+    def run(self, work: Workload, number: int) -> None:
+        """Make the calls of one thread of a workload.
+
+        Raises:
+            Violation: a call raised, or its answer has not the form that it must have.
+        """
+        random = Random(f"{work.seed}/{number}")
+        calls, weights = list(work.mix), list(work.mix.values())
+        while time.monotonic_ns() < work.start_at:
+            time.sleep(0.0005)
+        for step in range(work.calls):
+            call = random.choices(calls, weights)[0]
+            chain = random.sample(work.keys, random.randint(1, min(work.longest, len(work.keys))))
+            # What an exists says of other pools is the business of the rules EX; here it is asked about the KV pool alone.
+            pool = str(PoolName.KV) if call is Call.EXISTS else random.choice(work.pools)
+            self.call(call, chain, pool, work.first_value + number * work.calls + step)
+
+    def call(self, call: Call, keys: list[str], pool: str, value: int = 0) -> Ended:
+        """Make one call; its answer."""
+        number = next(self._numbers)
+        shown = tuple(keys) if call is not Call.CLEAR else ()
+        at = time.monotonic_ns()
+        self._note(Begun(number=number, lane=self._name, call=call, at=at, pool=pool, keys=shown, value=value))
+        ended = self._made(number, call, keys, pool, value)
+        self._note(ended)
+        return ended
+
+    def _made(self, number: int, call: Call, keys: list[str], pool: str, value: int) -> Ended:
+        subject, now = self._subject, time.monotonic_ns
+        match call:
+            case Call.SET:
+                done = subject.set(keys, pool, generation=value)
+                return Ended(number=number, at=now(), done=tuple(done))
+            case Call.GET:
+                contents = subject.get(keys, pool)
+                at = now()
+                found = (None if content is None else self._value(key, content, pool) for key, content in zip(keys, contents, strict=True))
+                return Ended(number=number, at=at, found=tuple(found))
+            case Call.EXISTS:
+                answer = subject.exists(keys)
+                return Ended(number=number, at=now(), hit=answer.kv_hit_pages)
+            case Call.DELETE:
+                removed = subject.call("delete", lambda: subject.storage.delete(keys, pool=pool))
+                if len(removed) != len(keys):
+                    raise Violation("GET-3", f"a delete of {len(keys)} keys answered {removed!r:.80}")
+                return Ended(number=number, at=now(), done=tuple(map(bool, removed)))
+            case Call.CLEAR:
+                subject.call("clear", subject.storage.clear)
+                return Ended(number=number, at=now())
+
+    def _value(self, key: str, content: bytes, pool: str) -> int | bytes:
+        whole = self._book.generation(content, Page(self._subject.identity, pool, key))
+        return content if whole is None else whole

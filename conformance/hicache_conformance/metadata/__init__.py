@@ -1,0 +1,1 @@
+"""Black-box judge of servers that speak the metadata protocol (`docs/metadata-protocol.md`)."""

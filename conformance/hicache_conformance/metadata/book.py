@@ -1,0 +1,113 @@
+"""The rules of the metadata protocol, and the cases that test them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hicache_conformance.catalogue import cases_of
+from hicache_conformance.manifest import Level, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from hicache_conformance.catalogue import Case
+
+LEVELS = (Level.CORE, Level.SHARED, Level.DURABLE, Level.FAULTS, Level.BUDGET)
+"""Those of the contract that say something about a metadata server."""
+
+
+class Part(StrEnum):
+    """Of the protocol."""
+
+    COMPATIBLE = "compatible"
+    """What an unchanged engine of SGLang 0.5.23 speaks."""
+    NATIVE = "native"
+    """What stands under `/v2`."""
+
+
+class Need(StrEnum):
+    """What a rule may need of a server; `offer` finds out whether it is there."""
+
+    NATIVE = "native"
+    """It answers under /v2."""
+    LEASES = "leases"
+    """Reservations end by themselves: the native part says when, or `--lease-seconds` does."""
+    DURABLE = "durable"
+    """Acknowledged changes survive kill -9: the native part says so, or a `--serve` that keeps something in {tmp}."""
+    TOKENS = "tokens"
+    """It asks for a token: one was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolRule(Rule):
+    """A rule of the protocol."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    protocol: str
+    rule: tuple[ProtocolRule, ...]
+
+
+@cache
+def protocol_rules() -> dict[str, ProtocolRule]:
+    """All rules by id, in the order of the document."""
+    found = dict[str, ProtocolRule]()
+    for rule in _manifest().rule:
+        if rule.id in found:
+            raise ValueError(f"metadata/rules.toml lists {rule.id} twice")
+        found[rule.id] = rule
+    return found
+
+
+def rules_of(parts: Collection[Part]) -> dict[str, Rule]:
+    """The rules of some parts."""
+    return {rule.id: rule for rule in protocol_rules().values() if rule.part in parts}
+
+
+def protocol_version() -> str:
+    """Version of the protocol that the rules belong to."""
+    return _manifest().protocol
+
+
+@cache
+def protocol_cases() -> dict[str, Case]:
+    """All cases, by the name of their function."""
+    from hicache_conformance.metadata.suite import MetadataConformance
+
+    return cases_of(MetadataConformance)
+
+
+def cases_of_parts(parts: Collection[Part]) -> dict[str, Case]:
+    """The cases all of whose rules are of these parts."""
+    rules = rules_of(parts)
+    return {name: case for name, case in protocol_cases().items() if all(rule in rules for rule in case.rules)}
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Parts of a comma-separated text; `all` and empty text mean every part.
+
+    Raises:
+        ValueError: a part is unknown.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or "all" in names:
+        return tuple(Part)
+    unknown = [name for name in names if name not in list(Part)]
+    if unknown:
+        raise ValueError(f"unknown part {unknown[0]!r}; parts are {', '.join(Part)}, or all")
+    return tuple(part for part in Part if part in names)
+
+
+@cache
+def _manifest() -> _Manifest:
+    content = files("hicache_conformance.metadata").joinpath("rules.toml").read_bytes()
+    return msgspec.toml.decode(content, type=_Manifest)

@@ -1,0 +1,49 @@
+"""A call that may not come back, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Pending(Generic[AnswerT]):
+    """Begins at once. A call that never comes back leaves its thread behind, which keeps no process alive."""
+
+    def __init__(self, ask: Callable[[], AnswerT]) -> None:
+        self._ask = ask
+        self._answers: list[AnswerT] = []
+        self._error: BaseException | None = None
+        self._began = time.monotonic()
+        self.seconds: float | None = None
+        """How long it took; None while it runs."""
+        self._thread = threading.Thread(target=self._run, name="suite-call", daemon=True)
+        self._thread.start()
+
+    def ended(self, within: float) -> bool:
+        """Whether it has come back `within` seconds of its beginning; waits for that."""
+        self._thread.join(max(0.0, self._began + within - time.monotonic()))
+        return self.seconds is not None and self.seconds <= within
+
+    def comes_back(self, within: float) -> bool:
+        """Whether it comes back within so many seconds from now."""
+        self._thread.join(within)
+        return self.seconds is not None
+
+    def answer(self) -> AnswerT:
+        """What it answered, or has raised; for a call that has come back."""
+        if self._error is not None:
+            raise self._error
+        return self._answers[0]
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._ask())
+        except BaseException as error:  # noqa: BLE001 - raised again where the answer is asked for
+            self._error = error
+        self.seconds = time.monotonic() - self._began

@@ -1,0 +1,208 @@
+"""`hicache bench`: how fast a store moves pages, every answer checked."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hicache_storage.plugins import registry
+from hicache_storage.spec import HiCacheError, parse_bytes
+from hicache_storage.tools.bench.lane import WrongAnswerError
+from hicache_storage.tools.bench.plot import plot
+from hicache_storage.tools.bench.results import Report, compare
+from hicache_storage.tools.bench.room import NoRoomError
+from hicache_storage.tools.bench.settings import BATCH_PAGES, Cell, Contender, LaneKind, Operation, Sweep
+from hicache_storage.tools.bench.sweep import run_sweep
+from hicache_storage.tools.options import parse_pairs, trial_options
+
+if TYPE_CHECKING:
+    from hicache_storage.tools.bench.results import Measure, Ratio
+
+WRONG_ANSWER, USAGE_ERROR = 1, 2
+MIN_WIDTH: Final = 110
+UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "M keys/s", Operation.READ: "GB/s"}
+
+Options = Annotated[list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver.")]
+
+
+def bench(
+    driver: Annotated[str | None, typer.Argument(help="The driver, as `hicache drivers` lists it.")] = None,
+    config: Options = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare.")
+    ] = None,
+    against_config: Annotated[
+        list[str] | None, typer.Option("--against-config", "-a", metavar="KEY=VALUE", help="An option of that driver.")
+    ] = None,
+    pages: Annotated[str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")] = "64KiB,256KiB,1MiB",
+    lanes: Annotated[str, typer.Option(metavar="NUMBERS", help="Callers at the same time, comma-separated.")] = "1,4",
+    lane_kind: Annotated[
+        LaneKind, typer.Option("--as", help="Callers are threads on one storage, or processes with one each.")
+    ] = LaneKind.THREADS,
+    batch: Annotated[int, typer.Option(min=1, help="Pages in a call.")] = BATCH_PAGES,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each page size, number of lanes, and driver.")] = 3.0,
+    space: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes that a driver stores at a time.")] = "2GiB",
+    keep_pages: Annotated[
+        bool, typer.Option("--keep-pages", help="Allow drivers that can neither delete nor clear; their pages stay.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the results here.")] = None,
+    compared: Annotated[
+        tuple[Path, Path] | None, typer.Option("--compare", metavar="A.json B.json", help="Measure nothing; compare B with A.")
+    ] = None,
+) -> None:
+    """Measure how fast a driver writes, looks up and reads pages, in batches as engines send them.
+
+    Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run. Without -c a throwaway store
+    is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2 for bad arguments or if there is no room.
+    """
+    # Wider than a narrow terminal or a log: it wraps lines better than tables wrap figures.
+    console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
+    try:
+        if compared is not None:
+            if driver is not None:
+                raise ValueError("--compare measures nothing; leave the DRIVER out")
+            _show_comparison(console, *map(Report.read, compared), names=[path.name for path in compared])
+            return
+        if driver is None:
+            raise ValueError("name a DRIVER to measure, or two results to --compare")
+        cells = [Cell(size, count, lane_kind, batch) for size in _sizes(pages) for count in _counts(lanes)]
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+            contenders = [_contender(driver, config, f"{directory}/1")]
+            if against is not None:
+                contenders.append(_contender(against, against_config, f"{directory}/2"))
+            sweep = Sweep(
+                contenders=_labelled(contenders),
+                cells=cells,
+                seconds=seconds,
+                space_bytes=parse_bytes(space),
+                keeps_pages=keep_pages,
+            )
+            report = _run(sweep)
+    except WrongAnswerError as error:
+        raise typer.Exit(_complain(f"wrong answer: {error}; `hicache conformance run` finds out why", WRONG_ANSWER)) from error
+    except (ValueError, OSError, NoRoomError, HiCacheError) as error:
+        raise typer.Exit(_complain(str(error), USAGE_ERROR)) from error
+    _show(console, report)
+    if json_file is not None:
+        report.write(json_file)
+    if plot_file is not None:
+        plot_file.write_text(plot(report), "utf-8")
+
+
+def _run(sweep: Sweep) -> Report:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("opening", total=1.0)
+        return run_sweep(sweep, lambda text, share: bar.update(task, description=text, completed=share))
+
+
+def _contender(driver: str, config: list[str] | None, directory: str) -> Contender:
+    spec = registry().get(driver)
+    options = parse_pairs(config or []) or trial_options(spec, directory)
+    if options is None:
+        needed = " ".join(f"-c {name}=..." for name in spec.trial_config)
+        raise ValueError(f"a throwaway store of driver {driver!r} needs a server; start one and give {needed}")
+    return Contender(driver, options)
+
+
+def _labelled(contenders: list[Contender]) -> list[Contender]:
+    """Names for the tables. A driver against itself is told apart by number; which options that is about is printed above."""
+    alike = len({contender.driver for contender in contenders}) < len(contenders)
+    return [
+        Contender(one.driver, one.options, f"{one.driver} ({number})" if alike else one.driver)
+        for number, one in enumerate(contenders, 1)
+    ]
+
+
+def _show(console: Console, report: Report) -> None:
+    for subject in report.subjects:
+        options = " ".join(f"{name}={value}" for name, value in subject.options.items())
+        checked = "checksums verified" if subject.verifies_checksums else "[yellow]checksums not verified[/]"
+        console.print(f"[bold]{subject.label}[/]  {options}  {checked}", soft_wrap=True)
+    console.print(
+        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, lanes are {report.lane_kind}; "
+        "median (least - greatest) of the rounds",
+        soft_wrap=True,
+    )
+    many = len(report.subjects) > 1
+    drivers = ["driver"] if many else []
+    table = _table("page", "lanes", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls")
+    for measure in sorted(report.measures, key=lambda m: (m.page_bytes, m.lanes, list(Operation).index(m.operation))):
+        table.add_row(
+            _size(measure.page_bytes), str(measure.lanes), measure.operation, *([measure.label] if many else []),
+            _rate(measure), UNITS[measure.operation], *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)), str(measure.calls),
+        )  # fmt: skip
+    console.print(table)
+    if many:
+        mine, peer = (subject.label for subject in report.subjects)
+        _show_ratios(console, compare(report.of(peer).values(), report.of(mine).values(), paired=True), peer, mine)
+
+
+def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
+    if those.machine != these.machine:
+        console.print("[yellow]taken on different machines or versions[/]")
+    if (those.batch_pages, those.lane_kind) != (these.batch_pages, these.lane_kind):
+        raise ValueError("the two results are about different batches or kinds of lanes")
+    peers = {subject.label for subject in those.subjects}
+    shared = [subject.label for subject in these.subjects if subject.label in peers]
+    pairs = [(label, label) for label in shared] or [(those.subjects[0].label, these.subjects[0].label)]
+    for peer, mine in pairs:
+        ratios = compare(those.of(peer).values(), these.of(mine).values(), paired=False)
+        if not ratios:
+            raise ValueError("the two results have no page size and number of lanes in common")
+        _show_ratios(console, ratios, f"{names[0]} ({peer})", f"{names[1]} ({mine})")
+
+
+def _show_ratios(console: Console, ratios: list[tuple[Measure, Measure, Ratio]], peer: str, mine: str) -> None:
+    table = _table("page", "lanes", "operation", "", peer, mine, "times as fast")
+    for theirs, ours, ratio in ratios:
+        table.add_row(
+            _size(ours.page_bytes), str(ours.lanes), ours.operation, UNITS[ours.operation], _rate(theirs), _rate(ours),
+            f"{ratio.median:.2f} ({ratio.least:.2f} - {ratio.greatest:.2f})",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for header in headers:
+        # A figure that is cut in two by a narrow terminal cannot be compared with the one above it.
+        table.add_column(header, no_wrap=True)
+    return table
+
+
+def _rate(measure: Measure) -> str:
+    median, least, greatest = measure.rates()
+    return f"{median:.2f} ({least:.2f} - {greatest:.2f})"
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if not count % (1 << 20) else f"{count >> 10} KiB"
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted({parse_bytes(part) for part in text.split(",")})
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise ValueError(f"--lanes {text!r} is no list of numbers") from error
+    if counts[0] < 1:
+        raise ValueError("--lanes begin at 1")
+    return counts
+
+
+def _complain(message: str, status: int) -> int:
+    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
+    return status

@@ -1,0 +1,52 @@
+"""`hicache new`: a package with a driver that keeps the contract, to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from hicache_storage.plugins import registry
+from hicache_storage.tools.scaffold import check_name, make_package
+
+USAGE_ERROR = 2
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the driver, as in create_storage(NAME).")],
+    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="The directory to make; by default NAME, here.")] = None,
+    repository: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Where it will lie on GitHub; the badge in the README points there.")
+    ] = None,
+) -> None:
+    """Make a package with a driver that runs and conforms: entry point, options, tests, CI workflow, badge.
+
+    Exits with 2, and writes nothing, if the name is unusable or taken, or the directory exists.
+    """
+    target = directory or Path(name)
+    try:
+        names = check_name(name, repository)
+        owner = registry().owners.get(name)
+        if owner is not None:
+            raise ValueError(f"{owner} registers a driver {name!r} already; two of a name exclude each other")
+        written = make_package(names, target)
+    except FileExistsError as error:
+        raise typer.Exit(_refuse(f"{target} exists; nothing has been written. Choose another --directory")) from error
+    except OSError as error:
+        raise typer.Exit(_refuse(f"cannot make {target}: {error.strerror}")) from error
+    except ValueError as error:
+        raise typer.Exit(_refuse(str(error))) from error
+    console = Console(highlight=False, soft_wrap=True)
+    for path in written:
+        console.print(f"  {path}", markup=False)
+    here = target if target.is_absolute() else f"./{target}"
+    console.print(f"\npip install {here}\nhicache doctor {name}\nhicache conformance run {name}\n", markup=False)
+    console.print(f"Then put the calls of your own store into {target / names.package / 'driver.py'}.", markup=False)
+
+
+def _refuse(message: str) -> int:
+    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
+    return USAGE_ERROR

@@ -1,0 +1,225 @@
+"""A driver as it stands in its package: what it declares against what it implements. Nothing is opened."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, distribution, version
+from typing import TYPE_CHECKING, Final
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hicache_storage.objects import ObjectStorage
+from hicache_storage.plugins import config_model, driver_class, registry
+from hicache_storage.spec import Capabilities, DriverError, Durability, HiCacheStorage, Sharing, parse_config
+from hicache_storage.tools.doctor.finding import Finding, Status, fail, ok, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicache_storage.hookspecs import DriverSpec
+    from hicache_storage.spec import DriverConfig
+    from hicache_storage.tools.doctor.finding import Patient
+
+SDK: Final = "hicache-storage"
+OPTIONAL: Final = {
+    ObjectStorage: {"deletes": "delete_objects", "clears": "clear_namespaces"},
+    HiCacheStorage: {"deletes": "delete", "clears": "clear"},
+}
+"""What a declared capability obliges a driver to implement, by the class it is based on."""
+METHODS: Final = {
+    ObjectStorage: ("objects_exist", "read_objects", "write_objects", "delete_objects", "clear_namespaces", "discard_objects"),
+    HiCacheStorage: (
+        "register_mem_host_pool_v2", "batch_exists_v2", "batch_get_v2", "batch_set_v2", "delete", "clear", "get_stats", "health",
+    ),
+}  # fmt: skip
+"""Methods that are called with the contract's arguments."""
+
+
+def check_drivers(patient: Patient) -> Iterator[Finding]:
+    """Import the driver that was asked about, or all, and compare."""
+    found = registry()
+    for name in sorted(found.drivers):
+        if name not in found.conflicts and patient.driver in (None, name):
+            spec = found.drivers[name]
+            yield from check_requirement(name, found.owners[name].partition(":")[0])
+            yield from check_class(spec, named=patient.driver is not None)
+            yield from check_config(spec, named=patient.driver is not None)
+
+
+def check_requirement(name: str, owner: str) -> Iterator[Finding]:
+    """The contract's version: the distribution says which SDK it was written for."""
+    check, installed = f"{name}: contract", version(SDK)
+    if owner == SDK:
+        yield ok(check, f"HiCacheStorage v2, part of {SDK} {installed}")
+        return
+    try:
+        package = distribution(owner)
+    except PackageNotFoundError:
+        yield warn(check, f"{owner} has no metadata", f"reinstall {owner}")
+        return
+    asked = [requirement for text in package.requires or () if (requirement := _requirement(text)) and requirement.name == SDK]
+    if not asked:
+        fix = f'dependencies = ["{SDK}>={installed.rpartition(".")[0] or installed}"] in its pyproject.toml'
+        yield warn(check, f"{owner} {package.version} does not say which {SDK} it needs", fix)
+    elif not all(requirement.specifier.contains(installed, prereleases=True) for requirement in asked):
+        wanted = ", ".join(str(requirement.specifier) for requirement in asked)
+        yield fail(
+            check, f"{owner} {package.version} needs {SDK}{wanted}; {installed} is installed", f"pip install '{SDK}{wanted}'"
+        )
+    else:
+        yield ok(check, f"HiCacheStorage v2; {owner} {package.version} fits {SDK} {installed}")
+
+
+def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
+    """The class can be imported, is whole, takes the contract's arguments, and implements what is declared."""
+    check = f"{spec.name}: class"
+    try:
+        driver = driver_class(spec)
+    except DriverError as error:
+        yield _unavailable(check, spec, error, named=named)
+        return
+    wrong = list(_flaws(check, driver))
+    yield from wrong or [ok(check, spec.target)]
+    yield from check_capabilities(spec.name, spec.capabilities, driver)
+
+
+def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheStorage]) -> Iterator[Finding]:
+    """Declared and not implemented; implemented and not declared; declarations that contradict each other."""
+    check, wrong = f"{name}: capabilities", list[Finding]()
+    base = _base(driver)
+    for capability, method in OPTIONAL[base].items():
+        implemented = getattr(driver, method) is not getattr(base, method)
+        if getattr(declared, capability) and not implemented:
+            wrong.append(
+                fail(
+                    check,
+                    f"declares {capability!r} without {method}()",
+                    f"implement {method}(), or do not declare {capability!r}",
+                )
+            )
+        if implemented and not getattr(declared, capability):
+            wrong.append(
+                warn(
+                    check, f"implements {method}() and does not declare {capability!r}: nobody can call it", f"{capability}=True"
+                )
+            )
+    if declared.networked and not declared.may_hang:
+        detail = "declares networked and may_hang=False: a silent server stops the engine, because no deadline is kept for it"
+        wrong.append(fail(check, detail, "leave may_hang out"))
+    if declared.sharing is Sharing.NONE and declared.durability is not Durability.NONE:
+        detail = f"declares durability={declared.durability} and sharing=none: a storage that is opened again is another one"
+        wrong.append(warn(check, detail, f"sharing={Sharing.PROCESS!r}, at least"))
+    yield from wrong or [ok(check, ", ".join(_declared(declared)) or "none declared")]
+
+
+def check_config(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
+    """The model can be imported and is documented; what the spec says of options is true of it."""
+    check = f"{spec.name}: options"
+    try:
+        model = config_model(spec)
+    except DriverError as error:
+        yield _unavailable(check, spec, error, named=named)
+        return
+    wrong = list(_option_flaws(check, spec, model))
+    yield from wrong or [ok(check, ", ".join(model.__struct_fields__) or "none")]
+
+
+def wider(instance: Capabilities, declared: Capabilities) -> list[str]:
+    """Names of capabilities of which an instance promises more than its driver declares."""
+    found = list[str]()
+    for field in fields(Capabilities):
+        mine, most = getattr(instance, field.name), getattr(declared, field.name)
+        if isinstance(mine, StrEnum) and isinstance(most, StrEnum):
+            order = list(type(mine))
+            exceeds = order.index(mine) > order.index(type(mine)(most))
+        else:
+            exceeds = isinstance(mine, bool) and mine and not most and field.name != "may_hang"
+        if exceeds:
+            found.append(f"{field.name}={mine}")
+    return found
+
+
+def _flaws(check: str, driver: type[HiCacheStorage]) -> Iterator[Finding]:
+    missing = sorted(driver.__abstractmethods__)
+    if missing:
+        yield fail(check, f"{driver.__name__} does not implement {', '.join(missing)}", "implement them")
+    base = _base(driver)
+    for name in METHODS[base]:
+        if not _takes_arguments_of(getattr(driver, name), getattr(base, name)):
+            wanted = f"{name}{inspect.signature(getattr(base, name))}"
+            yield fail(check, f"{driver.__name__}.{name}() does not take the contract's arguments", f"def {wanted}")
+    if base is ObjectStorage:
+        mine = {name for owner in driver.__mro__[: driver.__mro__.index(ObjectStorage)] for name in vars(owner)}
+        for name in sorted(mine & set(vars(ObjectStorage))):
+            if re.match(r"_(?!_|abc_)", name) and callable(getattr(ObjectStorage, name)):
+                yield fail(check, f"{driver.__name__}.{name}() replaces a method that ObjectStorage needs", f"rename {name}()")
+
+
+def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> Iterator[Finding]:
+    import msgspec
+
+    info = msgspec.inspect.type_info(model)
+    assert isinstance(info, msgspec.inspect.StructType)
+    silent = [
+        field.encode_name
+        for field in info.fields
+        if not (getattr(field.type, "extra_json_schema", None) or {}).get("description")
+    ]
+    if silent:
+        fix = 'Annotated[..., msgspec.Meta(description="...")]'
+        yield warn(check, f"{', '.join(silent)}: `hicache drivers {spec.name}` has nothing to say about it", fix)
+    if not model.__struct_config__.forbid_unknown_fields:
+        yield warn(check, "misspelt options are ignored", "leave forbid_unknown_fields as DriverConfig sets it")
+    if spec.capacity_option and spec.capacity_option not in model.__struct_fields__:
+        yield fail(check, f"capacity_option names {spec.capacity_option!r}, which is no option", "correct the DriverSpec")
+    if spec.capabilities.evicts and not spec.capacity_option:
+        fix = "capacity_option=... in the DriverSpec"
+        yield warn(check, "declares evicts and names no capacity option: the suite cannot fill the store", fix)
+    try:
+        parse_config(model, {name: re.sub(r"\{port:\w+\}", "1", value) for name, value in spec.trial_config.items()})
+    except DriverError as error:
+        fix = "give each option without a default a value in trial_config of the DriverSpec"
+        yield warn(check, f"no throwaway store can be made of trial_config: {error}", fix)
+
+
+def _unavailable(check: str, spec: DriverSpec, error: DriverError, *, named: bool) -> Finding:
+    fix = (
+        f"pip install {' '.join(spec.requires)}" if spec.requires else f"see `python -c 'import {spec.target.partition(':')[0]}'`"
+    )
+    # Drivers that nobody wants here may lack what they need.
+    return Finding(check, Status.FAIL if named else Status.WARN, str(error), fix)
+
+
+def _takes_arguments_of(method: object, contract: object) -> bool:
+    if not callable(method) or not callable(contract):
+        return False
+    parameters = inspect.signature(contract).parameters.values()
+    positional = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    try:
+        inspect.signature(method).bind(*positional, **by_name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _base(driver: type[HiCacheStorage]) -> type[HiCacheStorage]:
+    return ObjectStorage if issubclass(driver, ObjectStorage) else HiCacheStorage
+
+
+def _declared(capabilities: Capabilities) -> list[str]:
+    return [
+        field.name if getattr(capabilities, field.name) is True else f"{field.name}={getattr(capabilities, field.name)}"
+        for field in fields(Capabilities)
+        if getattr(capabilities, field.name) not in (False, None) and field.name not in ("may_hang", "max_key_bytes")
+    ]
+
+
+def _requirement(text: str) -> Requirement | None:
+    try:
+        return Requirement(text)
+    except InvalidRequirement:
+        return None

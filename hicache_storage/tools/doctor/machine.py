@@ -1,0 +1,147 @@
+"""What a machine and its limits allow, whatever the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.tools.doctor.finding import fail, ok, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicache_storage.tools.doctor.finding import Finding, Patient
+
+ENOUGH_FILES: Final = 4096
+IO_URING_SETUP: Final = 425
+"""The system call's number, the same on every architecture."""
+CAP_IPC_LOCK: Final = 14
+TIME_ERROR: Final = 5
+"""Answer of adjtimex(2) while nothing disciplines the clock."""
+
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def check_python(patient: Patient) -> Iterator[Finding]:
+    """Which Python, which SDK."""
+    yield ok("python", f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract HiCacheStorage v2")
+
+
+def check_torch(patient: Patient) -> Iterator[Finding]:
+    """torch, and whether it reaches the GPU that is there."""
+    try:
+        import torch
+    except ImportError as error:
+        yield fail("torch", f"cannot be imported: {error}", "pip install torch")
+        return
+    yield ok("torch", str(torch.__version__))
+    # Some drivers of the device exist without a device; the nodes do not.
+    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield ok("gpu", ", ".join(names))
+    elif devices:
+        fix = "install a torch built for CUDA, and a driver that it supports; `python -m torch.utils.collect_env` says which"
+        yield warn("gpu", f"{', '.join(devices)} present, and this torch cannot use it: host pools are not locked", fix)
+    else:
+        yield ok("gpu", "none; storing and loading pages needs none")
+
+
+def check_locked_memory(patient: Patient) -> Iterator[Finding]:
+    """RLIMIT_MEMLOCK against what an engine locks: CUDA passes it by, RDMA registration and mlock(2) do not."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    fix = "ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
+    if soft == resource.RLIM_INFINITY:
+        yield ok("locked memory", "no limit")
+    elif _has_capability(CAP_IPC_LOCK):
+        yield ok("locked memory", f"limit {size(soft)}, which this process need not keep (CAP_IPC_LOCK)")
+    elif patient.pinned_bytes is not None and soft < patient.pinned_bytes:
+        yield fail("locked memory", f"limit {size(soft)}; {size(patient.pinned_bytes)} of host pools do not fit", fix)
+    elif patient.pinned_bytes is not None:
+        yield ok("locked memory", f"limit {size(soft)}; {size(patient.pinned_bytes)} of host pools fit")
+    else:
+        yield warn("locked memory", f"limit {size(soft)}; host pools beyond it cannot be registered for RDMA", fix)
+
+
+def check_open_files(patient: Patient) -> Iterator[Finding]:
+    """RLIMIT_NOFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        yield ok("open files", f"limit {soft}")
+    else:
+        fix = "ulimit -n 65536" + ("" if hard == resource.RLIM_INFINITY or hard >= 65536 else " (as root: the hard limit is low)")
+        yield warn(
+            "open files", f"limit {soft}; an engine and its connections can use them up, and stored pages become misses", fix
+        )
+
+
+def check_io_uring(patient: Patient) -> Iterator[Finding]:
+    """Whether the kernel lets this process make a ring. The call itself is tried, because containers filter it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ring = libc.syscall(IO_URING_SETUP, 1, None)
+    error = ctypes.get_errno()
+    if ring >= 0:
+        os.close(ring)
+    if ring >= 0 or error == errno.EFAULT:
+        yield ok("io_uring", "available")
+        return
+    fix = {
+        errno.ENOSYS: "use a kernel of 5.1 or later with CONFIG_IO_URING",
+        errno.EPERM: "sysctl kernel.io_uring_disabled=0; in a container, allow io_uring_setup in its seccomp profile",
+    }.get(error, "see `man 2 io_uring_setup`")
+    yield warn("io_uring", f"not available ({os.strerror(error)}); drivers that can use it fall back to threads", fix)
+
+
+def check_huge_pages(patient: Patient) -> Iterator[Finding]:
+    """Transparent huge pages: host pools ask for them with madvise(2)."""
+    try:
+        text = _THP.read_text()
+    except OSError:
+        yield warn("huge pages", "this kernel has none: the first touch of a host pool takes longer", "use another kernel")
+        return
+    mode = text.partition("[")[2].partition("]")[0]
+    if mode == "never":
+        fix = f"echo madvise > {_THP}"
+        yield warn("huge pages", "switched off: the first touch of a host pool takes more than twice as long", fix)
+    else:
+        yield ok("huge pages", mode)
+
+
+def check_clock(patient: Patient) -> Iterator[Finding]:
+    """Whether something keeps the clock right; nodes that share a store compare times of use."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # struct timex has 208 bytes; all zeros asks and changes nothing.
+    state = libc.adjtimex(ctypes.create_string_buffer(512))
+    if state < 0:
+        yield warn("clock", "nobody may ask whether it is kept right", "check on the host: timedatectl")
+    elif state == TIME_ERROR:
+        yield warn(
+            "clock",
+            "not synchronised; recency and leases of nodes that share a store drift apart",
+            "run chrony or systemd-timesyncd",
+        )
+    else:
+        yield ok("clock", "synchronised")
+
+
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False

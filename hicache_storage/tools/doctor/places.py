@@ -1,0 +1,156 @@
+"""The outside world that a driver's options name: directories and servers. Nothing else is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.plugins import registry
+from hicache_storage.spec import parse_bytes
+from hicache_storage.tools.doctor.finding import fail, ok, warn
+from hicache_storage.tools.doctor.machine import size
+from hicache_storage.tools.doctor.trial import Unusable, usable_options
+from hicache_storage.tools.options import directories, servers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+
+    from hicache_storage.tools.doctor.finding import Finding, Patient
+
+LITTLE_SPACE_BYTES: Final = 1 << 30
+MAX_CLOCK_SKEW_SECONDS: Final = 2.0
+
+
+def check_directories(patient: Patient) -> Iterator[Finding]:
+    """Each directory: there, writable, with room, and what its file system can do."""
+    try:
+        options = usable_options(patient)
+    except Unusable:
+        return
+    for option, path in directories(options).items():
+        check = f"{patient.driver}: {option}"
+        place = _existing(path)
+        if not path.is_dir() and path.exists():
+            yield fail(check, f"{path} is no directory", f"choose another {option}")
+        elif not os.access(place, os.W_OK | os.X_OK):
+            yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
+        else:
+            yield from _space(check, place, _capacity(patient, options))
+            yield from _file_system(check, place)
+
+
+def check_servers(patient: Patient) -> Iterator[Finding]:
+    """Each server that an option names as URL or `host:port`: something accepts connections there."""
+    try:
+        options = usable_options(patient)
+    except Unusable:
+        return
+    for option, addresses in servers(options).items():
+        for host, port in addresses:
+            check = f"{patient.driver}: {option}"
+            started = time.perf_counter()
+            try:
+                socket.create_connection((host, port), timeout=patient.deadline_seconds).close()
+            except OSError as error:
+                fix = f"start the server, open the firewall, or correct {option}"
+                yield fail(check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix)
+            else:
+                yield ok(check, f"{host}:{port} accepts connections ({(time.perf_counter() - started) * 1e3:.1f} ms)")
+
+
+def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
+    usage, inodes = shutil.disk_usage(place), os.statvfs(place)
+    if inodes.f_files and not inodes.f_favail:
+        yield fail(check, f"{place}: no inode is free", "remove files, or choose another file system")
+    if capacity is not None and capacity > usage.total:
+        fix = "a smaller capacity, or a larger file system"
+        yield fail(check, f"capacity {size(capacity)} on a file system of {size(usage.total)}", fix)
+    elif usage.free < LITTLE_SPACE_BYTES:
+        yield warn(
+            check, f"{place}: {size(usage.free)} free of {size(usage.total)}", "free some space, or choose another directory"
+        )
+    else:
+        yield ok(check, f"{place}: {size(usage.free)} free of {size(usage.total)}")
+
+
+def _file_system(check: str, place: Path) -> Iterator[Finding]:
+    try:
+        direct, skew = _write_a_little(place)
+    except OSError as error:
+        yield fail(check, f"cannot write in {place}: {error.strerror or error}", "mount it writable, or choose another directory")
+        return
+    kind = _kind(place)
+    if direct:
+        yield ok(check, f"{kind}, takes O_DIRECT")
+    else:
+        fix = "use a local file system such as ext4 or xfs where cold reads matter"
+        yield warn(check, f"{kind}, refuses O_DIRECT: reads go through the page cache", fix)
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        yield warn(
+            check,
+            f"the file system's clock is {skew:+.1f} s off",
+            "synchronise the clocks of this machine and of the file server",
+        )
+
+
+def _write_a_little(place: Path) -> tuple[bool, float]:
+    """Whether O_DIRECT opens, and how far the file system's clock is ahead, in seconds; the file has no name, or loses it."""
+    with _unnamed(place, 0) as descriptor:
+        os.write(descriptor, b"\0")
+        skew = os.fstat(descriptor).st_mtime - time.time()
+    try:
+        with _unnamed(place, os.O_DIRECT):
+            return True, skew
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False, skew
+
+
+@contextlib.contextmanager
+def _unnamed(place: Path, flags: int) -> Generator[int]:
+    try:
+        descriptor = os.open(place, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+    except OSError as error:
+        # Network file systems have no files without a name; EINVAL may mean O_TMPFILE or O_DIRECT.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+            raise
+        name = place / f".hicache-doctor-{secrets.token_hex(8)}"
+        try:
+            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags, 0o600)
+        finally:
+            # Some file systems make the file before they refuse the flag.
+            name.unlink(missing_ok=True)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
+def _kind(place: Path) -> str:
+    """The type of the file system, as the kernel calls it."""
+    best, kind = "", "unknown file system"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4].encode().decode("unicode_escape")
+        if (place == Path(mount) or Path(mount) in place.parents) and len(mount) >= len(best):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
+def _capacity(patient: Patient, options: Mapping[str, object]) -> int | None:
+    spec = registry().get(patient.driver or "")
+    value = options.get(spec.capacity_option) if spec.capacity_option else None
+    return parse_bytes(value) if isinstance(value, (int, str)) else None

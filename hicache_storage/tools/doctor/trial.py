@@ -1,0 +1,238 @@
+"""A page's round trip through a storage of an identity that nobody else has."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.layers import StorageOptions
+from hicache_storage.plugins import config_model, create_storage, registry
+from hicache_storage.spec import (
+    ConfigError,
+    DriverError,
+    HiCacheError,
+    PoolTransfer,
+    StorageIdentity,
+    StorageUnavailableError,
+    parse_config,
+)
+from hicache_storage.tools.doctor.drivers import wider
+from hicache_storage.tools.doctor.finding import fail, ok, warn
+from hicache_storage.tools.options import redacted, trial_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from hicache_storage.hookspecs import DriverSpec
+    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.tools.doctor.finding import Finding, Patient
+
+PAGES: Final = 4
+PAGE_SIZE: Final = 16
+LAYERS, HEADS, HEAD_DIM = 2, 2, 64
+
+
+class Unusable(Exception):
+    """There are no options with which the driver could be opened; `finding` says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.detail)
+        self.finding = finding
+
+
+class _Wrong(Exception):
+    """A step of the round trip went wrong."""
+
+
+def usable_options(patient: Patient) -> dict[str, object]:
+    """The driver's options with their defaults: those given, or those of a throwaway store.
+
+    Raises:
+        Unusable: they do not fit the driver, or it is unknown, or a throwaway store would need servers.
+    """
+    check = f"{patient.driver}: options"
+    try:
+        spec = registry().get(patient.driver or "")
+        model = config_model(spec)
+        chosen = patient.options or trial_options(spec, patient.throwaway)
+        if chosen is None:
+            needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
+            raise Unusable(warn(check, "none given, and a throwaway store needs a server: it was not opened", needs))
+        config = parse_config(model, chosen)
+    except ConfigError as error:
+        raise Unusable(fail(check, str(error), f"`hicache drivers {patient.driver}` lists the options; -c key=value")) from error
+    except DriverError as error:
+        raise Unusable(fail(check, str(error), "see above")) from error
+    return {name: getattr(config, name) for name in model.__struct_fields__}
+
+
+def check_options(patient: Patient) -> Iterator[Finding]:
+    """The options fit the driver."""
+    check = f"{patient.driver}: options"
+    try:
+        usable_options(patient)
+    except Unusable as error:
+        yield error.finding
+        return
+    given = ", ".join(f"{name}={value}" for name, value in redacted(patient.options).items())
+    yield ok(check, given or "none given; a throwaway store was examined")
+
+
+def check_round_trip(patient: Patient) -> Iterator[Finding]:
+    """Construct, open, ask for its health, store pages, find them, read them, remove them, close."""
+    check = f"{patient.driver}: round trip"
+    try:
+        usable_options(patient)
+    except Unusable:
+        return
+    spec = registry().get(patient.driver or "")
+    with _warnings() as said:
+        try:
+            yield from _examine(check, spec, patient)
+        except DriverError as error:
+            yield fail(check, f"cannot be constructed: {error}", "correct the driver or its options")
+        except StorageUnavailableError as error:
+            yield fail(check, f"cannot be opened: {error}", "start the store, or correct the options")
+        except _Wrong as error:
+            log = f" ({said[0]})" if said else ""
+            fix = f"`hicache conformance run {spec.name}` finds the rule that it breaks, unless the store is at fault"
+            yield fail(check, f"{error}{log}", fix)
+        except HiCacheError as error:
+            yield fail(
+                check, f"{type(error).__name__}: {error}", f"`hicache conformance run {spec.name}` finds the rule that it breaks"
+            )
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
+            yield fail(check, f"raises {type(error).__name__}: {error}", "a fault of the driver: no call may raise it")
+
+
+def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding]:
+    options = patient.options or trial_options(spec, patient.throwaway) or {}
+    storage = create_storage(
+        spec.name, _identity(), options, options=StorageOptions(deadline_seconds=patient.deadline_seconds, breaker_threshold=0)
+    )
+    try:
+        exceeds = wider(storage.capabilities, spec.capabilities)
+        if exceeds:
+            yield fail(
+                check,
+                f"this instance promises more than its driver declares: {', '.join(exceeds)}",
+                "declare it in the DriverSpec",
+            )
+        storage.open()
+        health = storage.health()
+        if not health.ok:
+            yield fail(check, f"opened, and health() says: {health.detail or 'not ok'}", "start or repair the store")
+            return
+        if storage.capabilities.deletes or not patient.options:
+            yield from _round_trip(check, storage, throwaway=not patient.options)
+        else:
+            detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"
+            yield warn(check, detail, f"`hicache conformance run {spec.name}` on a throwaway store")
+    finally:
+        storage.close()
+
+
+def _round_trip(check: str, storage: HiCacheStorage, *, throwaway: bool) -> Iterator[Finding]:
+    trip = _Trip.through(storage)
+    try:
+        milliseconds = [f"{name} {trip.time(step) * 1e3:.1f} ms" for name, step in trip.steps()]
+    finally:
+        left = trip.remove()
+    yield ok(check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}")
+    if left and not throwaway:
+        yield warn(
+            check, f"{left} pages are still there after delete()", f"`hicache conformance run {storage.get_stats().driver}`"
+        )
+    if not storage.get_stats().verifies_checksums:
+        yield warn(check, "checksums are not verified: damage would be served as a hit", "leave verify_checksums on")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """Some pages on their way out and back."""
+
+    storage: HiCacheStorage
+    pool: MHAHostPool
+    keys: list[str]
+
+    @classmethod
+    def through(cls, storage: HiCacheStorage) -> _Trip:
+        import torch
+
+        from hicache_storage.pools import MHAHostPool
+
+        pool = MHAHostPool(
+            size=2 * PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=LAYERS, head_num=HEADS, head_dim=HEAD_DIM,
+            dtype=torch.uint8, pin_memory=False,
+        )  # fmt: skip
+        for buffer in pool.buffers:
+            buffer.random_(0, 256)
+        storage.register_mem_host_pool_v2(pool, "kv")
+        storage.on_host_pools_registered()
+        return cls(storage, pool, [secrets.token_hex(32) for _ in range(PAGES)])
+
+    def steps(self) -> list[tuple[str, Callable[[], None]]]:
+        return [("set", self.store), ("exists", self.find), ("get", self.load)]
+
+    def time(self, step: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        step()
+        return time.perf_counter() - started
+
+    def store(self) -> None:
+        answer = self.storage.batch_set_v2([self._transfer(0)])
+        if answer != {"kv": [True] * PAGES}:
+            raise _Wrong(f"a set of {PAGES} pages answered {dict(answer)}")
+
+    def find(self) -> None:
+        found = self.storage.batch_exists_v2(self.keys).kv_hit_pages
+        if found != PAGES:
+            raise _Wrong(f"{PAGES} pages were stored, and exists finds {found}")
+
+    def load(self) -> None:
+        answer = self.storage.batch_get_v2([self._transfer(PAGES)])
+        if answer != {"kv": [True] * PAGES}:
+            raise _Wrong(f"{PAGES} pages were stored, and a get answered {dict(answer)}")
+        for page in range(PAGES):
+            sent, came = (self.pool.page_buffers([first * PAGE_SIZE])[0] for first in (page, PAGES + page))
+            if list(map(bytes, sent)) != list(map(bytes, came)):
+                raise _Wrong(f"page {page} came back with other bytes")
+
+    def remove(self) -> int:
+        """Take the pages out of the store; how many are still there, as far as the store says."""
+        if self.storage.capabilities.deletes:
+            self.storage.delete(self.keys)
+        return sum(self.storage.batch_exists_v2([key]).kv_hit_pages for key in self.keys)
+
+    def _transfer(self, first_page: int) -> PoolTransfer:
+        import torch
+
+        slots = torch.arange(first_page * PAGE_SIZE, (first_page + PAGES) * PAGE_SIZE)
+        return PoolTransfer("kv", slots, keys=self.keys)  # type: ignore[arg-type] # a plain string is converted
+
+
+def _identity() -> StorageIdentity:
+    # Always the same, so that what a store keeps for each identity it has seen does not grow with every diagnosis.
+    return StorageIdentity(model="hicache-doctor", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first")
+
+
+@contextmanager
+def _warnings() -> Generator[list[str]]:
+    """What is logged as a warning meanwhile: a fault of the store is a miss, and its reason stands in the log only."""
+    said = list[str]()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener, root = Listener(logging.WARNING), logging.getLogger()
+    root.addHandler(listener)
+    try:
+        yield said
+    finally:
+        root.removeHandler(listener)

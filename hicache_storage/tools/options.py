@@ -1,0 +1,92 @@
+"""A driver's options as people give them: pairs of text; and what such a text names: secrets, directories, servers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hicache_storage.hookspecs import DriverSpec
+
+TMP: Final = "{tmp}"
+"""Stands for an empty directory in `DriverSpec.trial_config`."""
+HIDDEN: Final = "***"
+
+_SECRET: Final = re.compile(r"pass(word|wd|phrase)?|secret|token|credential|auth|api_?key|access_?key|private", re.IGNORECASE)
+_USERINFO: Final = re.compile(r"(?<=//)[^/@\s]+@")
+_PLACE: Final = re.compile(r"(?:^|_)(?:path|dir|directory|folder|root)$")
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_HOST_PORT: Final = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[a-z0-9][a-z0-9.-]*):(?P<port>\d{1,5})", re.IGNORECASE)
+_PORTS: Final = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
+
+
+def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
+    """Options given as `key=value`.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    options = dict[str, str]()
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"-c {text!r} is not of the form key=value")
+        options[name] = value
+    return options
+
+
+def redacted(options: Mapping[str, object]) -> dict[str, str]:
+    """Options as text, in the order of their names; passwords and the like, and users in addresses, are hidden."""
+    return {name: HIDDEN if _SECRET.search(name) else without_user(str(options[name])) for name in sorted(options)}
+
+
+def without_user(text: str) -> str:
+    """A text whose addresses name no user and no password."""
+    return _USERINFO.sub(f"{HIDDEN}@", text)
+
+
+def directories(options: Mapping[str, object]) -> dict[str, Path]:
+    """Directories that options name, by option: a name such as `path` or `cache_dir`, or an absolute path that is no file."""
+    found = dict[str, Path]()
+    for name, value in options.items():
+        if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
+            path = Path(value)
+            if (_PLACE.search(name) or path.is_absolute()) and not path.is_file():
+                found[name] = path
+    return found
+
+
+def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
+    """Host and port of each server that options name, as URL or `host:port`, by option; lists are separated by commas."""
+    found = dict[str, list[tuple[str, int]]]()
+    for name, value in options.items():
+        if isinstance(value, str):
+            addresses = [address for part in value.split(",") if (address := _address(part.strip()))]
+            if addresses:
+                found[name] = addresses
+    return found
+
+
+def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:
+    """Options for a throwaway store in an empty directory; None where the driver needs servers for one."""
+    if any("{port:" in value for value in spec.trial_config.values()):
+        return None
+    return {name: value.replace(TMP, str(directory)) for name, value in spec.trial_config.items()}
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    if _URL.fullmatch(text):
+        try:
+            url = urlsplit(text)
+            port = url.port or _PORTS.get(url.scheme.lower())
+        except ValueError:
+            return None
+        return (url.hostname, port) if url.hostname and port else None
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        return None
+    return match["host"].strip("[]"), int(match["port"])

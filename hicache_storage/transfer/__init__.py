@@ -1,0 +1,51 @@
+"""Copies between device and host memory on streams: the protocol, CUDA, and a simulator for machines without a GPU.
+
+Only what touches CUDA imports torch, and only when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hicache_storage.transfer.engine import PageTransfers, TransferEngine
+from hicache_storage.transfer.host_slots import HostSlots
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
+from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
+from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError, recorded
+
+if TYPE_CHECKING:
+    from hicache_storage.transfer.cuda import CudaDevice, CudaEvent, CudaStream
+    from hicache_storage.transfer.simulator import StreamSimulator
+
+__all__ = [
+    "Acknowledgement",
+    "CudaDevice",
+    "CudaEvent",
+    "CudaStream",
+    "Device",
+    "DevicePages",
+    "Event",
+    "HostPages",
+    "HostSlots",
+    "LayerCounter",
+    "LayeredPages",
+    "PageTransfers",
+    "Stream",
+    "StreamFailedError",
+    "StreamSimulator",
+    "TransferEngine",
+    "recorded",
+]
+
+_HOMES = {"CudaDevice": "cuda", "CudaEvent": "cuda", "CudaStream": "cuda", "StreamSimulator": "simulator"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,45 @@
+"""What a model waits for while its pages are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.transfer.streams import Event, Stream
+
+
+class LayerCounter:
+    """The layers of one load as they arrive, one event for each (rule ST-2)."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = tuple(events)
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels are launched."""
+        stream.wait_event(self._events[layer])
+
+    def arrived(self) -> int:
+        """How many layers have arrived, from the first on; does not block."""
+        return next((layer for layer, event in enumerate(self._events) if not event.query()), len(self._events))
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all layers have arrived."""
+        for event in self._events:
+            event.synchronize()
+
+
+class Acknowledgement:
+    """Tells when a write-back is done, and its host pages can be read."""
+
+    def __init__(self, finished: Event) -> None:
+        self._finished = finished
+
+    def done(self) -> bool:
+        """Whether it is; does not block."""
+        return self._finished.query()
+
+    def wait(self) -> None:
+        """Block the calling thread until it is."""
+        self._finished.synchronize()

@@ -1,0 +1,7 @@
+"""Streams without a GPU: queues run by threads, with a detector of races that does not depend on timing."""
+
+from hicache_storage.transfer.simulator.races import Access, Race
+from hicache_storage.transfer.simulator.simulator import Hold, StreamSimulator
+from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
+
+__all__ = ["Access", "Hold", "Race", "SimulatedEvent", "SimulatedStream", "StreamSimulator"]

@@ -1,0 +1,146 @@
+"""Which accesses to memory conflict although nothing orders them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from hicache_storage.transfer.simulator.clocks import Clock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Access:
+    """One operation, as the detector sees it."""
+
+    what: str
+    """What the one who enqueued it calls it."""
+    where: str
+    """Name of its stream, or `host`."""
+    actor: int
+    time: int
+    clock: Clock
+    """What is ordered before it, and itself."""
+
+    def follows(self, other: Access) -> bool:
+        """Whether `other` is ordered before this, by the order of a stream, by events, or by the host."""
+        return self.clock.knows(other.actor, other.time)
+
+    def __str__(self) -> str:
+        return f"{self.what!r} ({self.where})"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two operations on the same bytes, at least one of which writes, that nothing orders."""
+
+    first: Access
+    """The one enqueued earlier."""
+    second: Access
+    first_writes: bool
+    second_writes: bool
+    memory: str
+    """Which bytes."""
+
+    def __str__(self) -> str:
+        deeds = ("reads", "writes")
+        return (
+            f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it behind {self.first}, "
+            f"which {deeds[self.first_writes]} it"
+        )
+
+
+@dataclass(slots=True)
+class _Cell:
+    """The last write of a range of bytes, and the last read by each actor since."""
+
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict[int, Access])
+
+    def copy(self) -> _Cell:
+        return _Cell(self.write, dict(self.reads))
+
+
+class ShadowMemory:
+    """Remembers who touched which bytes. Not thread-safe.
+
+    All addresses are covered by cells; a cell is split where an access begins or ends within it.
+    """
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._cells = [_Cell()]
+        self._names: list[tuple[int, int, str]] = []
+
+    def name(self, start: int, end: int, name: str) -> None:
+        """What messages call a range of addresses."""
+        self._names.append((start, end, name))
+
+    def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
+        """Note that `access` reads ranges of addresses; the races that this makes, one for each other operation."""
+        found = dict[Access, Race]()
+        for run in runs:
+            for cell in self._between(*run):
+                if cell.write is not None and not access.follows(cell.write):
+                    found.setdefault(cell.write, Race(cell.write, access, True, False, self._describe(run)))
+                cell.reads[access.actor] = access
+        return list(found.values())
+
+    def write(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
+        """Note that `access` writes ranges of addresses; the races that this makes, one for each other operation."""
+        found = dict[Access, Race]()
+        for run in runs:
+            for cell in self._between(*run):
+                for other in cell.reads.values():
+                    if not access.follows(other):
+                        found.setdefault(other, Race(other, access, False, True, self._describe(run)))
+                if cell.write is not None and not access.follows(cell.write):
+                    found.setdefault(cell.write, Race(cell.write, access, True, True, self._describe(run)))
+                cell.write = access
+                cell.reads.clear()
+        return list(found.values())
+
+    def writers(self, runs: Sequence[tuple[int, int]]) -> list[Access]:
+        """The operations that wrote the ranges last, each once."""
+        found = [cell.write for run in runs for cell in self._between(*run)]
+        return list(dict.fromkeys(access for access in found if access is not None))
+
+    def _between(self, start: int, end: int) -> list[_Cell]:
+        self._split(start)
+        self._split(end)
+        return self._cells[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
+
+    def _split(self, address: int) -> None:
+        at = bisect_left(self._starts, address)
+        if at == len(self._starts) or self._starts[at] != address:
+            self._starts.insert(at, address)
+            self._cells.insert(at, self._cells[at - 1].copy())
+
+    def _describe(self, run: tuple[int, int]) -> str:
+        for start, end, name in self._names:
+            if start <= run[0] < end:
+                return f"bytes {run[0] - start} to {run[1] - start} of {name}"
+        return f"{run[1] - run[0]} bytes of memory without a name"
+
+
+def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The ranges of addresses that a tensor's elements fill, adjacent ones joined."""
+    if not tensor.numel():
+        return []
+    size = tensor.element_size()
+    starts, length = [tensor.data_ptr()], size
+    # From the innermost axis outwards: an axis that continues the run makes it longer, any other repeats it.
+    axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, count in axes:
+        if count == 1:
+            continue
+        if stride * size == length:
+            length *= count
+        else:
+            starts = [start + step * stride * size for start in starts for step in range(count)]
+    return [(start, start + length) for start in sorted(starts)]

@@ -1,0 +1,169 @@
+"""The simulator: makes streams and events, and judges what nothing orders."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Self
+
+from hicache_storage.transfer.simulator.clocks import HOST, Clock
+from hicache_storage.transfer.simulator.operations import Copy, Place
+from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
+from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import TracebackType
+
+    import torch
+
+PAUSE_SECONDS = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Keeps copies into some memory from beginning, until it is released or its time is over."""
+
+    runs: Sequence[tuple[int, int]]
+    seconds: float
+    expired: bool = False
+    """Whether it was given up before it was released."""
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def release(self) -> None:
+        """Let them begin."""
+        self._over.set()
+
+    def concerns(self, runs: Sequence[tuple[int, int]]) -> bool:
+        """Whether one of the ranges is among those held."""
+        return any(start < other_end and other < end for start, end in self.runs for other, other_end in runs)
+
+    def wait(self) -> None:
+        """Block until it is over."""
+        if not self._over.wait(self.seconds):
+            self.expired = True
+            self._over.set()
+
+
+class StreamSimulator:
+    """A device whose streams are threads on the CPU. To be closed, or used in a `with` statement.
+
+    Copies take effect when they run, piece by piece with pauses drawn from the seed, so that an order that nothing
+    enforces sooner or later shows in the bytes. The verdict does not wait for that: `races` has every two operations on
+    the same bytes, one of them writing, that neither a stream's order nor an event nor a wait of the host puts in order.
+    It depends on what was enqueued, in which order, and not on when it ran.
+
+    The host is one actor: whoever calls from several threads has to put those calls in order.
+
+    Args:
+        seed: of pauses and pieces.
+        pause_seconds: the longest pause between two pieces of a copy.
+    """
+
+    def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS) -> None:
+        self.races: list[Race] = []
+        """What was found so far, in the order in which it was enqueued."""
+        self._seed, self._pause_seconds = seed, pause_seconds
+        self._lock = threading.Lock()
+        self._host = Clock()
+        self._shadow = ShadowMemory()
+        self._streams: list[SimulatedStream] = []
+        self._holds: list[Hold] = []
+        # Memory that was given back could come again as another tensor's, and its past would be taken for that one's.
+        self._kept = dict[int, "torch.Tensor"]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def stream(self, name: str) -> SimulatedStream:
+        with self._lock:
+            actor = HOST + 1 + len(self._streams)
+            stream = SimulatedStream(self, name, actor, Random(f"{self._seed}/{name}/{actor}"))
+            self._streams.append(stream)
+        return stream
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def name(self, name: str, tensor: torch.Tensor) -> None:
+        """Say what messages call a contiguous tensor's memory."""
+        for start, end in byte_runs(tensor):
+            with self._lock:
+                self._shadow.name(start, end, name)
+
+    def host(self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
+        """Say that the host touches memory now, itself or through a call that returns before the host goes on."""
+        with self._lock:
+            access = Access(what, "host", HOST, self._host.tick(HOST), self._host.copy())
+            self._note(access, reads, writes)
+
+    def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
+        """Keep copies into these tensors that have not begun from beginning, for so long at most."""
+        hold = Hold([run for tensor in tensors for run in byte_runs(tensor)], seconds)
+        with self._lock:
+            self._holds.append(hold)
+        return hold
+
+    def writers(self, tensor: torch.Tensor) -> list[Access]:
+        """The operations that wrote a tensor's bytes last, in the order of enqueueing."""
+        with self._lock:
+            return self._shadow.writers(byte_runs(tensor))
+
+    def close(self) -> None:
+        """Release all holds, run what is enqueued, and end the threads."""
+        with self._lock:
+            streams, holds = list(self._streams), list(self._holds)
+        for hold in holds:
+            hold.release()
+        for stream in streams:
+            stream.end()
+
+    # What streams and events ask ---------------------------------------------------------------------------------
+
+    def copy(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        """Enqueue a copy, and judge it."""
+        runs = byte_runs(destination)
+        with self._lock:
+            stream.clock.join(self._host)
+            time = stream.clock.tick(stream.actor)
+            self._note(Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()), [source], [destination])
+            stream.enqueue(Copy(destination, source, self._pause_seconds, self._admission(runs)))
+
+    def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
+        """Let an event stand for what a stream holds."""
+        with self._lock:
+            stream.clock.join(self._host)
+            event.clock = stream.clock.copy()
+            event.place = stream.enqueue(None)
+
+    def order_behind(self, stream: SimulatedStream, event: SimulatedEvent) -> Place | None:
+        """Note that a stream waits for an event; the place to wait for."""
+        with self._lock:
+            stream.clock.join(event.clock)
+            return event.place
+
+    def order_host_behind(self, event: SimulatedEvent) -> None:
+        """Note that the host has seen an event complete."""
+        with self._lock:
+            self._host.join(event.clock)
+
+    def _note(self, access: Access, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        for tensor in reads:
+            self._kept[tensor.untyped_storage().data_ptr()] = tensor
+            self.races += self._shadow.read(access, byte_runs(tensor))
+        for tensor in writes:
+            self._kept[tensor.untyped_storage().data_ptr()] = tensor
+            self.races += self._shadow.write(access, byte_runs(tensor))
+
+    def _admission(self, runs: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        def wait() -> None:
+            with self._lock:
+                holds = [hold for hold in self._holds if hold.concerns(runs)]
+            for hold in holds:
+                hold.wait()
+
+        return wait

@@ -1,0 +1,228 @@
+"""Reads that hang: with buffers of the driver's own a get returns, and nothing arrives later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+
+from hicache_backends.file import vectored
+from hicache_backends.file.buffers import Buffers
+from hicache_backends.file.workers import Workers
+from hicache_storage.layers import DeadlineLayer
+from hicache_storage.objects import Call
+from hicache_storage.spec import Caller, StuckReads
+from tests.backends.file.harness import chain
+
+SECONDS = 0.1
+
+
+@pytest.fixture
+def hung(monkeypatch):
+    """Lets `preadv` hang, and counts the reads that do; released at the end of the test at the latest."""
+
+    class Hung:
+        def __init__(self):
+            self.release, self.reads = threading.Event(), 0
+
+        def begin(self):
+            real = os.preadv
+
+            def hang(*args):
+                self.reads += 1
+                self.release.wait(30)
+                return real(*args)
+
+            monkeypatch.setattr(vectored.os, "preadv", hang)
+
+        def end(self):
+            monkeypatch.undo()
+            self.release.set()
+
+    made = Hung()
+    yield made
+    made.end()
+
+
+def guarded(rig, **options):
+    """A rig behind a deadline of 100 ms."""
+    made = rig(stuck_reads="buffered", **options)
+    made.bare, made.storage = made.storage, DeadlineLayer(made.storage, SECONDS)
+    made.storage.register_mem_host_pool_v2(made.pool, "kv")
+    made.storage.open()
+    return made
+
+
+@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize("verifies", [True, False], ids=["verified", "unverified"])
+def test_pages_come_through_buffers_whole(rig, components, verifies):
+    a, keys = rig(components=components, pages=8, stuck_reads="buffered", verify_checksums=verifies), chain("a", 8)
+    a.put(keys)
+    assert a.store.buffers is not None
+    assert a.holds(keys)
+    assert a.versions([keys[5], "missing", keys[0], keys[7]]) == [0, None, 0, 0]
+    assert a.store.stuck_reads() == 0
+
+
+@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+def test_a_hung_get_returns_and_nothing_arrives_later(rig, hung, components):
+    a, keys = guarded(rig, components=components, pages=8), chain("a", 8)
+    a.put(keys)
+    hung.begin()
+    started = time.monotonic()
+    assert a.get(keys) == [None] * 8
+    assert time.monotonic() - started < SECONDS + 1
+    assert a.bare.store.stuck_reads() >= 1
+    assert "hang" in a.bare.health().detail
+    a.pool.memory[:] = b"\x77" * len(a.pool.memory)
+    hung.end()
+    until = time.monotonic() + 10
+    while a.bare.store.stuck_reads() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert a.bare.store.stuck_reads() == 0
+    assert set(a.pool.memory) == {0x77}
+    assert a.stats().pages_damaged == 0
+    assert a.holds(keys)
+
+
+def test_hung_reads_are_bounded_and_fail_fast_beyond(rig, hung, monkeypatch):
+    a, keys = guarded(rig), chain("a", 4)
+    a.put(keys)
+    monkeypatch.setattr(a.bare.store.buffers, "_limit", 3)
+    hung.begin()
+    for _ in range(3):
+        assert a.get(keys) == [None] * 4
+    reads, started = hung.reads, time.monotonic()
+    assert a.get(keys) == [None] * 4
+    assert time.monotonic() - started < SECONDS
+    assert hung.reads == reads == 3
+    hung.end()
+    until = time.monotonic() + 10
+    while not a.holds(keys) and time.monotonic() < until:
+        time.sleep(0.005)
+    assert a.holds(keys)
+
+
+def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
+    a, stuck, well = guarded(rig, components=(600_000,), pages=40, threads=4), chain("stuck", 2), chain("well", 36)
+    a.put(stuck)
+    a.put(well)
+    release, real = threading.Event(), os.preadv
+    path = a.bare.store.catalogs([a.bare.pools["kv"].namespace])[0].pages[stuck[0]][0].path
+
+    def hang(descriptor, *args):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == path:
+            release.wait(30)
+        return real(descriptor, *args)
+
+    monkeypatch.setattr(vectored.os, "preadv", hang)
+    for _ in range(6):
+        assert a.get(stuck) == [None] * 2
+    a.storage._seconds = 30.0
+    assert a.holds(well)
+    release.set()
+
+
+def test_closing_waits_for_no_hung_read(rig, hung):
+    a, keys = guarded(rig), chain("a", 4)
+    a.put(keys)
+    hung.begin()
+    a.get(keys)
+    started = time.monotonic()
+    a.storage.close()
+    a.storage.close()
+    assert time.monotonic() - started < 4 * SECONDS + 2
+    hung.end()
+
+
+@pytest.mark.parametrize(
+    ("option", "stuck_reads", "may_hang"),
+    [("auto", StuckReads.WAITS, False), ("waits", StuckReads.WAITS, False), ("buffered", StuckReads.BUFFERED, True)],
+)
+def test_a_local_disk_is_read_straight_unless_told_otherwise(rig, option, stuck_reads, may_hang):
+    a = rig(stuck_reads=option)
+    assert a.storage.capabilities.may_hang
+    a.storage.open()
+    assert (a.storage.capabilities.stuck_reads, a.storage.capabilities.may_hang) == (stuck_reads, may_hang)
+    assert (a.store.buffers is None) == (stuck_reads is StuckReads.WAITS)
+
+
+def test_a_straight_read_keeps_its_caller(rig, hung):
+    """The first get may open the store, behind a deadline, before it is known that the disk is local."""
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    hung.begin()
+    caller, gone = Caller(), threading.Event()
+    call = Call(caller=caller)
+    reading = threading.Thread(target=lambda: a.store.reader.read(_runs(a, keys, call), call))
+    reading.start()
+    until = time.monotonic() + 10
+    while not hung.reads and time.monotonic() < until:
+        time.sleep(0.001)
+    leaving = threading.Thread(target=lambda: (caller.leave(), gone.set()))
+    leaving.start()
+    assert not gone.wait(0.05)
+    hung.end()
+    assert gone.wait(10)
+    reading.join(10)
+
+
+def _runs(rig, keys, call):
+    from hicache_storage.objects import ObjectRead
+
+    namespace = rig.storage.pools["kv"].namespace
+    buffers = [[memoryview(bytearray(length)) for length in namespace.geometry.component_bytes] for _ in keys]
+    reads = [ObjectRead(namespace, key, some, call=call) for key, some in zip(keys, buffers, strict=True)]
+    return rig.store.catalogs([namespace])[0].locate(reads)
+
+
+def test_buffers_are_used_again():
+    buffers, seen = Buffers(4096, limit=2), set()
+    for _ in range(10):
+        with buffers.lend(Call()) as one, buffers.lend(Call()) as two:
+            assert len(one) == len(two) == 4096
+            seen |= {id(one), id(two)}
+    assert len(seen) == 2
+
+
+def test_who_waits_for_a_buffer_gets_the_next_one():
+    buffers, order = Buffers(4096, limit=1), []
+
+    def second():
+        with buffers.lend(Call(10.0)):
+            order.append("second")
+
+    with buffers.lend(Call()):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(0.02)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
+
+
+def test_no_buffer_is_waited_for_that_only_hung_reads_have():
+    buffers, late = Buffers(4096, limit=1), Call(0.0)
+    caller = Caller()
+    with buffers.lend(Call(caller=caller)):
+        caller.leave()
+        assert buffers.stuck() == 1
+        with pytest.raises(OSError, match="reads hang") as error, buffers.lend(Call(60.0)):
+            pass
+        assert error.value.errno == errno.EBUSY
+        with pytest.raises(OSError, match="deadline"), buffers.lend(late):
+            pass
+    assert buffers.stuck() == 0
+
+
+def test_hung_workers_keep_no_call_waiting():
+    workers, release, done = Workers(2), threading.Event(), []
+    for _ in range(2):
+        workers.start(lambda: release.wait(30))
+    workers.run([lambda number=number: done.append(number) for number in range(5)])
+    assert done == [0, 1, 2, 3, 4]
+    release.set()
+    workers.close(10)

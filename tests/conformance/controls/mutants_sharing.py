@@ -1,0 +1,45 @@
+"""Controls of several processes: sharing, and the death of a writer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from control import PATH, Control
+from control_files import BETWEEN_PROCESSES
+
+from hicache_storage.spec import Capabilities, Durability, Sharing
+
+SHARED: dict[str, Any] = {
+    "config": "control_files:SharedFilesConfig",
+    "trial_config": PATH,
+    "capabilities": BETWEEN_PROCESSES,
+}
+ONE_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
+
+
+def _mutant(name: str, rule: str, where: str, told: str, **more: Any) -> Control:
+    target = f"control_sharing:{name}"
+    return Control(breaks=(rule,), where=(where,), told=told, target=target, **{**SHARED, **more})
+
+
+CONTROLS = {
+    "SharedFiles": Control(target="control_files:SharedFiles", **SHARED),
+    "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "has seen pages that were not whole"),
+    "RenamesTooSoon": _mutant("RenamesTooSoon", "SET-2", "Process", "holds zeros in bytes"),
+    "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "has seen pages that were not whole"),
+    "MixesWriters": _mutant("MixesWriters", "SET-4", "Process", "is value"),
+    "LosersLeaveDrafts": _mutant("LosersLeaveDrafts", "SET-4", "Process", "made the store grow by", field_fault="D5"),
+    "LearnsNothingOfOthers": _mutant("LearnsNothingOfOthers", "ID-2", "Sharing", "a get of process early answers False"),
+    "TrustsItsList": _mutant("TrustsItsList", "SET-1", "Sharing", "and a get of process", field_fault="D11"),
+    "SetsOnItsOwn": _mutant("SetsOnItsOwn", "SET-3", "Sharing", "whose set began when the page was there already"),
+    "ClearsItsOwnView": _mutant("ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"),
+    "SaltsItsKeys": _mutant("SaltsItsKeys", "ID-2", "Sharing", "answers False"),
+    "NeverForgetsDamage": _mutant("NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"),
+    "ReusesSlots": _mutant("ReusesSlots", "CC-2", "Process", "holds bytes of key", field_fault="D2"),
+    "SavesItsIndexLate": _mutant(
+        "SavesItsIndexLate", "FT-5", "Durability", "was stored (True) and removed by nobody", field_fault="D3", capabilities=ONE_PROCESS
+    ),
+    "WritesBehind": _mutant("WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody"),
+    "LeavesDrafts": _mutant("LeavesDrafts", "FT-5", "Durability", "killed writers made the store grow by"),
+    "LeavesItsLock": _mutant("LeavesItsLock", "FT-5", "Durability", "was refused to process"),
+}

@@ -1,0 +1,72 @@
+"""Runs of the suite against servers of this process, or of processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hicache_conformance.manifest import Level
+from hicache_conformance.metadata.book import Part, protocol_cases
+from hicache_conformance.metadata.run import Order, judge_run, run
+from hicache_conformance.metadata.server import Remote, Served
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.settings import Settings
+from tests.conformance.metadata.faulty import FAULTS, server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicache_conformance.verdict import Judgement
+
+
+@contextmanager
+def listening(fault: str = "", **options: object) -> Iterator[Remote]:
+    """A reference server of this process."""
+    made = server(fault, **options)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield Remote(f"http://127.0.0.1:{made.server_address[1]}")
+    finally:
+        made.shutdown()
+        made.server_close()
+        thread.join()
+
+
+def served(fault: str = "") -> Served:
+    """One in a process of its own, which can be killed."""
+    named = f" --fault {fault}" if fault else ""
+    command = f"{sys.executable} -m tests.conformance.metadata.reference --port {{port}} --journal {{tmp}}/journal{named}"
+    return Served(command=command)
+
+
+def judged(place: Remote, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object) -> Judgement:
+    """The verdict on a server."""
+    given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
+    settings = Settings.fresh(seed, "smoke", levels)
+    order = Order(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
+    return judge_run(order, run(order))
+
+
+def judged_fault(name: str, seed: int = 1) -> Judgement:
+    """The verdict on a faulty server, by the cases of the rules that it breaks."""
+    fault = FAULTS[name]
+    cases = fault.only or [case.name for case in protocol_cases().values() if set(fault.breaks) & set(case.rules)]
+    if fault.restarts:
+        with served(name) as place:
+            return judged(place, seed=seed, cases=cases)
+    with listening(name) as place:
+        levels = tuple(level for level in Level if level is not Level.DURABLE)
+        return judged(place, seed=seed, cases=cases, levels=levels, tokens=bool(fault.tokens))
+
+
+def broken(judgement: Judgement) -> dict[str, str]:
+    """The rules that a server breaks, and what was said."""
+    return {result.rule.id: result.reason for result in judgement.rules if result.outcome is Outcome.FAIL}
+
+
+def errors(judgement: Judgement) -> list[str]:
+    """Where the suite itself broke."""
+    return [case.detail for case in judgement.failures() if case.outcome is Outcome.ERROR]

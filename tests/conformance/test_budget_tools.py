@@ -1,0 +1,95 @@
+"""What the budget cases measure with: memory while a call runs, calls of a driver, times."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from hicache_conformance.driver_calls import counted, has_steps
+from hicache_conformance.memory_peak import transient_bytes
+from hicache_conformance.stopwatch import ROUNDS, least_cpu_seconds, seconds, surely_slower
+from hicache_storage.objects import ObjectStorage
+from hicache_storage.spec import Capabilities, StorageIdentity
+
+MIB = 1 << 20
+
+
+class Silent(ObjectStorage):
+    """Has nothing."""
+
+    def objects_exist(self, batches, call):
+        return [[False] * len(batch.keys) for batch in batches]
+
+    def read_objects(self, batches, call):
+        return [[False] * len(batch.reads) for batch in batches]
+
+    def write_objects(self, batches, call):
+        return [[False] * len(batch.writes) for batch in batches]
+
+
+@pytest.fixture
+def storage():
+    identity = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
+    with Silent(identity, driver_name="silent", capabilities=Capabilities(may_hang=False)) as made:
+        yield made
+
+
+def with_mapping():
+    mapping = mmap.mmap(-1, 32 * MIB)
+    mapping.write(bytes([1]) * (32 * MIB))
+    mapping.close()
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [lambda: len(bytearray(32 * MIB)), lambda: len([bytes([1]) * MIB for _ in range(32)]), with_mapping],
+    ids=["bytearray", "bytes", "mapping"],
+)
+def test_memory_that_a_call_needs_is_seen(stage):
+    assert transient_bytes([stage] * 2) >= 30 * MIB
+
+
+def test_memory_of_tensors_is_seen():
+    assert transient_bytes([lambda: torch.ones(32 * MIB, dtype=torch.uint8)] * 2) >= 30 * MIB
+
+
+def test_what_stays_is_not_counted():
+    kept = []
+    assert transient_bytes([lambda: kept.append(bytearray(32 * MIB))] * 2) < 4 * MIB
+    assert len(kept) == 2
+
+
+def test_a_reused_buffer_is_counted_the_first_time_only():
+    buffers = []
+
+    def stage():
+        if not buffers:
+            buffers.append(bytearray(32 * MIB))
+        else:
+            buffers[0][:] = memoryview(buffers[0])
+
+    assert transient_bytes([stage] * 3) < 4 * MIB
+
+
+def test_calls_of_a_driver_are_counted(storage):
+    assert has_steps(storage)
+    with counted(storage) as calls:
+        storage.batch_exists_v2(["a", "b"])
+        storage.batch_exists_v2(["a"])
+    storage.batch_exists_v2(["a"])
+    assert dict(calls) == {"objects_exist": 2}
+    assert "objects_exist" not in vars(storage)
+
+
+def test_a_slow_call_is_slower_and_an_equal_one_is_not():
+    def spin(count):
+        return lambda: sum(range(count))
+
+    slow, fast = seconds(spin(60_000), spin(10_000))
+    assert len(slow) == len(fast) == ROUNDS
+    assert surely_slower(slow, fast) > 2
+    assert surely_slower([1.0, 5.0], [1.0, 1.0]) == 1.0
+    dear, cheap = least_cpu_seconds(spin(60_000), spin(10_000), repeat=3)
+    assert dear > 2 * cheap

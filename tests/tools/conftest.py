@@ -1,0 +1,108 @@
+"""Driver packages that count as installed, in this process's children."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from hicache_storage.plugins import registry
+
+PLUGIN = """
+from hicache_storage.hookspecs import DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities, Durability, Sharing
+
+
+@hookimpl
+def hicache_register_drivers():
+    return [
+        DriverSpec(
+            name={name!r}, target="{module}:Storage", config="{module}:Config",
+            capabilities=Capabilities({capabilities}), {spec}
+        )
+    ]
+"""
+
+DRIVER = """
+import os, signal, sys, time
+from dataclasses import replace
+
+from hicache_storage.objects import ObjectStorage
+from hicache_storage.spec import Capabilities, DriverConfig, Durability, Health, Sharing, StorageUnavailableError
+
+CAPABILITIES = Capabilities({capabilities})
+
+
+class Config(DriverConfig, frozen=True, kw_only=True):
+    url: str = ""
+
+
+class Dictionary(ObjectStorage):
+    objects: dict[str, bytes] = {{}}
+
+    def __init__(self, identity, config):
+        super().__init__(identity, driver_name={name!r}, capabilities=CAPABILITIES)
+
+    def objects_exist(self, batches, call):
+        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
+
+    def read_objects(self, batches, call):
+        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
+
+    def write_objects(self, batches, call):
+        for batch in batches:
+            self.objects.update({{write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}})
+        return [[True] * len(batch.writes) for batch in batches]
+
+    def delete_objects(self, batches, call):
+        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
+
+
+class Storage(Dictionary):
+{body}
+"""
+
+
+class Site:
+    """A directory on the path of child processes, and of this one as far as `here` is asked."""
+
+    def __init__(self, directory, monkeypatch):
+        self.directory = directory
+        self._monkeypatch = monkeypatch
+
+    def here(self, name, *arguments, **options):
+        """Install a driver as `add` does, and for this process too."""
+        self.add(name, *arguments, **options)
+        self._monkeypatch.syspath_prepend(str(self.directory))
+        for module in (f"plugin_{name}", f"driver_{name}"):
+            # Another test may have had another driver of this name.
+            sys.modules.pop(module, None)
+        (spec,) = importlib.import_module(f"plugin_{name}").hicache_register_drivers()
+        for known, value in ((registry().drivers, spec), (registry().owners, f"{name}:{name}")):
+            self._monkeypatch.setitem(known, name, value)
+
+    def add(self, name, body="pass", *, capabilities="deletes=True, may_hang=False", spec="", requires="hicache-storage"):
+        """Install a driver: a dictionary of its process, with what `body` changes."""
+        module, plugin = f"driver_{name}", f"plugin_{name}"
+        words = {"name": name, "module": module, "capabilities": capabilities, "spec": spec}
+        (self.directory / f"{plugin}.py").write_text(PLUGIN.format(**words))
+        (self.directory / f"{module}.py").write_text(DRIVER.format(**words, body=textwrap.indent(textwrap.dedent(body), "    ")))
+        self.add_metadata(name, plugin, requires)
+
+    def add_metadata(self, name, plugin, requires="hicache-storage"):
+        """Install nothing but an entry point."""
+        info = self.directory / f"{name}-1.0.dist-info"
+        info.mkdir()
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}")
+        (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{name} = {plugin}\n")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    return Site(directory, monkeypatch)

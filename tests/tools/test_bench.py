@@ -1,0 +1,259 @@
+"""`hicache bench`: right figures, wrong answers, no room, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from hicache_storage.tools.bench import room
+from hicache_storage.tools.bench.lane import WrongAnswerError
+from hicache_storage.tools.bench.plot import plot
+from hicache_storage.tools.bench.results import Measure, Report, Subject, compare, percentile
+from hicache_storage.tools.bench.room import NoRoomError, check_room
+from hicache_storage.tools.bench.settings import Cell, Contender, LaneKind, Operation, Sweep
+from hicache_storage.tools.bench.sweep import run_sweep
+
+HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
+QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--space", "1MiB")
+
+
+def bench(*arguments):
+    return subprocess.run([HICACHE, "bench", *arguments], capture_output=True, text=True, check=False)
+
+
+def sweep(tmp_path, *, lanes=(1,), kind=LaneKind.THREADS, contenders=None, **changes):
+    contenders = contenders or [Contender("file", {"path": str(tmp_path / "store")}, "file")]
+    settings = {
+        "contenders": contenders,
+        "cells": [Cell(4096, count, kind, 8) for count in lanes],
+        "seconds": 0.05,
+        "space_bytes": 1 << 20,
+    }
+    return Sweep(**{**settings, **changes})
+
+
+def stored_pages(directory):
+    return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= 4096]
+
+
+@pytest.mark.parametrize("kind", LaneKind)
+def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
+    told = []
+    report = run_sweep(sweep(tmp_path, lanes=(1, 2), kind=kind), lambda text, share: told.append((text, share)))
+    assert [(m.lanes, m.operation) for m in report.measures] == [(lanes, op) for lanes in (1, 2) for op in Operation]
+    for measure in report.measures:
+        assert min(measure.rounds) > 0
+        assert 0 < measure.p50_us <= measure.p95_us <= measure.p99_us <= measure.max_us
+        assert measure.calls >= len(measure.rounds) * measure.lanes
+    assert report.subjects == [Subject("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)]
+    assert told[-1][1] == 1.0
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert not stored_pages(tmp_path)
+
+
+def test_two_contenders_take_turns(tmp_path):
+    two = [Contender("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
+    report = run_sweep(sweep(tmp_path, contenders=two))
+    assert [measure.label for measure in report.measures] == ["a"] * 3 + ["b"] * 3
+    for theirs, ours, ratio in compare(report.of("a").values(), report.of("b").values(), paired=True):
+        assert len(theirs.rounds) == len(ours.rounds)
+        assert ratio.least <= ratio.greatest
+
+
+# Faulty drivers: the last argument replaces a method of a dictionary driver.
+WRONG = {
+    "refuses": ("def write_objects(self, batches, call): return [[False] * len(b.writes) for b in batches]", "a set of 8 pages"),
+    "forgets": ("def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]", "exists finds 0"),
+    "misses": ("def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]", "a get of 8 pages"),
+    "lies": (
+        "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) for t in transfers}",
+        "delivered other bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_no_result(site, tmp_path, name):
+    body, said = WRONG[name]
+    site.here(name, body)
+    with pytest.raises(WrongAnswerError, match=said):
+        run_sweep(sweep(tmp_path, contenders=[Contender(name, {}, name)]))
+
+
+def test_the_command_says_what_was_wrong(site, tmp_path):
+    site.add("lies", WRONG["lies"][0])
+    done = bench("lies", *QUICK, "--lanes", "1", "--json", str(tmp_path / "result.json"))
+    assert done.returncode == 1, done.stdout
+    assert "wrong answer: a get answered True and delivered other bytes" in done.stderr
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_lane_s_process_that_dies(site):
+    site.add("dies", "def read_objects(self, batches, call): os._exit(3)")
+    done = bench("dies", *QUICK, "--lanes", "2", "--as", "processes")
+    assert done.returncode == 1
+    assert "a lane's process ended with status 3" in done.stderr
+
+
+def test_a_driver_that_can_only_clear(site, tmp_path, capsys):
+    body = """
+    def clear_namespaces(self, namespaces, call):
+        self.objects.clear()
+    def disconnect(self):
+        print("left", len(self.objects))
+    """
+    site.here("clears", body, capabilities="clears=True, may_hang=False")
+    report = run_sweep(sweep(tmp_path, contenders=[Contender("clears", {}, "clears")], seconds=30.0))
+    assert "left 0" in capsys.readouterr().out
+    # Well before its time was over, the space was used up.
+    assert 1 <= len(report.measures[0].rounds) <= (1 << 20) // (8 * 4096)
+
+
+def test_a_driver_that_can_remove_nothing(site, tmp_path):
+    site.here("append", capabilities="may_hang=False")
+    appends = sweep(tmp_path, contenders=[Contender("append", {}, "append")])
+    with pytest.raises(NoRoomError, match="--keep-pages leaves them to it"):
+        run_sweep(appends)
+    assert run_sweep(replace(appends, keeps_pages=True)).measures
+
+
+# No room -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_refused_before_a_page_is_written(tmp_path, monkeypatch):
+    class Usage:
+        free = 1 << 20
+
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _path: Usage)
+    with pytest.raises(NoRoomError, match=r"free and .* may be needed; give a smaller --space"):
+        run_sweep(sweep(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_little_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_available_memory", lambda: 1 << 16)
+    with pytest.raises(NoRoomError, match="of memory may be needed"):
+        check_room(sweep(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cells": [Cell(5000, 1)]}, "cannot be made"),
+        ({"cells": [Cell(4096, 100)]}, "more than --space"),
+        ({"contenders": [Contender("file", {"path": "/tmp/x", "capacity": "1MiB"}, "file")]}, "would evict pages"),
+    ],
+)
+def test_what_does_not_fit(tmp_path, changes, said):
+    with pytest.raises(NoRoomError, match=said):
+        check_room(sweep(tmp_path, **changes))
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def measure(label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, lanes=1):
+    made = Measure(label, page_bytes, lanes, operation, list(rounds))
+    made.take_latencies([0.001 * number for number in range(1, 101)])
+    return made
+
+
+def test_percentiles():
+    values = [float(number) for number in range(1, 101)]
+    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert percentile([7.0], 0.5) == 7.0
+
+
+def test_rates_have_units():
+    assert measure().rates() == pytest.approx((200 * 1.048576e-3, 100 * 1.048576e-3, 300 * 1.048576e-3))
+    assert measure(operation=Operation.EXISTS, rounds=(2e6,)).rates() == pytest.approx((2.0, 2.0, 2.0))
+    assert measure().p95_us == pytest.approx(95_000)
+
+
+def test_ratios():
+    slow, fast = measure(rounds=(100.0, 120.0, 110.0)), measure(rounds=(200.0, 300.0, 220.0))
+    ((_, _, paired),) = compare([slow], [fast], paired=True)
+    assert (paired.median, paired.least, paired.greatest) == pytest.approx((2.0, 2.0, 2.5))
+    ((_, _, apart),) = compare([slow], [fast], paired=False)
+    assert (apart.median, apart.least, apart.greatest) == pytest.approx((2.0, 200 / 120, 3.0))
+    assert compare([slow], [measure(lanes=2)], paired=True) == []
+
+
+def test_a_report_is_read_back(tmp_path):
+    report = Report([Subject("x", "x", {})], [measure()], machine={"cpu": "c"})
+    report.write(tmp_path / "r.json")
+    assert Report.read(tmp_path / "r.json") == report
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="is no result of"):
+        Report.read(tmp_path / "other.json")
+
+
+def test_the_picture_has_a_point_for_each_measure():
+    measures = [
+        measure(label, operation=op, page_bytes=size, lanes=lanes)
+        for label in ("a", "b <&>") for op in Operation for size in (1 << 16, 1 << 20) for lanes in (1, 4)
+    ]  # fmt: skip
+    report = Report([Subject("a", "a", {}), Subject("b <&>", "b", {})], measures)
+    svg = ET.fromstring(plot(report))
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == len(measures)
+    texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"64 KiB", "1 MiB", "read, GB/s", "a, 1 thread", "b <&>, 4 threads"} <= set(texts)
+    _, _, width, height = map(float, svg.attrib["viewBox"].split())
+    for circle in svg.iter("{http://www.w3.org/2000/svg}circle"):
+        assert 0 < float(circle.attrib["cx"]) < width
+        assert 0 < float(circle.attrib["cy"]) < height
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path):
+    result, picture = tmp_path / "r.json", tmp_path / "r.svg"
+    done = bench(
+        "file",
+        *QUICK,
+        "--lanes",
+        "1",
+        "--against",
+        "file",
+        "-a",
+        f"path={tmp_path / 'other'}",
+        "--json",
+        str(result),
+        "--plot",
+        str(picture),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "times as fast" in done.stdout
+    assert "checksums verified" in done.stdout
+    data = json.loads(result.read_text())
+    assert len(data["measures"]) == 6
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+    assert not stored_pages(tmp_path / "other")
+    compared = bench("--compare", str(result), str(result))
+    assert compared.returncode == 0, compared.stderr
+    assert "1.00 (" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a DRIVER"),
+        (["fiel"], "no driver named 'fiel'"),
+        (["file", "--lanes", "x"], "is no list of numbers"),
+        (["file", "--lanes", "0"], "--lanes begin at 1"),
+        (["file", "--pages", "big"], "is not a size"),
+        (["file", "-c", "paht=x"], "did you mean 'path'?"),
+        (["--compare", "/no/a", "/no/b"], "No such file"),
+    ],
+)
+def test_bad_arguments(arguments, said):
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -1,0 +1,149 @@
+"""Whole examinations in their own process: drivers that hang, crash and lie, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from hicache_storage.tools.doctor import Patient, Status, examine
+from hicache_storage.tools.doctor.trial import check_round_trip
+
+HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
+
+
+def diagnose(driver, *checks, options=None, deadline=1.0, grace=20.0):
+    patient = Patient(driver=driver, options=options or {}, deadline_seconds=deadline)
+    return list(examine(patient, checks=list(checks), grace_seconds=grace))
+
+
+def test_a_sound_driver(site):
+    site.add("sound")
+    (finding,) = diagnose("sound", "round trip")
+    assert finding.status is Status.OK, finding
+    assert "4 pages of 8192 bytes: set" in finding.detail
+
+
+FATAL = {
+    "hangs": ("def connect(self): time.sleep(3600)", "hung for"),
+    "exits": ("def connect(self): os._exit(7)", "ended the process with status 7"),
+    "crashes": ("def connect(self): os.kill(os.getpid(), signal.SIGSEGV)", "took the process down with SIGSEGV"),
+}
+FAULTS = {
+    "quits": ("def connect(self): sys.exit(3)", "raises SystemExit"),
+    "away": ("def connect(self): raise StorageUnavailableError('no server')", "cannot be opened: no server"),
+    "raises": ("def __init__(self, identity): pass", "raises TypeError"),
+    "ill": ("def check_health(self): return Health(ok=False, detail='degraded')", "health() says: degraded"),
+    "refuses": (
+        "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
+        "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: answering misses: [Errno 28] No space left)",
+    ),
+    "forgets": ("def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]", "exists finds 0"),
+    "misses": ("def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]", "and a get answered"),
+    "lies": (
+        "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) for t in transfers}",
+        "page 0 came back with other bytes",
+    ),
+    "promises": (
+        "@property\ndef capabilities(self): return replace(CAPABILITIES, sharing=Sharing.PROCESSES)",
+        "promises more than its driver declares: sharing=processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_a_driver_that_takes_its_process_along(site, name):
+    body, said = FATAL[name]
+    site.add(name, body)
+    (finding,) = diagnose(name, "round trip", deadline=0.2, grace=4.0)
+    assert finding.status is Status.FAIL
+    assert said in finding.detail
+    assert finding.fix
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_driver(site, name):
+    body, said = FAULTS[name]
+    site.here(name, body)
+    finding, *_ = check_round_trip(Patient(driver=name, throwaway="/nonexistent"))
+    assert finding.status is Status.FAIL
+    assert said in finding.detail
+    assert finding.fix
+
+
+def test_the_examination_goes_on_after_a_crash(site):
+    site.add("exits", "def connect(self): os._exit(7)")
+    findings = diagnose("exits", "open files", "round trip", "huge pages")
+    assert [finding.check for finding in findings] == ["open files", "round trip", "huge pages"]
+
+
+def test_pages_that_stay(site):
+    site.here("keeps", "def delete_objects(self, batches, call): return [[True] * len(b.keys) for b in batches]")
+    *_, finding = check_round_trip(Patient(driver="keeps", options={"url": "x"}))
+    assert (finding.status, finding.detail) == (Status.WARN, "4 pages are still there after delete()")
+
+
+def test_no_page_is_stored_that_could_not_be_removed(site):
+    site.here("append", "def write_objects(self, batches, call): os._exit(9)", capabilities="may_hang=False")
+    (finding,) = check_round_trip(Patient(driver="append", options={"url": "x"}))
+    assert finding.status is Status.WARN
+    assert "no page was stored" in finding.detail
+
+
+def test_a_driver_that_needs_a_server_is_not_opened(site):
+    site.add("remote", spec="trial_config={'url': 'http://127.0.0.1:{port:meta}'}")
+    (finding,) = diagnose("remote", "options", "servers", "round trip")
+    assert finding.status is Status.WARN
+    assert "a throwaway store needs a server" in finding.detail
+
+
+def test_bad_options_are_named_once(site):
+    site.add("sound")
+    (finding,) = diagnose("sound", "options", "directories", "servers", "round trip", options={"ulr": "x"})
+    assert finding.status is Status.FAIL
+    assert "did you mean 'url'?" in finding.detail
+
+
+def test_no_page_is_left_in_a_real_store(tmp_path):
+    findings = diagnose("file", "options", "directories", "round trip", options={"path": str(tmp_path / "store")})
+    assert {finding.status for finding in findings} <= {Status.OK, Status.WARN}, findings
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size >= 8192]
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def doctor(*arguments):
+    return subprocess.run([HICACHE, "doctor", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_on_a_sound_driver(site):
+    done = doctor("file")
+    assert done.returncode == 0, done.stdout
+    assert "ok    file: round trip  4 pages" in done.stdout
+
+
+def test_the_command_on_a_broken_plugin(site):
+    site.add_metadata("acme", "plugin_that_is_not_there")
+    done = doctor("--json")
+    assert done.returncode == 1
+    answer = json.loads(done.stdout)
+    assert (answer["schema"], answer["ok"]) == (1, False)
+    (finding,) = [finding for finding in answer["findings"] if finding["status"] == "fail"]
+    assert finding["check"] == "plugins"
+    assert "acme:acme is broken" in finding["detail"]
+    assert "pip uninstall acme" in finding["fix"]
+
+
+@pytest.mark.parametrize("arguments", [["-c", "path=/tmp"], ["file", "-c", "path"], ["file", "--pinned", "much"], ["--nonsense"]])
+def test_bad_arguments(arguments):
+    assert doctor(*arguments).returncode == 2
+
+
+def test_an_unknown_driver():
+    done = doctor("fiel")
+    assert done.returncode == 1
+    assert "no plugin registers it; installed:" in done.stdout

@@ -1,0 +1,67 @@
+"""What a driver's options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache_storage.hookspecs import DriverSpec
+from hicache_storage.spec import Capabilities
+from hicache_storage.tools.options import directories, parse_pairs, redacted, servers, trial_options
+
+
+def test_pairs():
+    assert parse_pairs(["a=1", "url=http://h?x=y", "empty="]) == {"a": "1", "url": "http://h?x=y", "empty": ""}
+
+
+@pytest.mark.parametrize("text", ["path", "=x", ""])
+def test_what_is_no_pair(text):
+    with pytest.raises(ValueError, match="is not of the form key=value"):
+        parse_pairs([text])
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("http://meta:8080/x", [("meta", 8080)]),
+        ("https://meta", [("meta", 443)]),
+        ("redis://:secret@10.0.0.1:6380/0", [("10.0.0.1", 6380)]),
+        ("localhost:7000", [("localhost", 7000)]),
+        ("[::1]:7000", [("::1", 7000)]),
+        ("a:1, b:2", [("a", 1), ("b", 2)]),
+        ("p2p://meta", None),
+        ("10GiB", None),
+        ("a:99999", None),
+        ("http://h:99999", None),
+        ("/data/a:1/b", None),
+        ("P2PHANDSHAKE", None),
+    ],
+)
+def test_servers(value, found):
+    assert servers({"x": value, "n": 3}) == ({} if found is None else {"x": found})
+
+
+def test_directories(tmp_path):
+    file = tmp_path / "config.json"
+    file.touch()
+    options = {
+        "path": "store", "cache_dir": str(tmp_path), "mount": "/mnt/3fs", "config": str(file), "url": "file:///x", "root": "",
+        "xpath": "x", "threads": 4,
+    }  # fmt: skip
+    assert directories(options) == {"path": Path("store"), "cache_dir": tmp_path, "mount": Path("/mnt/3fs")}
+
+
+def test_secrets_are_hidden():
+    assert redacted({"url": "redis://u:p@h:1", "password": "x", "api_key": "y", "path": "/z"}) == {
+        "api_key": "***", "password": "***", "path": "/z", "url": "redis://***@h:1",
+    }  # fmt: skip
+
+
+def test_trial_options():
+    def spec(**trial):
+        return DriverSpec(name="a", target="a:A", config="a:C", capabilities=Capabilities(), trial_config=trial)
+
+    assert trial_options(spec(), "/t") == {}
+    assert trial_options(spec(path="{tmp}/store"), "/t") == {"path": "/t/store"}
+    assert trial_options(spec(url="http://127.0.0.1:{port:meta}"), "/t") is None

@@ -1,0 +1,276 @@
+"""The simulator: order within a stream, events as CUDA has them, races found whatever the timing, errors, ends of threads."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from hicache_storage.transfer import StreamFailedError, recorded
+from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer.simulator.races import byte_runs
+
+
+@pytest.fixture
+def simulator():
+    with StreamSimulator("tests") as made:
+        yield made
+
+
+def numbers(value, count=64):
+    return torch.full((count,), value, dtype=torch.uint8)
+
+
+def test_a_stream_runs_in_order(simulator):
+    stream, memory = simulator.stream("a"), numbers(0)
+    for value in range(1, 30):
+        stream.copy(memory, numbers(value), f"write {value}")
+    stream.synchronize()
+    assert torch.equal(memory, numbers(29))
+    assert not simulator.races
+
+
+def test_a_copy_has_pieces_and_pauses():
+    with StreamSimulator("pieces", pause_seconds=0.02) as simulator:
+        stream, memory, source = simulator.stream("a"), numbers(0), numbers(1)
+        seen = set()
+        for _ in range(20):
+            memory.zero_()
+            stream.copy(memory, source, "copy")
+            event = recorded(simulator, stream)
+            while not event.query():
+                seen.add(int(memory.sum()))
+        assert seen - {0, 64}, "nobody ever saw a copy half done"
+
+
+def test_copies_take_effect_when_they_run(simulator):
+    stream, memory, source = simulator.stream("a"), numbers(0), numbers(1)
+    hold = simulator.hold([memory], 30)
+    stream.copy(memory, source, "copy")
+    source.fill_(7)
+    assert not memory.any()
+    hold.release()
+    stream.synchronize()
+    assert torch.equal(memory, numbers(7))
+
+
+def test_an_event_that_was_never_recorded_is_complete(simulator):
+    stream, memory, event = simulator.stream("a"), numbers(0), simulator.event()
+    assert event.query()
+    event.synchronize()
+    stream.wait_event(event)
+    stream.copy(memory, numbers(1), "copy")
+    stream.synchronize()
+    assert torch.equal(memory, numbers(1))
+
+
+def test_recording_takes_a_snapshot(simulator):
+    first, second, held = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    event = recorded(simulator, first)
+    hold = simulator.hold([held], 30)
+    first.copy(held, numbers(1), "enqueued after the record")
+    event.synchronize()
+    second.wait_event(event)
+    # Recorded anew, it stands for the held copy; who waited before goes on waiting for the former place.
+    event.record(first)
+    assert not event.query()
+    second.synchronize()
+    hold.release()
+    event.synchronize()
+    assert event.query()
+
+
+def test_a_wait_orders_what_comes_behind_it_only(simulator):
+    first, second = simulator.stream("a"), simulator.stream("b")
+    held, other, behind = numbers(0), numbers(0), numbers(0)
+    hold = simulator.hold([held], 30)
+    first.copy(held, numbers(1), "held")
+    event = recorded(simulator, first)
+    second.copy(other, numbers(2), "before the wait")
+    done = recorded(simulator, second)
+    second.wait_event(event)
+    second.copy(behind, held, "behind the wait")
+    done.synchronize()
+    assert torch.equal(other, numbers(2))
+    assert not behind.any()
+    hold.release()
+    second.synchronize()
+    assert torch.equal(behind, numbers(1))
+    assert not simulator.races
+
+
+def test_waiting_does_not_block_the_host(simulator):
+    first, second, held = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    hold = simulator.hold([held], 30)
+    first.copy(held, numbers(1), "held")
+    second.wait_event(recorded(simulator, first))
+    assert not recorded(simulator, second).query()
+    hold.release()
+    second.synchronize()
+
+
+def _missing_wait(simulator, *, wait):
+    compute, copies = simulator.stream("compute"), simulator.stream("copies")
+    page, host = numbers(0), numbers(0)
+    simulator.name("page 3", page)
+    compute.copy(page, numbers(1), "kernel")
+    if wait:
+        copies.wait_event(recorded(simulator, compute))
+    copies.copy(host, page, "write-back")
+    return simulator
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_missing_wait_is_found_on_every_seed(seed):
+    with StreamSimulator(seed) as simulator:
+        races = _missing_wait(simulator, wait=False).races
+    (race,) = races
+    assert str(race) == (
+        "'write-back' (stream copies) reads bytes 0 to 64 of page 3, and nothing orders it behind 'kernel' (stream compute), "
+        "which writes it"
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_in_order_is_not_blamed(seed):
+    with StreamSimulator(seed) as simulator:
+        assert not _missing_wait(simulator, wait=True).races
+
+
+def test_a_race_is_found_although_the_timing_was_good(simulator):
+    first, second, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    first.copy(memory, numbers(1), "first")
+    # Another thread has seen it end; nothing that the streams or the host did says so.
+    tick = threading.Event()
+    while not torch.equal(memory, numbers(1)):
+        tick.wait(0.001)
+    second.copy(memory, numbers(2), "second")
+    assert len(simulator.races) == 1
+    assert simulator.races[0].first_writes
+    assert simulator.races[0].second_writes
+
+
+@pytest.mark.parametrize("learn", ["synchronize", "query", "stream"])
+def test_the_host_orders_what_it_has_waited_for(simulator, learn):
+    first, second, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    first.copy(memory, numbers(1), "first")
+    event = recorded(simulator, first)
+    match learn:
+        case "synchronize":
+            event.synchronize()
+        case "query":
+            while not event.query():
+                pass
+        case _:
+            first.synchronize()
+    second.copy(memory, numbers(2), "second")
+    simulator.host("too early", reads=[memory])
+    assert [race.second.what for race in simulator.races] == ["too early"]
+
+
+def test_order_is_transitive(simulator):
+    one, two, three, memory, other = *(simulator.stream(name) for name in "abc"), numbers(0), numbers(0)
+    one.copy(memory, numbers(1), "first")
+    two.wait_event(recorded(simulator, one))
+    two.copy(other, numbers(2), "between")
+    three.wait_event(recorded(simulator, two))
+    three.copy(memory, numbers(3), "last")
+    assert not simulator.races
+
+
+def test_reads_do_not_conflict_and_writes_behind_them_do(simulator):
+    one, two, three, memory = *(simulator.stream(name) for name in "abc"), numbers(0)
+    one.copy(numbers(0), memory, "read 1")
+    two.copy(numbers(0), memory, "read 2")
+    assert not simulator.races
+    three.wait_event(recorded(simulator, one))
+    three.copy(memory, numbers(1), "write")
+    assert [(race.first.what, race.first_writes) for race in simulator.races] == [("read 2", False)]
+
+
+def test_neighbours_do_not_conflict(simulator):
+    one, two, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    one.copy(memory[:32], numbers(1, 32), "left")
+    two.copy(memory[32:], numbers(1, 32), "right")
+    assert not simulator.races
+    two.copy(memory[31:33], numbers(1, 2), "both")
+    assert [race.first.what for race in simulator.races] == ["left"]
+
+
+def test_host_accesses_are_judged(simulator):
+    stream, memory = simulator.stream("a"), numbers(0)
+    simulator.host("filled by hand", writes=[memory])
+    stream.copy(numbers(0), memory, "copy out")
+    assert not simulator.races
+    simulator.host("reused", writes=[memory])
+    assert [race.first.what for race in simulator.races] == ["copy out"]
+    stream.synchronize()
+
+
+def test_an_error_surfaces_where_it_is_waited_for(simulator):
+    stream, other, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
+    stream.copy(memory, numbers(1, 3), "shapes differ")
+    event = recorded(simulator, stream)
+    for wait in (event.synchronize, stream.synchronize):
+        with pytest.raises(StreamFailedError, match="an operation failed") as raised:
+            wait()
+        assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(StreamFailedError):
+        event.query()
+    # Nobody hangs who waits for a stream that has failed.
+    other.wait_event(event)
+    other.synchronize()
+
+
+def test_a_hold_gives_up_by_itself(simulator):
+    stream, memory = simulator.stream("a"), numbers(0)
+    hold = simulator.hold([memory], 0.01)
+    stream.copy(memory, numbers(1), "copy")
+    stream.synchronize()
+    assert hold.expired
+    assert memory.all()
+
+
+def test_threads_end():
+    before = set(threading.enumerate())
+    simulator = StreamSimulator()
+    memory = numbers(0)
+    stream = simulator.stream("a")
+    simulator.hold([memory], 60)
+    stream.copy(memory, numbers(1), "held until the end")
+    assert len(set(threading.enumerate()) - before) == 1
+    simulator.close()
+    assert not set(threading.enumerate()) - before
+    assert memory.all()
+
+
+def test_foreign_events_are_refused(simulator):
+    with pytest.raises(TypeError, match="waits for simulated events"):
+        simulator.stream("a").wait_event(object())
+    with pytest.raises(TypeError, match="is recorded on a simulated stream"):
+        simulator.event().record(object())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t, lambda t: t[1:3], lambda t: t[:, 1], lambda t: t[..., 2:4], lambda t: t.transpose(0, 2), lambda t: t[1, :, ::2],
+        lambda t: t[:0], lambda t: t[0, 0, 0],
+    ],
+)  # fmt: skip
+def test_byte_runs_are_the_elements_of_a_view(view):
+    tensor = torch.arange(3 * 4 * 6, dtype=torch.int16).view(3, 4, 6)
+    base = tensor.data_ptr()
+    covered = sorted(address for start, end in byte_runs(view(tensor)) for address in range(start, end))
+    assert covered == sorted(base + 2 * int(element) + byte for element in view(tensor).reshape(-1) for byte in (0, 1))
+    runs = byte_runs(view(tensor))
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(runs))
+
+
+def test_the_simulator_is_importable_without_torch():
+    program = "import sys, hicache_storage.transfer, hicache_storage.transfer.simulator; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
