@@ -46,6 +46,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Entries of its `extra_config`, where the command line gives none."""
     sizes: tuple[str, ...] = ()
     """Options that are numbers of bytes, and may be written as `64MiB`."""
+    divided: tuple[str, ...] = ()
+    """Of these sizes, the ones that the driver divides among its ranks; each rank gets what is written."""
     directories: tuple[str, ...] = ()
     """Options that name a directory which has to exist: the engine's first rank makes it."""
     config_variable: str = ""

@@ -283,6 +283,8 @@ class EngineStorage(HiCacheStorage):
         for name in self._setup.directories:
             Path(str(self._options[name])).mkdir(parents=True, exist_ok=True)
         extra = {name: value for name, value in self._options.items() if name not in self._setup.config_keys}
+        for name in self._setup.divided:
+            extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
         if self._setup.capacity_is_the_rank_s and self._capped:
             config.tp_rank += _rank_of(self._options)
