@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from hicache_conformance.catalogue import MARK, described
+from hicache_conformance.damage import can_tamper
+from hicache_conformance.foreign.promises import dialect
 from hicache_conformance.grounds.parameters import ground_in_use
 from hicache_conformance.grounds.standing import commands_of, filled_options, standing
-from hicache_conformance.foreign.promises import dialect
-from hicache_conformance.damage import can_tamper
 from hicache_conformance.lab import Lab
 from hicache_conformance.needs import undeclared
 from hicache_conformance.options import settings_of

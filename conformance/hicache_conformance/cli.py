@@ -50,7 +50,10 @@ def run(
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
     interface: Annotated[
-        str, typer.Option(help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c fills its extra_config.")
+        str,
+        typer.Option(
+            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c fills its extra_config."
+        ),
     ] = "",
 ) -> None:
     """Run the suite against a driver.

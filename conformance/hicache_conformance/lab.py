@@ -171,7 +171,9 @@ class Lab:
         """
         option = registry().get(self.driver).capacity_option
         if not option:
-            raise Untestable("the driver's DriverSpec names no capacity_option, so that no store of limited capacity can be opened")
+            raise Untestable(
+                "the driver's DriverSpec names no capacity_option, so that no store of limited capacity can be opened"
+            )
         home = tempfile.mkdtemp(prefix="capped-", dir=self.tmp)
         self._opened.callback(shutil.rmtree, home, ignore_errors=True)
         fresh = {

@@ -121,7 +121,7 @@ class _Machine(RuleBasedStateMachine):
                 "SET-1", f"deleting {[short(key) for key in doomed]} from {name!r} answered {removed}, must be {wanted}"
             )
 
-    @precondition(lambda self: self.lab.capabilities.clears)
+    @precondition(lambda self: self.lab.capabilities.clears and self.lab.dialect.clears_at_once)
     @rule(speaker=SPEAKERS)
     def clear(self, speaker: int) -> None:
         subject = self._speaker(speaker)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AnswerT = TypeVar("AnswerT")
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 
-class Pending(Generic[AnswerT]):
+class Pending(Generic[AnswerT_co]):
     """Begins at once. A call that never comes back leaves its thread behind, which keeps no process alive."""
 
-    def __init__(self, ask: Callable[[], AnswerT]) -> None:
+    def __init__(self, ask: Callable[[], AnswerT_co]) -> None:
         self._ask = ask
-        self._answers: list[AnswerT] = []
+        self._answers: list[AnswerT_co] = []
         self._error: BaseException | None = None
         self._began = time.monotonic()
         self.seconds: float | None = None
@@ -35,7 +35,7 @@ class Pending(Generic[AnswerT]):
         self._thread.join(within)
         return self.seconds is not None
 
-    def answer(self) -> AnswerT:
+    def answer(self) -> AnswerT_co:
         """What it answered, or has raised; for a call that has come back."""
         if self._error is not None:
             raise self._error

@@ -35,8 +35,44 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile(name="smoke", histories=8, steps=15, chains=50, thread_calls=30, crowds=2, plans=4, plan_steps=10, process_calls=60, kills=4, shrinks=False),
-        Profile(name="default", histories=100, steps=30, chains=1000, thread_calls=200, crowds=4, plans=24, plan_steps=20, process_calls=200, kills=16, shrinks=True),
-        Profile(name="soak", histories=1500, steps=120, chains=20_000, thread_calls=5_000, crowds=40, plans=400, plan_steps=40, process_calls=2_000, kills=200, shrinks=True),
+        Profile(
+            name="smoke",
+            histories=8,
+            steps=15,
+            chains=50,
+            thread_calls=30,
+            crowds=2,
+            plans=4,
+            plan_steps=10,
+            process_calls=60,
+            kills=4,
+            shrinks=False,
+        ),
+        Profile(
+            name="default",
+            histories=100,
+            steps=30,
+            chains=1000,
+            thread_calls=200,
+            crowds=4,
+            plans=24,
+            plan_steps=20,
+            process_calls=200,
+            kills=16,
+            shrinks=True,
+        ),
+        Profile(
+            name="soak",
+            histories=1500,
+            steps=120,
+            chains=20_000,
+            thread_calls=5_000,
+            crowds=40,
+            plans=400,
+            plan_steps=40,
+            process_calls=2_000,
+            kills=200,
+            shrinks=True,
+        ),
     )
 }

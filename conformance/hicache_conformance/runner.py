@@ -97,9 +97,17 @@ def _run_once(file: RunFile, home: Path, stream: Stream, case_seconds: float, pr
         try:
             return _follow(child, Path(file.stream), stream, case_seconds, progress)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            _end_session(child.pid)
             child.wait()
+
+
+def _end_session(leader: int) -> None:
+    """Kill what is left of a child and of what it has started, servers in process groups of their own included."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            # Behind the name, which may hold anything: state, parent, group, session.
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _fallen(case: CaseOutcome, hung: bool, case_seconds: float) -> CaseOutcome:

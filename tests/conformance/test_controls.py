@@ -11,6 +11,9 @@ import pytest
 import hicache_conformance
 from hicache_conformance.manifest import rules
 
+# All controls run in the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
+
 CONTROLS_HOME = Path(__file__).with_name("controls")
 INI = Path(hicache_conformance.__file__).with_name("suite") / "pytest.ini"
 

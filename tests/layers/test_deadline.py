@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from hicache_storage.spec import (
     ConfigError,
     HiCacheStorageExtraInfo,
     StorageClosedError,
+    StorageTimeoutError,
     StuckReads,
     UnknownPoolError,
 )
@@ -75,6 +77,46 @@ def test_a_get_through_buffers_of_its_own_is_not(hanging):
     assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
 
 
+def test_what_a_hung_read_brings_later_goes_nowhere(hanging):
+    """GET-9: whoever has left is not written to, and its memory says nothing about the object."""
+    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    pool.fill(0, 1)
+    layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+    page = pool.fill(1, 7)
+    release.set()
+    layer.close()
+    assert pool.page(1) == page
+    assert storage.get_stats().pools["kv"].pages_damaged == 0
+
+
+@pytest.mark.parametrize("operation", ["delete", "clear", "connect"])
+def test_whatever_hangs_ends_in_time(kit, operation):
+    storage, _pool = kit.dict_storage(capabilities=Capabilities(deletes=True, clears=True))
+    release = threading.Event()
+    storage.before = lambda asked: asked == operation and release.wait(30)
+    layer = DeadlineLayer(storage, 0.05)
+    try:
+        if operation == "connect":
+            with pytest.raises(StorageTimeoutError, match="did not open"):
+                layer.open()
+            assert not layer.health().ok
+        else:
+            assert (layer.delete(["a", "b"]) == [False, False]) if operation == "delete" else (layer.clear() is None)
+        assert layer.fault_count() >= 1
+    finally:
+        release.set()
+    layer.close()
+
+
+def test_a_hang_is_told_once_an_episode(hanging, caplog):
+    layer, _storage, _pool, release = hanging("exist")
+    for _ in range(3):
+        layer.batch_exists_v2(["a"])
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+    release.set()
+
+
 def test_errors_of_the_caller_come_through(hanging):
     layer, _storage, pool, _ = hanging("nothing")
     with pytest.raises(UnknownPoolError):
@@ -124,6 +166,15 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     closed = threading.Event()
     storage.before = lambda asked: asked == "disconnect" and closed.set()
     assert closed.wait(10)
+
+
+def test_who_closes_a_hung_storage_again_waits_no_longer(hanging):
+    layer, _storage, _pool, _release = hanging("exist")
+    layer.batch_exists_v2(["a"])
+    for _ in range(2):
+        started = time.monotonic()
+        layer.close()
+        assert time.monotonic() - started < 0.05 + 2
 
 
 def test_without_need_there_is_no_thread(hanging):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hicache_storage.layers import MetricsLayer, StorageLayer, StorageOptions, innermost, wrap
+from hicache_storage.spec import PoolName
 
 
 class Foreign(StorageLayer):
@@ -21,6 +22,16 @@ def test_counts_what_is_answered(kit):
     assert (stats.pages_written, stats.bytes_written, stats.pages_hit) == (2, 2 * page, 2)
     assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (1, page, 1)
     assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
+
+
+def test_leaves_to_the_storage_what_only_it_can_count(kit):
+    storage, pool = kit.dict_storage()
+    layer = MetricsLayer(storage)
+    layer.register_mem_host_pool_v2(pool, "kv")
+    layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    storage.recorder.count(PoolName.KV, pages_evicted=3, pages_damaged=2, pages_read=9)
+    stats = layer.get_stats().pools["kv"]
+    assert (stats.pages_evicted, stats.pages_damaged, stats.pages_read) == (3, 2, 0)
 
 
 def test_only_foreign_storages_get_it(kit):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.catalogue import covers
+from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.events import Call, Recorder
+from hicache_conformance.history.story import Story
+from hicache_conformance.history.workload import Lane, Workload
 from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
 from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
-    from random import Random
+    from collections.abc import Callable, Mapping
 
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
+    from hicache_storage.spec import StorageIdentity
 
 THREADS: Final = 8
-GENERATIONS: Final = range(THREADS)
+LONGEST: Final = 6
+MIX: Final[Mapping[Call, int]] = {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
 
 
 class ConcurrencyCases:
@@ -27,24 +32,29 @@ class ConcurrencyCases:
 
     @covers("CC-1")
     def test_many_threads(self, lab: Lab) -> None:
-        """Eight threads set, read and look up the same few keys; each page that arrives is whole, and one that was written."""
+        """Eight threads set, read and look up the same few keys, and ask for counters; their history can be."""
         subject, keys = lab.storage(pools=_wide_pool()), lab.keys(12)
-        together("CC-1", [partial(_work, *_lane(lab, subject, thread), keys, lab.profile.thread_calls) for thread in GENERATIONS])
+        crowd = _Crowd(lab, subject.identity)
+        together("CC-1", [*crowd.workers(subject, keys, MIX), _counting(lab, subject)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
-        subject.set(keys)
-        _check_pages(subject, keys, subject.get(keys))
+        last = crowd.lane("afterwards", subject.lane(0, THREADS, lab.chance("places afterwards")))
+        last.call(Call.SET, keys, PoolName.KV, crowd.values(1))
+        last.call(Call.GET, keys, PoolName.KV)
+        crowd.judge()
 
     @covers("CC-1", needs=["clears"])
     def test_many_threads_and_clear(self, lab: Lab) -> None:
         """The same while one thread clears the namespace again and again."""
         subject, keys = lab.storage(pools=_wide_pool()), lab.keys(12)
-        workers = [partial(_work, *_lane(lab, subject, thread), keys, lab.profile.thread_calls) for thread in GENERATIONS]
+        crowd = _Crowd(lab, subject.identity)
+        clearing = crowd.lane("clears", subject)
 
         def clear() -> None:
             for _ in range(lab.profile.thread_calls // 4):
-                subject.call("clear", subject.storage.clear)
+                clearing.call(Call.CLEAR, [], PoolName.KV)
 
-        together("CC-1", [*workers, clear])
+        together("CC-1", [*crowd.workers(subject, keys, MIX), clear])
+        crowd.judge()
         fresh = lab.keys(4)
         subject.store(fresh)
         subject.expect(fresh)
@@ -53,41 +63,71 @@ class ConcurrencyCases:
     def test_many_storages(self, lab: Lab) -> None:
         """Eight storages of one identity, each opened, used and closed in a thread of its own."""
         identity, keys = lab.identity(), lab.keys(6)
-        subjects = [lab.unopened(identity) for _ in GENERATIONS]
+        subjects = [lab.unopened(identity) for _ in range(THREADS)]
+        # Storages that share nothing have a history each.
+        shares = lab.capabilities.sharing is not Sharing.NONE
+        crowds = [_Crowd(lab, identity)] * THREADS if shares else [_Crowd(lab, identity) for _ in subjects]
 
-        def use(subject: Subject, generation: int) -> None:
+        def use(number: int, subject: Subject, lane: Lane) -> None:
             subject.call("open", subject.storage.open)
             for _ in range(5):
-                subject.set(keys, generation=generation)
-                _check_pages(subject, keys, subject.get(keys))
+                lane.call(Call.SET, keys, PoolName.KV, crowds[number].values(1))
+                lane.call(Call.GET, keys, PoolName.KV)
             subject.call("close", subject.storage.close)
 
-        together("CC-1", [partial(use, subject, generation) for generation, subject in enumerate(subjects)])
+        lanes = [crowds[number].lane(str(number), subject) for number, subject in enumerate(subjects)]
+        together("CC-1", [partial(use, number, *pair) for number, pair in enumerate(zip(subjects, lanes, strict=True))])
+        for crowd in dict.fromkeys(crowds):
+            crowd.judge()
+
+
+class _Crowd:
+    """Threads on storages of one identity, and the history that they make together."""
+
+    def __init__(self, lab: Lab, identity: StorageIdentity) -> None:
+        self._lab, self._identity = lab, identity
+        self._recorders = list[Recorder]()
+        self._numbers, self._values = itertools.count(), itertools.count(1)
+
+    def values(self, count: int) -> int:
+        """The first of so many values that nobody else writes."""
+        return next(itertools.islice(self._values, count - 1, count)) - count + 1
+
+    def lane(self, name: str, subject: Subject) -> Lane:
+        """A thread's share of a storage; what it does is part of the history."""
+        recorder = Recorder()
+        self._recorders.append(recorder)
+        return Lane(name, subject, self._lab.book, recorder.note, self._numbers)
+
+    def workers(self, subject: Subject, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
+        """What the threads of one storage do."""
+        calls = self._lab.profile.thread_calls
+        work = Workload(
+            seed=str(self._lab.number("crowd")), calls=calls, lanes=THREADS, keys=tuple(keys), longest=LONGEST, mix=dict(mix),
+            first_value=self.values(THREADS * calls),
+        )  # fmt: skip
+        shares = [subject.lane(number, THREADS, self._lab.chance(f"places {number}")) for number in range(THREADS)]
+        return [partial(self.lane(str(number), share).run, work, number) for number, share in enumerate(shares)]
+
+    def judge(self) -> None:
+        """Check the history.
+
+        Raises:
+            Violation: something that was answered cannot be.
+        """
+        events = [event for recorder in self._recorders for event in recorder.events()]
+        findings = HistoryChecker(events, keeps=not self._lab.capabilities.evicts).check()
+        if findings:
+            raise Story(self._identity, self._lab.book, events).violation(findings, "CC-1")
 
 
 def _wide_pool() -> dict[str, GuardedPool]:
     return {PoolName.KV: GuardedPool(pages=16 * THREADS)}
 
 
-def _lane(lab: Lab, subject: Subject, thread: int) -> tuple[Subject, Random, int]:
-    return subject.lane(thread, THREADS, lab.chance(f"places {thread}")), lab.chance(f"thread {thread}"), thread
+def _counting(lab: Lab, subject: Subject) -> Callable[[], object]:
+    def count() -> None:
+        for _ in range(lab.profile.thread_calls):
+            subject.stats()
 
-
-def _work(subject: Subject, random: Random, generation: int, keys: list[str], calls: int) -> None:
-    for _ in range(calls):
-        chain = random.sample(keys, random.randint(1, 6))
-        match random.randrange(8):
-            case 0 | 1 | 2:
-                subject.set(chain, generation=generation)
-            case 3 | 4 | 5:
-                _check_pages(subject, chain, subject.get(chain))
-            case 6:
-                subject.exists(chain)
-            case _:
-                subject.stats()
-
-
-def _check_pages(subject: Subject, keys: list[str], found: list[bytes | None]) -> None:
-    for index, (key, content) in enumerate(zip(keys, found, strict=True)):
-        if content is not None and subject.generation_of(key, content, PoolName.KV, GENERATIONS) is None:
-            raise Violation("CC-1", f"page {index} key {short(key)} {subject.explain(key, content)}")
+    return count

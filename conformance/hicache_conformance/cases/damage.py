@@ -97,7 +97,11 @@ class DamageCases:
 
 
 def _plant(lab: Lab, subject: Subject, key: str, damage: Damage) -> None:
-    if damage in BY_CHECKSUM and lab.dialect.promises is None and not subject.call("get_stats", subject.storage.get_stats).verifies_checksums:
+    if (
+        damage in BY_CHECKSUM
+        and lab.dialect.promises is None
+        and not subject.call("get_stats", subject.storage.get_stats).verifies_checksums
+    ):
         raise Untestable("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
     held = lab.damage(subject, key, damage)
     # A store of fixed places cannot hold another length; then there is nothing, and nothing is what a get must find.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -82,10 +83,8 @@ class DeadlineCases:
         subject = lab.unopened(options=options)
         ground.strike(plan)
         opening = Pending(subject.storage.open)
-        try:
+        with contextlib.suppress(HiCacheError):
             _check_time(opening, "open", plan)
-        except HiCacheError:
-            pass
         health = _check_time(Pending(partial(subject.call, "health", subject.storage.health)), "health", plan)
         if ground.struck() and plan.hangs and health.ok:
             raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
@@ -94,7 +93,9 @@ class DeadlineCases:
         until = time.monotonic() + RECOVERY_SECONDS
         while subject.set(lab.keys(1)) != [True]:
             if time.monotonic() > until:
-                raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {RECOVERY_SECONDS:.0f} s later")
+                raise Violation(
+                    "FT-4", f"a storage that was opened while the store hung stores nothing {RECOVERY_SECONDS:.0f} s later"
+                )
 
     @covers("FT-3", levels=FAULTS)
     def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
@@ -136,7 +137,8 @@ class DeadlineCases:
             if found != blank:
                 key = keys[pages.index(page)] if page in pages else ""
                 raise Violation(
-                    "GET-9", f"host page {page} was written after the get of {short(key) if key else 'other pages'} had returned ({plan})"
+                    "GET-9",
+                    f"host page {page} was written after the get of {short(key) if key else 'other pages'} had returned ({plan})",
                 )
 
     @covers("SET-8", levels=FAULTS)
@@ -160,7 +162,9 @@ class DeadlineCases:
             for index, (key, content) in enumerate(zip(refused, subject.get(refused) if refused else [], strict=True)):
                 wrong = subject.explain(key, content) if content is not None else ""
                 if wrong:
-                    raise Violation("SET-8", f"a set answered False for key {short(key)} ({plan}), and later page {index} of a get {wrong}")
+                    raise Violation(
+                        "SET-8", f"a set answered False for key {short(key)} ({plan}), and later page {index} of a get {wrong}"
+                    )
             if time.monotonic() > until:
                 break
             time.sleep(LATE_SECONDS / 3)
@@ -176,7 +180,10 @@ class DeadlineCases:
         while (left := Residue.now().beyond(before)) and time.monotonic() < until:
             time.sleep(0.05)
         if left:
-            raise Violation("LC-2", f"a storage was closed while calls hung, and {RECOVERY_SECONDS:.0f} s after the store came back there is still {left}")
+            raise Violation(
+                "LC-2",
+                f"a storage was closed while calls hung, and {RECOVERY_SECONDS:.0f} s after the store came back there is still {left}",
+            )
 
 
 def _life_under_hang(lab: Lab, ground: Ground) -> None:
@@ -200,7 +207,9 @@ def _life_under_hang(lab: Lab, ground: Ground) -> None:
         if not closing.ended(allowed):
             ground.heal()
             closing.comes_back(RECOVERY_SECONDS)
-            raise Violation("LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s")
+            raise Violation(
+                "LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s"
+            )
         closing.answer()
     asking = Pending(partial(subject.storage.batch_exists_v2, keys))
     try:

@@ -85,7 +85,9 @@ class DurabilityCases:
         stage.judge("FT-5", rules=FT_5)
         grown = sizes[-1] - sizes[0] if sizes else 0
         if grown > payload + 3 * PAGE_BYTES:
-            raise Violation("FT-5", f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages take {payload}")
+            raise Violation(
+                "FT-5", f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages take {payload}"
+            )
 
 
 def _kill_and_restart(lab: Lab, mix: Mapping[Call, int]) -> None:
@@ -117,4 +119,7 @@ def _kill_and_restart(lab: Lab, mix: Mapping[Call, int]) -> None:
 def _expect_delivered(peer: Peer, keys: list[str]) -> None:
     for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
         if found is None:
-            raise Violation("FT-5", f"page {index} key {short(key)} was set after a restart (True), and a get of process {peer.name} answers False")
+            raise Violation(
+                "FT-5",
+                f"page {index} key {short(key)} was set after a restart (True), and a get of process {peer.name} answers False",
+            )

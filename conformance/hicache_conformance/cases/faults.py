@@ -26,7 +26,6 @@ from hicache_conformance.grounds.disk import DiskGround
 from hicache_conformance.grounds.seam import ObjectsGround
 from hicache_conformance.logs import records_above_debug
 from hicache_conformance.manifest import Level
-from hicache_conformance.pages import short
 from hicache_conformance.residue import Residue
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
@@ -78,6 +77,7 @@ class FaultCases:
         before = counted(subject)
         hurry(subject)
         ground.strike(plan)
+        missed, calls = 0, 0
         with records_above_debug() as records:
             for _ in range(2):
                 _, missed, calls = _use(lab, ground, subject, keys, plan)
@@ -176,7 +176,9 @@ class FaultCases:
         ground.heal()
         check_hits(subject, keys, found, plan)
         if ground.name == "objects" and found.count(None) != 1:
-            raise Violation("GET-3", f"one page of {len(keys)} could not be read, and the get delivered {len(keys) - found.count(None)}")
+            raise Violation(
+                "GET-3", f"one page of {len(keys)} could not be read, and the get delivered {len(keys) - found.count(None)}"
+            )
 
 
 def _use(lab: Lab, ground: Ground, subject: Subject, keys: Sequence[str], plan: FaultPlan) -> tuple[list[str], bool, int]:
@@ -206,7 +208,9 @@ def _silent(plan: FaultPlan) -> bool:
 def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPlan) -> None:
     lines = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     if len(lines) > most:
-        raise Violation("FT-1", f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; first {lines[0]!r:.200}")
+        raise Violation(
+            "FT-1", f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; first {lines[0]!r:.200}"
+        )
 
 
 def _one_of(ground: Ground, operation: str, number: int, pages: int) -> tuple[Fault, ...]:

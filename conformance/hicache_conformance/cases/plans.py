@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.drawing import drawn_plan
-from hicache_conformance.faults.plan import FaultPlan
 from hicache_conformance.faults.rehearsal import Rehearsal, Step, drawn_steps
 from hicache_conformance.faults.shrinking import least
 from hicache_conformance.manifest import Level
-from hicache_conformance.violation import Violation
 
 if TYPE_CHECKING:
+    from hicache_conformance.faults.plan import FaultPlan
     from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.lab import Lab
+    from hicache_conformance.violation import Violation
 
 FAULTS: Final = (Level.FAULTS,)
 

@@ -103,7 +103,10 @@ def _play(lab: Lab, mix: Mapping[Call, int]) -> None:
 def _expect_delivered(peer: Peer, keys: list[str], rule: str) -> None:
     for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
         if found is None:
-            raise Violation(rule, f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {peer.name} answers False")
+            raise Violation(
+                rule,
+                f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {peer.name} answers False",
+            )
 
 
 def _expect_somebody_won(stage: Stage, peer: Peer, keys: list[str], since: int) -> None:
@@ -112,7 +115,10 @@ def _expect_somebody_won(stage: Stage, peer: Peer, keys: list[str], since: int) 
     tried = {key for event in sets for key in event.keys}
     for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
         if key in tried and found is None:
-            raise Violation("SET-4", f"page {index} key {short(key)} was set by several processes at the same time, and none of their pages is there")
+            raise Violation(
+                "SET-4",
+                f"page {index} key {short(key)} was set by several processes at the same time, and none of their pages is there",
+            )
 
 
 class _Usage:

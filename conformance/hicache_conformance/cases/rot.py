@@ -37,18 +37,27 @@ class RotCases:
         _check_verified(subject)
         subject = _damaged(lab, ground, subject, keys, decay)
         before = subject.stats().pages_damaged
+        found = list[bytes | None]()
         for _ in range(2):
             subject.exists(keys)
             found = subject.get(keys)
             check_hits(subject, keys, found, f"{ground.name}: {decay}")
         if decay is Decay.FLIPPED and None in found and subject.stats().pages_damaged == before:
-            raise Violation("GET-7", f"stored bytes were changed below the driver, a get answers {found.count(None)} misses and counts none as damaged")
+            raise Violation(
+                "GET-7",
+                f"stored bytes were changed below the driver, a get answers {found.count(None)} misses and counts none as damaged",
+            )
         for index, (key, content) in enumerate(zip(keys, found, strict=True)):
             if content is None and subject.has(key):
-                raise Violation("EX-9", f"a get does not deliver page {index} key {short(key)} ({decay} below the driver), and it goes on existing")
+                raise Violation(
+                    "EX-9",
+                    f"a get does not deliver page {index} key {short(key)} ({decay} below the driver), and it goes on existing",
+                )
         for index, (key, ok) in enumerate(zip(keys, subject.set(keys), strict=True)):
             if not ok:
-                raise Violation("SET-3", f"page {index} key {short(key)} was lost ({decay} below the driver), and a set of it answers False")
+                raise Violation(
+                    "SET-3", f"page {index} key {short(key)} was lost ({decay} below the driver), and a set of it answers False"
+                )
         subject.expect(keys, rule="SET-3")
 
 
@@ -78,5 +87,3 @@ def _damaged(lab: Lab, ground: Ground, subject: Subject, keys: list[str], decay:
 def _check_verified(subject: Subject) -> None:
     if not subject.call("get_stats", subject.storage.get_stats).verifies_checksums:
         raise Untestable("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
-
-

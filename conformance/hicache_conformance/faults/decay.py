@@ -49,9 +49,9 @@ def _rot(path: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> in
         case Decay.FLIPPED:
             for place in places:
                 content[place + random.randrange(length)] ^= 1 << random.randrange(8)
-            _write(path, content)
+            _write(path, bytes(content))
         case Decay.TORN:
-            _write(path, content[: min(places) + random.randrange(1, length)])
+            _write(path, bytes(content[: min(places) + random.randrange(1, length)]))
         case Decay.EMPTIED:
             _write(path, b"")
         case Decay.GONE:
@@ -59,7 +59,7 @@ def _rot(path: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> in
     return len(places)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes | bytearray) -> None:
     # In place: a damaged file is still the same file.
     with path.open("r+b") as file:
         file.write(content)

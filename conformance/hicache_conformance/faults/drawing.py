@@ -16,7 +16,10 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ESTALE")),
         *(Fault(kind=FaultKind.ERROR, error=name, operations=("read",)) for name in ("EIO", "ESTALE")),
         *(Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create")) for name in ("EMFILE", "ENFILE", "EACCES")),
-        *(Fault(kind=FaultKind.ERROR, error=name, operations=("create", "write", "name")) for name in ("ENOSPC", "EROFS", "EDQUOT")),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("create", "write", "name"))
+            for name in ("ENOSPC", "EROFS", "EDQUOT")
+        ),
         *(Fault(kind=FaultKind.ERROR, error="EIO", operations=(sort,)) for sort in ("write", "name", "look", "sync")),
         Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
         Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),

@@ -72,7 +72,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     place: float = 0.5
 
     def __str__(self) -> str:
-        what = {FaultKind.ERROR: self.error, FaultKind.DELAY: f"a delay of {self.seconds * 1000:.0f} ms"}.get(self.kind, str(self.kind))
+        what = {FaultKind.ERROR: self.error, FaultKind.DELAY: f"a delay of {self.seconds * 1000:.0f} ms"}.get(
+            self.kind, str(self.kind)
+        )
         where = " or ".join(self.operations) or "any operation"
         if not self.count:
             return f"{what} at {where}" + (f" from number {self.first + 1} on" if self.first else "")

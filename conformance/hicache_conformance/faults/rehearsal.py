@@ -39,7 +39,10 @@ class Step:
 def drawn_steps(random: Random, count: int) -> list[Step]:
     """Random calls; the faults begin among the first of them."""
     steps = [
-        Step(random.choice(("set", "set", "get", "get", "exists")), tuple(random.randrange(KEYS) for _ in range(random.randint(1, 8))))
+        Step(
+            random.choice(("set", "set", "get", "get", "exists")),
+            tuple(random.randrange(KEYS) for _ in range(random.randint(1, 8))),
+        )
         for _ in range(count)
     ]
     # Some pages are there before anything goes wrong.

@@ -44,6 +44,7 @@ def working(lab: Lab, ground: Ground, *, pages: int = 12, options: StorageOption
     """
     subject, keys = lab.storage(options=options), lab.keys(pages)
     # Several rounds, because the first call of a driver may find its connection dead, or the machine may be busy.
+    stored = list[bool]()
     for _ in range(5):
         stored = subject.set(keys)
         if all(stored) and None not in subject.get(keys):
@@ -97,7 +98,8 @@ def wait_until_serving(lab: Lab, subject: Subject, plan: object) -> None:
                 return
         if time.monotonic() > until:
             raise Violation(
-                "FT-4", f"{RECOVERY_SECONDS:.0f} s and {tries} tries after the fault was gone ({plan}), a new page cannot be stored and read"
+                "FT-4",
+                f"{RECOVERY_SECONDS:.0f} s and {tries} tries after the fault was gone ({plan}), a new page cannot be stored and read",
             )
         time.sleep(0.02)
 
@@ -132,4 +134,3 @@ def counted(subject: Subject) -> int:
     stats: StorageStats = subject.call("get_stats", subject.storage.get_stats)
     pages = sum(pool.pages_damaged + pool.pages_refused for pool in stats.pools.values())
     return stats.faults + stats.deadlines_missed + stats.breaker_refusals + pages
-

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_storage.spec import DriverUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Mapping
 
     from hicache_conformance.foreign.setup import Setup
     from hicache_storage.spec import StorageIdentity
@@ -126,7 +126,7 @@ def overrides(setup: Setup, method: str) -> bool:
 
 
 @contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
+def environment(name: str, value: str) -> Generator[None]:
     """An environment variable, for as long as a driver is constructed; nothing is set without a name."""
     before = os.environ.get(name)
     if name:

@@ -13,7 +13,7 @@ from hicache_conformance.violation import NotPromised
 from hicache_storage.spec import HostPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     import torch
 
@@ -54,7 +54,7 @@ class Mirror:
         return torch.tensor([page * size + slot for page in pages for slot in range(size)], dtype=torch.int64)
 
     @contextmanager
-    def sources(self, pages: Sequence[int]) -> Iterator[None]:
+    def sources(self, pages: Sequence[int]) -> Generator[None]:
         """Pages that a set reads; their host pages are used for something else as soon as it has returned."""
         with self._lock:
             self._borrowed.update(pages)
@@ -66,7 +66,7 @@ class Mirror:
             self._give_back(pages, spent(len(self._idle)))
 
     @contextmanager
-    def destinations(self, pages: Sequence[int]) -> Iterator[None]:
+    def destinations(self, pages: Sequence[int]) -> Generator[None]:
         """Pages that a get writes; afterwards the case has what they hold."""
         with self._lock:
             self._borrowed.update(pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -44,7 +44,8 @@ def _model() -> type[DriverConfig]:
     if setup is not None and setup.capacity_option:
         names.add(setup.capacity_option)
     fields = [(name, Any, None) for name in sorted(names)]
-    return msgspec.defstruct("EngineConfig", fields, bases=(DriverConfig,), module=__name__, frozen=True, kw_only=True)
+    model = msgspec.defstruct("EngineConfig", fields, bases=(DriverConfig,), module=__name__, frozen=True, kw_only=True)
+    return cast("type[DriverConfig]", model)
 
 
 EngineConfig = _model()

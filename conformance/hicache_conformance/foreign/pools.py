@@ -54,7 +54,9 @@ def _attention(kind: str, pages: int, geometry: PageGeometry, dtype: torch.dtype
     halves = 2 if kind == "mha" else 1
     row, rest = divmod(geometry.page_bytes, halves * geometry.page_size * dtype.itemsize)
     if rest or not row:
-        raise NotPromised(f"SGLang's {kind.upper()} pools have no pages of {geometry.page_bytes} bytes in {geometry.page_size} slots")
+        raise NotPromised(
+            f"SGLang's {kind.upper()} pools have no pages of {geometry.page_bytes} bytes in {geometry.page_size} slots"
+        )
     layers, dim = (2, row // 2) if row % 2 == 0 else (1, row)
     size = pages * geometry.page_size
     memory: Any = importlib.import_module("sglang.srt.mem_cache.memory_pool")

@@ -88,6 +88,8 @@ class Dialect:
     """Whether each pool's own verdict is part of an answer of exists."""
     keeps_bytes: bool = True
     """False for a simulator, whose pages cannot be read."""
+    clears_at_once: bool = True
+    """Whether a page that was just looked up is gone when a clear has returned."""
     repeated_keys: bool = True
     """Whether a call may name a key twice."""
     patience_seconds: float | None = None
@@ -102,7 +104,9 @@ class Dialect:
 
 PATIENCE_SECONDS: Final = 11.0
 """SGLang gives a call 10 s when it detaches its driver; and a second."""
-SGLANG_FIELDS: Final = frozenset({"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "kv_dtype", "layout"})
+SGLANG_FIELDS: Final = frozenset(
+    {"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "kv_dtype", "layout"}
+)
 """What `HiCacheStorageConfig` and the registered pools tell a driver."""
 
 
@@ -140,6 +144,7 @@ def dialect() -> Dialect:
         block_groups=False,
         pool_verdicts=False,
         keeps_bytes=setup.keeps_bytes,
+        clears_at_once=setup.clears_at_once,
         repeated_keys=False,
         patience_seconds=PATIENCE_SECONDS,
         told_fields=SGLANG_FIELDS,

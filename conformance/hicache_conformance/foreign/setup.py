@@ -39,6 +39,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sharing: Sharing = Sharing.NONE
     durability: Durability = Durability.NONE
     clears: bool = False
+    clears_at_once: bool = True
+    """False where a page that was just looked up outlives a clear for as long as its lease lasts."""
     networked: bool = False
     keeps_bytes: bool = True
     """False for a simulator, which answers as a store would and delivers nothing."""

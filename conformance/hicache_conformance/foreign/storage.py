@@ -70,7 +70,6 @@ class _Lingering:
             atexit.register(_leave_at_once)
         self._kept += [driver, *pools]
 
-
     @property
     def too_many(self) -> bool:
         """Whether the process should come to its end."""
@@ -306,7 +305,9 @@ class EngineStorage(HiCacheStorage):
             return None
         content = {name: self._options[name] for name in self._setup.config_keys if name in self._options}
         encoded = msgspec.json.encode(content)
-        path = Path(str(self._options[self._setup.config_keys[0]])).with_name(f"config-{hashlib.blake2b(encoded, digest_size=4).hexdigest()}.json")
+        path = Path(str(self._options[self._setup.config_keys[0]])).with_name(
+            f"config-{hashlib.blake2b(encoded, digest_size=4).hexdigest()}.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded)
         return path
@@ -403,12 +404,13 @@ class EngineStorage(HiCacheStorage):
                     types().PoolTransfer(name=_engine_name(transfer.name), host_indices=mirror.indices(pages), keys=keys)
                 )
             found = self._caught("batch_set_v2" if writes else "batch_get_v2", lambda: dict(call(asked, _extra(extra_info))))
-        told = {str.__str__(name): answer for name, answer in (found or {}).items()}
+        answered: dict[str, Any] = found or {}
+        told = {str.__str__(name): answer for name, answer in answered.items()}
         answers = dict[int, list[bool]]()
         for index, transfer in shares.items():
-            answer = told.get(transfer.name)
+            answer: Any = told.get(transfer.name)
             # Anything but a list counts for nothing there, and so does a pool that is left out.
-            usable = isinstance(answer, (list, tuple)) and len(answer) > 0  # type: ignore[arg-type]  # any driver's answer
+            usable = isinstance(answer, (list, tuple)) and answer != [] and answer != ()
             answers[index] = _listed(answer) if usable else [False] * len(transfer.keys or ())
         return answers
 
@@ -476,4 +478,6 @@ def _question(transfer: PoolTransfer) -> Any:
 
 
 def _extra(extra_info: HiCacheStorageExtraInfo | None) -> Any:
-    return types().HiCacheStorageExtraInfo(prefix_keys=list(extra_info.prefix_keys) if extra_info and extra_info.prefix_keys else None)
+    return types().HiCacheStorageExtraInfo(
+        prefix_keys=list(extra_info.prefix_keys) if extra_info and extra_info.prefix_keys else None
+    )

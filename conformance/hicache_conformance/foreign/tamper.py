@@ -34,7 +34,9 @@ def tamper_with_lengths(storage: HiCacheStorage, pool: str, key: str, damage: Da
         return False
     more, less = FACTORS[damage]
     geometry = own.geometry(pool)
-    other = GuardedPool(pages=4, page_size=geometry.page_size, components=[part * more // less for part in geometry.component_bytes])
+    other = GuardedPool(
+        pages=4, page_size=geometry.page_size, components=[part * more // less for part in geometry.component_bytes]
+    )
     other.write(0, b"\x5a" * other.page_bytes)
     rank = own.companion()
     rank.register_mem_host_pool_v2(other, pool)

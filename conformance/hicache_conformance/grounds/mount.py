@@ -205,7 +205,10 @@ class Passthrough:
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-        os.utime(self._at("name", path), ns=times)
+        if times is None:
+            os.utime(self._at("name", path))
+        else:
+            os.utime(self._at("name", path), ns=times)
         return 0
 
     def _neighbours_bytes(self, path: str, content: bytes, offset: int) -> bytes:
@@ -252,7 +255,9 @@ def _serve(arguments: Sequence[str]) -> None:
     operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(str(backing), control)
     threading.Thread(target=_listen, args=(control, home), daemon=True).start()
     # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
-    mfusepy.FUSE(operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-ground")
+    mfusepy.FUSE(
+        operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-ground"
+    )
 
 
 if __name__ == "__main__":

@@ -86,7 +86,9 @@ class ObjectsGround(Ground):
         faults = self._begin("write")
         partial = struck(faults, FaultKind.PARTIAL)
         if partial is not None:
-            return _without_one(batches, partial.place, lambda rest: ask(rest, call), WriteBatch, lambda batch: list(batch.writes))
+            return _without_one(
+                batches, partial.place, lambda rest: ask(rest, call), WriteBatch, lambda batch: list(batch.writes)
+            )
         torn, flip = struck(faults, FaultKind.TORN_WRITE), struck(faults, FaultKind.BIT_FLIP)
         if torn is not None or flip is not None:
             batches = [

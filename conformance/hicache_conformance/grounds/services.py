@@ -115,7 +115,11 @@ class Services:
             if process.poll() is not None or time.monotonic() > until:
                 ended = process.poll()
                 self.kill()
-                why = f"did not accept connections on {name} within {START_SECONDS:.0f} s" if ended is None else f"ended with {ended}"
+                why = (
+                    f"did not accept connections on {name} within {START_SECONDS:.0f} s"
+                    if ended is None
+                    else f"ended with {ended}"
+                )
                 said = " ".join(self._log(number).read_text("utf-8", "replace").split())
                 raise Untestable(f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}")
             time.sleep(0.01)

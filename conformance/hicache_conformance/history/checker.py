@@ -203,7 +203,7 @@ class HistoryChecker:
 
     def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
         removal = max(before.removals, key=lambda latest: latest.at)
-        if not page.unsettled and page.last_acknowledgement < removal.at or not page.sets:
+        if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
             self._find(Kind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
         else:

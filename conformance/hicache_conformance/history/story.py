@@ -27,6 +27,9 @@ RULES: Final[Mapping[Kind, str]] = {
 }
 """Rules that a kind of finding breaks, whatever the case; any other breaks the rule that the case is about."""
 
+# As `Kind` lists them: wrong bytes tell more than missing ones.
+_WORST_FIRST: Final = tuple(Kind)
+
 _REASONS: Final = {
     Kind.UNBEGUN: "which no set had begun to write when the get ended",
     Kind.REMOVED: "which had been removed before the get began",
@@ -44,8 +47,8 @@ class Story:
         self._identity, self._book, self._events = identity, book, events
 
     def violation(self, findings: Sequence[Finding], rule: str, rules: Mapping[Kind, str] = RULES) -> Violation:
-        """The first finding as the violation of a rule, with its counterexample as a note."""
-        first = self._complete(findings[0])
+        """The worst finding as the violation of a rule, with its counterexample as a note; of equal ones the first."""
+        first = self._complete(min(findings, key=lambda finding: _WORST_FIRST.index(finding.kind)))
         violation = Violation(rules.get(first.kind, rule), self.headline(first))
         violation.add_note("\n".join(self.counterexample(first)))
         if len(findings) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from random import Random
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from hicache_conformance.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
+    import itertools
     from collections.abc import Callable
 
     from hicache_conformance.pages import PageBook
@@ -49,7 +49,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 class Lane:
     """A thread's share of a storage: makes calls, and tells both ends of each."""
 
-    def __init__(self, name: str, subject: Subject, book: PageBook, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]) -> None:  # noqa: E501
+    def __init__(
+        self, name: str, subject: Subject, book: PageBook, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]
+    ) -> None:
         self._name, self._subject, self._book, self._note, self._numbers = name, subject, book, note, numbers
 
     def run(self, work: Workload, number: int) -> None:
@@ -88,7 +90,10 @@ class Lane:
             case Call.GET:
                 contents = subject.get(keys, pool)
                 at = now()
-                found = (None if content is None else self._value(key, content, pool) for key, content in zip(keys, contents, strict=True))
+                found = (
+                    None if content is None else self._value(key, content, pool)
+                    for key, content in zip(keys, contents, strict=True)
+                )
                 return Ended(number=number, at=at, found=tuple(found))
             case Call.EXISTS:
                 answer = subject.exists(keys)

@@ -29,7 +29,10 @@ def metadata(
     url: Annotated[str, typer.Option(help="Address of a server that runs. Use one that nobody needs.")] = "",
     serve: Annotated[
         str,
-        typer.Option(metavar="COMMAND", help="Start the server by this instead, with {port} and {tmp} filled in; it is killed and restarted."),
+        typer.Option(
+            metavar="COMMAND",
+            help="Start the server by this instead, with {port} and {tmp} filled in; it is killed and restarted.",
+        ),
     ] = "",
     token: Annotated[str, typer.Option(help="Bearer token with all rights.", envvar="HICACHE_METADATA_TOKEN")] = "",
     read_token: Annotated[str, typer.Option(help="Bearer token that may only read.")] = "",
@@ -45,7 +48,8 @@ def metadata(
         list[str] | None, typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated.")
     ] = None,
     lease_seconds: Annotated[
-        float | None, typer.Option(help="How long reservations last, of a server without /v2; else they are taken to last for ever.")
+        float | None,
+        typer.Option(help="How long reservations last, of a server without /v2; else they are taken to last for ever."),
     ] = None,
     patience: Annotated[float, typer.Option(help="Longest wait for the server's own clock, in seconds.")] = 15.0,
 ) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from hicache_conformance.metadata.wire import expect, record
 from hicache_conformance.violation import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_conformance.metadata.wire import Reply, Wire
 
@@ -42,12 +44,12 @@ class CompatibleScope:
     def exists(self, keys: Sequence[str], rule: str = "MD-FIND-1") -> list[bool]:
         """Which keys are there."""
         reply = self.post("exists", keys=list(keys))
-        return self._column(reply, "exists", len(keys), rule, lambda entry: isinstance(entry, bool), "true or false")
+        return self._column(reply, "exists", len(keys), rule, _is_bool, "true or false")
 
     def indices(self, keys: Sequence[str], rule: str = "MD-FIND-1") -> list[int | None]:
         """The slot of each key, or None."""
         reply = self.post("get_page_indices", keys=list(keys))
-        return self._column(reply, "indices", len(keys), rule, lambda entry: entry is None or _is_int(entry), "a slot or null")
+        return self._column(reply, "indices", len(keys), rule, _is_slot, "a slot or null")
 
     def reserve(self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-RES-1") -> list[tuple[bool, int]]:
         """For each key, whether it is there already, and its slot or -1."""
@@ -85,9 +87,9 @@ class CompatibleScope:
         self.confirm([(key, index) for key, (_, index) in zip(keys, answer, strict=True)], rule=rule)
         return [index for _, index in answer]
 
-    def _column(self, reply: Reply, name: str, length: int, rule: str, is_right: Any, what: str) -> list[Any]:
-        column = record(expect(reply, rule, 200), rule).get(name)
-        if not isinstance(column, list) or len(column) != length:
+    def _column(self, reply: Reply, name: str, length: int, rule: str, is_right: Callable[[Any], bool], what: str) -> list[Any]:
+        column = _listed(record(expect(reply, rule, 200), rule).get(name))
+        if column is None or len(column) != length:
             raise Violation(rule, f"{reply}: expected {name!r} with {length} entries")
         wrong = next((i for i, entry in enumerate(column) if not is_right(entry)), None)
         if wrong is not None:
@@ -95,9 +97,22 @@ class CompatibleScope:
         return column
 
 
+def _listed(value: object) -> list[Any] | None:
+    return msgspec.convert(value, list[Any]) if isinstance(value, list) else None
+
+
+def _is_bool(entry: object) -> bool:
+    return isinstance(entry, bool)
+
+
+def _is_slot(entry: object) -> bool:
+    return entry is None or _is_int(entry)
+
+
 def _is_int(entry: object) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
 
 
 def _is_reservation(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], bool) and _is_int(entry[1]) and entry[1] >= -1
+    pair = _listed(entry)
+    return pair is not None and len(pair) == 2 and isinstance(pair[0], bool) and _is_int(pair[1]) and pair[1] >= -1

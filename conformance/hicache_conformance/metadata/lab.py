@@ -14,7 +14,7 @@ from hicache_conformance.violation import Untestable, Violation
 from hicache_metadata_server.protocol import Reserved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from hicache_conformance.metadata.offer import Offer
     from hicache_conformance.metadata.server import Remote
@@ -93,7 +93,7 @@ class ServerLab:
             raise Untestable(f"{what} lasts {seconds:g} s here; start the server with less, or give --patience {seconds:g}")
 
     @contextmanager
-    def while_held(self) -> Iterator[None]:
+    def while_held(self) -> Generator[None]:
         """For what is true only as long as reservations made inside last: where that took too long here, nothing was found out."""
         begin = time.monotonic()
         try:
@@ -101,7 +101,9 @@ class ServerLab:
         except Violation as violation:
             took = time.monotonic() - begin
             if self.offer.lease_seconds is not None and took > self.offer.lease_seconds:
-                raise Untestable(f"reservations last {self.offer.lease_seconds:g} s here and the case took {took:.1f} s") from violation
+                raise Untestable(
+                    f"reservations last {self.offer.lease_seconds:g} s here and the case took {took:.1f} s"
+                ) from violation
             raise
 
     def reserve_all(self, scope: CompatibleScope, keys: Sequence[str], rule: str) -> dict[str, int]:
@@ -144,9 +146,7 @@ class ServerLab:
         self.eventually(rule, lambda: f"{because}; only {len(leases)} of {len(keys)} keys get a lease", all_have_leases)
         return [leases[key] for key in keys]
 
-    def eventually(
-        self, rule: str, what: Callable[[], str], holds: Callable[[], bool], seconds: float | None = None
-    ) -> None:
+    def eventually(self, rule: str, what: Callable[[], str], holds: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait until a condition holds; by default as long as slots may rest.
 
         Raises:

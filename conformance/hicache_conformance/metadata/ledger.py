@@ -128,7 +128,9 @@ class Ledger:
             if index in owners:
                 self.fail(f"slot {index} belongs to {self.name(owners[index])} and to {self.name(key)}")
             if index in self.held:
-                self.fail(f"slot {index} is announced for {self.name(key)} while {self.name(self.held[index][0])} has it reserved")
+                self.fail(
+                    f"slot {index} is announced for {self.name(key)} while {self.name(self.held[index][0])} has it reserved"
+                )
             if self.stored.get(key) != index:
                 self.fail(f"{self.name(key)} is found in slot {index}; expected {self.stored.get(key, 'nowhere')}")
             owners[index] = key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -177,7 +177,7 @@ class NativeScope:
 
     def clear(self) -> int:
         """Make everything go; says how many pages."""
-        return cast("int", self._only(self.client.call("/v2/clear", Clear(scopes=[self.name]), Cleared).pages, "clear"))
+        return self._only(self.client.call("/v2/clear", Clear(scopes=[self.name]), Cleared).pages, "clear")
 
     def status(self) -> ScopeStatus:
         """As the list of scopes has it.
@@ -229,6 +229,3 @@ class NativeScope:
         lengths = [len(column) for column in columns]
         if any(found != length for found in lengths):
             raise Violation(RULE, f"{operation} of {length} answers columns of {lengths}")
-
-
-

@@ -95,7 +95,8 @@ class Wire:
             self.close()
             raise Unanswered(f"{asked} has no answer: {type(error).__name__} {error}") from error
         self._local.used = time.monotonic()
-        if response.will_close:
+        if response.will_close or response.status >= 500 or response.status == 413:
+            # After these servers close the connection, and not all of them say so.
             self.close()
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         return Reply(asked, response.status, kind, content)
@@ -139,7 +140,9 @@ def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
         what = "accepted" if reply.status < 400 else "taken for a fault of the server"
         raise Violation(rule, f"{because} is {what}: {reply}")
     if not reply.is_json:
-        raise Violation(rule, f"{because} is refused without a body of {JSON}: {reply} ({reply.content_type or 'no content type'})")
+        raise Violation(
+            rule, f"{because} is refused without a body of {JSON}: {reply} ({reply.content_type or 'no content type'})"
+        )
     if names and names not in reply.body.decode("utf-8", "replace"):
         raise Violation(rule, f"{because} is refused without naming {names!r}: {reply}")
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from hicache_conformance.history.events import Begun, Call, Ended
-from hicache_conformance.history.workload import Workload
-from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import PoolStats, StorageIdentity
+from hicache_conformance.history.workload import Workload  # noqa: TC001 - msgspec reads the annotations
+from hicache_storage.layers import StorageOptions  # noqa: TC001 - msgspec reads the annotations
+from hicache_storage.spec import PoolStats, StorageIdentity  # noqa: TC001 - msgspec reads the annotations
 
 
 class PoolShape(msgspec.Struct, frozen=True, kw_only=True):

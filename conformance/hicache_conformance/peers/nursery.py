@@ -63,7 +63,8 @@ class Nursery:
             What `os.waitpid` says; None if it does not die.
         """
         self._control.send(json.dumps({"bury": pid}).encode())
-        return self._answer()
+        status = self._answer()
+        return None if status is None else int(status)
 
     def close(self) -> None:
         """End it, and all peers with it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.peers.channel import Channel
-from hicache_conformance.peers.messages import Answer, Ask, Broken, Count, Counted, Open, Ready, Run, Shut, Unusable, Violated
+from hicache_conformance.peers.messages import Answer, Ask, Broken, Count, Counted, Open, Run, Shut, Unusable, Violated
 from hicache_conformance.peers.nursery import Nursery
 from hicache_conformance.violation import Untestable, Violation
 from hicache_storage.spec import PoolName
@@ -69,7 +69,13 @@ class Peer:
         try:
             peer.tell(
                 Open(
-                    name=name, driver=driver, config=dict(config), identity=identity, pools=dict(pools), options=options, seed=seed
+                    name=name,
+                    driver=driver,
+                    config=dict(config),
+                    identity=identity,
+                    pools=dict(pools),
+                    options=options,
+                    seed=seed,
                 )
             )
             peer.wait()

@@ -123,7 +123,8 @@ class Stage:
                 damaged = peer.stats(pool).pages_damaged
                 if damaged:
                     raise Violation(
-                        rule, f"process {peer.name} counts {damaged} damaged pages in pool {pool!r}: it has seen pages that were not whole"
+                        rule,
+                        f"process {peer.name} counts {damaged} damaged pages in pool {pool!r}: it has seen pages that were not whole",
                     )
 
     def expect(self, peer: Peer, keys: Sequence[str], value: int, rule: str, pool: str = PoolName.KV) -> None:

@@ -5,9 +5,9 @@ from hicache_conformance.foreign.target import ForeignConformance
 from hicache_conformance.settings import RunFile
 
 _run = RunFile.of_environment()
-_suite: type[DriverConformance] = ForeignConformance if _run and _run.interface else DriverConformance
 
-
-class TestDriver(_suite):
-    driver = _run.driver if _run else ""
-    config = _run.config if _run else {}
+TestDriver = type(
+    "TestDriver",
+    (ForeignConformance if _run and _run.interface else DriverConformance,),
+    {"driver": _run.driver if _run else "", "config": _run.config if _run else {}, "__module__": __name__},
+)

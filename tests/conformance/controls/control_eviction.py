@@ -152,12 +152,12 @@ class EvictsTheIndexOnly(BoundedFiles):
 
 
 class _Slow(BoundedFiles):
-    """Takes a while to write a page, so that whoever kills it finds it at that."""
+    """Takes much room and a while to write a page, so that whoever kills it finds it at that."""
 
     def draft(self, path: Path) -> Path:
         draft = super().draft(path)
-        draft.write_bytes(bytes(16_384))
-        time.sleep(0.002)
+        draft.write_bytes(bytes(64 << 10))
+        time.sleep(0.005)
         return draft
 
     def collect(self) -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from control_files import BETWEEN_PROCESSES, SharedFiles
@@ -17,7 +18,6 @@ from hicache_storage.spec import StuckReads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from hicache_storage.objects import Call, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
     from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo, PoolName, PoolTransfer, StorageIdentity
@@ -279,5 +279,3 @@ class LosesTheQueue(SteadyFiles):
         with contextlib.suppress(OSError):
             super().put(write, call)
         return True
-
-

@@ -6,6 +6,7 @@ import hashlib
 import socket
 import threading
 import time
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -121,11 +122,11 @@ class Networked(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "exists", sum(names, [])), names)
+        return _split(self.asked(call, "exists", list(chain.from_iterable(names))), names)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches]
-        pages = _split(self.asked(call, "get", sum(names, [])), names)
+        pages = _split(self.asked(call, "get", list(chain.from_iterable(names))), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
             for batch, some in zip(batches, pages, strict=True)
@@ -133,7 +134,7 @@ class Networked(ObjectStorage):
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         writes = [[(self.name(batch.namespace, write.key), write) for write in batch.writes] for batch in batches]
-        return _split(self.put(sum(writes, []), call), writes)
+        return _split(self.put(list(chain.from_iterable(writes)), call), writes)
 
     def put(self, writes: list[tuple[str, ObjectWrite]], call: Call) -> list[bool]:
         pages = [(name, write.tobytes()) for name, write in writes]
@@ -143,7 +144,7 @@ class Networked(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "delete", sum(names, [])), names)
+        return _split(self.asked(call, "delete", list(chain.from_iterable(names))), names)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:

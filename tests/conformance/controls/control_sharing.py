@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,6 @@ from hicache_storage.spec import Capabilities, Durability, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
@@ -35,11 +35,12 @@ class Trusting(SharedFiles):
 
     def take(self, read: ObjectRead) -> bool:
         done = super().take(read)
-        if read.damaged:
+        read.damaged = False
+        if not done:
             return False
         # Sealed here and not where it was written, an envelope says nothing.
         read.envelope = ObjectWrite(read.namespace, read.key, read.buffers).envelope
-        return done
+        return True
 
 
 # Whole or not at all -----------------------------------------------------------------------------------------------------
@@ -433,7 +434,7 @@ class LeavesItsLock(SharedFiles):
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         lock = self.root / "lock"
-        for _ in range(200):
+        for _ in range(20):
             try:
                 os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
                 break

@@ -65,7 +65,11 @@ CONTROLS = dict(
         _files("KeepsDeadDescriptors", "SET-1", told="was stored (True), and a get answers False", where=("Fault",)),
         _files("OnePageFailsAll", "SET-6", told="one page of 12 could not be written", where=("Fault",)),
         _files(
-            "OpensForAsLongAsItTakes", "FT-3", told="open has not", where=("Fault",), capabilities=OpensForAsLongAsItTakes.promises
+            "OpensForAsLongAsItTakes",
+            "FT-3",
+            told="open has not",
+            where=("Fault",),
+            capabilities=OpensForAsLongAsItTakes.promises,
         ),
         _files("LeavesAThreadBehind", "LC-2", told="thread 'watches-a-read'", where=("Deadline",)),
         _files("TrustsTheDisk", "GET-1", told="bytes differ", where=("Rot", "Fault")),
@@ -74,9 +78,7 @@ CONTROLS = dict(
         _networked(
             "WaitsForEver", "FT-3", told="has not ended", where=("Deadline",), fault="D16", capabilities=WaitsForEver.promises
         ),
-        _networked(
-            "AsksAgainAndAgain", "FT-3", told="has not come back", where=("Fault",), capabilities=WaitsForEver.promises
-        ),
+        _networked("AsksAgainAndAgain", "FT-3", told="has not come back", where=("Fault",), capabilities=WaitsForEver.promises),
         _networked("TakesAnythingForAnAnswer", "FT-1", told="counts no fault", where=("Fault",)),
     ]
 )

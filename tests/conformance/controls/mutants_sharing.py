@@ -24,9 +24,9 @@ def _mutant(name: str, rule: str, where: str, told: str, **more: Any) -> Control
 
 CONTROLS = {
     "SharedFiles": Control(target="control_files:SharedFiles", **SHARED),
-    "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "has seen pages that were not whole"),
+    "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "process reader"),
     "RenamesTooSoon": _mutant("RenamesTooSoon", "SET-2", "Process", "holds zeros in bytes"),
-    "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "has seen pages that were not whole"),
+    "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "SET-4: "),
     "MixesWriters": _mutant("MixesWriters", "SET-4", "Process", "is value"),
     "LosersLeaveDrafts": _mutant("LosersLeaveDrafts", "SET-4", "Process", "made the store grow by", field_fault="D5"),
     "LearnsNothingOfOthers": _mutant("LearnsNothingOfOthers", "ID-2", "Sharing", "a get of process early answers False"),
@@ -37,7 +37,12 @@ CONTROLS = {
     "NeverForgetsDamage": _mutant("NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"),
     "ReusesSlots": _mutant("ReusesSlots", "CC-2", "Process", "holds bytes of key", field_fault="D2"),
     "SavesItsIndexLate": _mutant(
-        "SavesItsIndexLate", "FT-5", "Durability", "was stored (True) and removed by nobody", field_fault="D3", capabilities=ONE_PROCESS
+        "SavesItsIndexLate",
+        "FT-5",
+        "Durability",
+        "was stored (True) and removed by nobody",
+        field_fault="D3",
+        capabilities=ONE_PROCESS,
     ),
     "WritesBehind": _mutant("WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody"),
     "LeavesDrafts": _mutant("LeavesDrafts", "FT-5", "Durability", "killed writers made the store grow by"),

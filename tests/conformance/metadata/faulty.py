@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,12 @@ FAULTS: dict[str, Fault] = {}
 
 
 def server(
-    name: str = "", *, port: int = 0, journal: Path | None = None, durability: p.Durability = p.Durability.NONE, tokens: bool = False
+    name: str = "",
+    *,
+    port: int = 0,
+    journal: Path | None = None,
+    durability: p.Durability = p.Durability.NONE,
+    tokens: bool = False,
 ) -> ReferenceServer:
     """The reference server, or one of the faulty ones."""
     fault = FAULTS[name] if name else Fault(breaks=())
@@ -309,7 +313,6 @@ class ReleasesTwice(Reference):
 @plant("MD-SLOT-1", only=("test_histories",))
 class GivesTheSlotOfTheLastDelete(Scope):
     def delete(self, key, now):
-        index = self.live.get(key)
         gone = super().delete(key, now)
         if gone and len(self.leases) > 1:
             self.free.appendleft(next(iter(self.leases.values())))
@@ -404,7 +407,9 @@ class BreaksOnBadJson(Handler):
 class NamesNoField(Desk):
     def execute(self, now, path, body, once):
         status, answer = super().execute(now, path, body, once)
-        return status, p.Problem(code="invalid", message="bad request") if status == 422 and not path.startswith("/v2") else answer
+        return status, p.Problem(code="invalid", message="bad request") if status == 422 and not path.startswith(
+            "/v2"
+        ) else answer
 
 
 @plant("MD-REQ-3", field_fault="D16")
@@ -507,7 +512,9 @@ class KeepsTheOldPartApart(Reference):
 @plant("MD-GEO-1", field_fault="D8")
 class IgnoresIdentities(Reference):
     def initialize(self, request, now):
-        known = [self.scopes[part.scope].geometry.identity if part.scope in self.scopes else part.identity for part in request.scopes]
+        known = [
+            self.scopes[part.scope].geometry.identity if part.scope in self.scopes else part.identity for part in request.scopes
+        ]
         parts = [msgspec.structs.replace(part, identity=identity) for part, identity in zip(request.scopes, known, strict=True)]
         return super().initialize(p.Initialize(scopes=parts), now)
 
@@ -790,5 +797,3 @@ class BeginsAgainAtOne(Desk):
         for scope in reference.scopes.values():
             for slot in scope.slots:
                 slot.generation = 0
-
-

@@ -42,7 +42,9 @@ def served(fault: str = "") -> Served:
     return Served(command=command)
 
 
-def judged(place: Remote, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object) -> Judgement:
+def judged(
+    place: Remote, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
+) -> Judgement:
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
     settings = Settings.fresh(seed, "smoke", levels)

@@ -129,7 +129,9 @@ class Reference:
             states = self.reserve_in(scope, pairs, request.owner, now, seconds)
             known = {p.Reserved.LEASED: scope.leasing, p.Reserved.EXISTS: scope.live}
             slots = [known[state][key] if state in known else p.NO_SLOT for key, state in zip(part.keys, states, strict=True)]
-            leased = [scope.slots[slot] if state is p.Reserved.LEASED else None for slot, state in zip(slots, states, strict=True)]
+            leased = [
+                scope.slots[slot] if state is p.Reserved.LEASED else None for slot, state in zip(slots, states, strict=True)
+            ]
             answers.append(
                 p.Leased(
                     states=states, slots=slots, generations=[scope.slots[slot].generation if slot >= 0 else 0 for slot in slots],
@@ -138,9 +140,7 @@ class Reference:
             )  # fmt: skip
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
-    def reserve_in(
-        self, scope: Scope, pairs: list[tuple[str, str]], owner: str, now: float, seconds: float
-    ) -> list[p.Reserved]:
+    def reserve_in(self, scope: Scope, pairs: list[tuple[str, str]], owner: str, now: float, seconds: float) -> list[p.Reserved]:
         states = scope.reserve(pairs, owner, self.next_lease, now, now + seconds)
         self.next_lease += len(pairs)
         return states
@@ -162,7 +162,9 @@ class Reference:
         return True
 
     def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
-        return _settled([[self.abort_one(scope, lease, now) for lease in part.leases] for part, scope in self.all_scopes(request, now)])
+        return _settled(
+            [[self.abort_one(scope, lease, now) for lease in part.leases] for part, scope in self.all_scopes(request, now)]
+        )
 
     def abort_one(self, scope: Scope, lease: int, now: float) -> bool:
         if lease not in scope.leases:
@@ -172,7 +174,9 @@ class Reference:
 
     def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
         until = now + self.lease_seconds(request.lease_seconds)
-        return _settled([[self.renew_one(scope, lease, until) for lease in part.leases] for part, scope in self.all_scopes(request, now)])
+        return _settled(
+            [[self.renew_one(scope, lease, until) for lease in part.leases] for part, scope in self.all_scopes(request, now)]
+        )
 
     def renew_one(self, scope: Scope, lease: int, until: float) -> bool:
         if lease not in scope.leases:
@@ -224,7 +228,10 @@ class Reference:
 
     def status(self, scope: Scope, index: int, now: float) -> p.SlotStatus:
         slot = scope.slots[index]
-        owned, timed = slot.state in (p.SlotState.LEASED, p.SlotState.LIVE), slot.state in (p.SlotState.LEASED, p.SlotState.QUARANTINED)
+        owned, timed = (
+            slot.state in (p.SlotState.LEASED, p.SlotState.LIVE),
+            slot.state in (p.SlotState.LEASED, p.SlotState.QUARANTINED),
+        )
         live = slot.state is p.SlotState.LIVE
         return p.SlotStatus(
             slot=index, state=slot.state, generation=slot.generation, key=slot.key if owned else "", prefix=slot.prefix if owned else "",
@@ -429,7 +436,9 @@ class Handler(BaseHTTPRequestHandler):
             if not self.may():
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 have = self.server.tokens.get(self.bearer())
-                raise Refused(*((403, "forbidden") if have else (401, "unauthorized")), "this token does not permit that", "Authorization")
+                raise Refused(
+                    *((403, "forbidden") if have else (401, "unauthorized")), "this token does not permit that", "Authorization"
+                )
             self.say(*act())
         except Refused as refused:
             self.say(refused.status, refused.problem)
@@ -437,7 +446,11 @@ class Handler(BaseHTTPRequestHandler):
     def may(self) -> bool:
         if not self.server.tokens:
             return True
-        needed = p.ROUTES[self.path].token if self.path in p.ROUTES else p.COMPATIBLE_ROUTES.get(self.path.rpartition("/")[2], (None, p.Token.READ))[1]
+        needed = (
+            p.ROUTES[self.path].token
+            if self.path in p.ROUTES
+            else p.COMPATIBLE_ROUTES.get(self.path.rpartition("/")[2], (None, p.Token.READ))[1]
+        )
         order = list(p.Token)
         return order.index(self.server.tokens.get(self.bearer(), p.Token.NONE)) >= order.index(needed)
 
@@ -450,7 +463,10 @@ class Handler(BaseHTTPRequestHandler):
     def metrics(self) -> str:
         lines = ["# TYPE hicache_metadata_slots gauge"]
         for scope in self.server.desk.call("/v2/scopes", None, "")[1].scopes:
-            lines += [f'hicache_metadata_slots{{scope="{scope.scope}",state="{state}"}} {getattr(scope, state)}' for state in p.SlotState]
+            lines += [
+                f'hicache_metadata_slots{{scope="{scope.scope}",state="{state}"}} {getattr(scope, state)}'
+                for state in p.SlotState
+            ]
         return "\n".join(lines) + "\n"
 
     def say(self, status: int, message: Any) -> None:
@@ -468,7 +484,9 @@ class ReferenceServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, desk: Desk, port: int = 0, tokens: dict[str, p.Token] | None = None, handler: type[Handler] = Handler) -> None:
+    def __init__(
+        self, desk: Desk, port: int = 0, tokens: dict[str, p.Token] | None = None, handler: type[Handler] = Handler
+    ) -> None:
         self.desk, self.tokens = desk, tokens or {}
         super().__init__(("127.0.0.1", port), handler)
 

@@ -113,7 +113,7 @@ class Scope:
 
     def unpin(self, pins: list[int], now: float) -> None:
         for index, slot in enumerate(self.slots):
-            if any([slot.pins.pop(pin, None) for pin in pins]):
+            if any(slot.pins.pop(pin, None) for pin in pins):
                 self.look_again(index, now)
 
     def reserve(self, keys: list[tuple[str, str]], owner: str, next_lease: int, now: float, until: float) -> list[Reserved]:

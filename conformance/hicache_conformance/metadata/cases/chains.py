@@ -71,7 +71,9 @@ class ChainCases:
         live = dict(zip(keys, scope.live(keys), strict=True))
         lost = sum(not live[key] for key in used)
         if lost and any(live[key] for key in others):
-            raise Violation("MD-EV-5", f"{lost} of {len(used)} pages that were just used were evicted, and some stayed that were not")
+            raise Violation(
+                "MD-EV-5", f"{lost} of {len(used)} pages that were just used were evicted, and some stayed that were not"
+            )
 
 
 def _drawn(live: list[bool]) -> str:

@@ -44,7 +44,8 @@ class ClientCases:
         crowd = _Crowd(scope, keys, lab.offer.lease_seconds or FOR_EVER)
         threads = [
             threading.Thread(
-                target=crowd.client, args=(scope.through(lab.client()), random.Random(lab.chance.getrandbits(64)), lab.profile.thread_calls)
+                target=crowd.client,
+                args=(scope.through(lab.client()), random.Random(lab.chance.getrandbits(64)), lab.profile.thread_calls),
             )
             for _ in range(THREADS)
         ]
@@ -67,7 +68,9 @@ class ClientCases:
             _see_no_slot_lost(lab, scope, ledger.keys, pages, f"a history of {len(ledger.steps)} steps ended")
         except Violation as violation:
             if ledger.slowest > 0.1 * lease_seconds:
-                raise Untestable(f"reservations last {lease_seconds:g} s here and one step took {ledger.slowest:.1f} s") from violation
+                raise Untestable(
+                    f"reservations last {lease_seconds:g} s here and one step took {ledger.slowest:.1f} s"
+                ) from violation
             raise
         finally:
             for client in clients:
@@ -132,7 +135,9 @@ class _Crowd:
         with self.lock:
             for key, index in mine:
                 if index in self.holders:
-                    raise Violation("MD-SLOT-1", f"slot {index} is given to {key[:8]}... while {self.holders[index][:8]}... has it reserved")
+                    raise Violation(
+                        "MD-SLOT-1", f"slot {index} is given to {key[:8]}... while {self.holders[index][:8]}... has it reserved"
+                    )
                 self.holders[index] = key
         self._see_mine_alone(scope, dict(mine), begin)
         with self.lock:
@@ -143,7 +148,6 @@ class _Crowd:
             scope.confirm(mine)
         else:
             scope.confirm([], [index for _, index in mine])
-
 
     def _see_mine_alone(self, scope: CompatibleScope, mine: dict[str, int], begin: float) -> None:
         """What I have reserved is announced for nobody, unless my time may be over."""

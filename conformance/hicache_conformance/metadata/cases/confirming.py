@@ -97,7 +97,9 @@ class ConfirmingCases:
                 field = "written_keys_to_confirm" if pairs else "pages_to_release"
                 refused(reply, "MD-CONF-3", f"slot {index} in a scope of 8", names=field)
             if scope.indices(keys[:1]) != [None]:
-                raise Violation("MD-CONF-3", f"slot {index} was refused in a scope of 8, and the key is there in {scope.indices(keys[:1])}")
+                raise Violation(
+                    "MD-CONF-3", f"slot {index} was refused in a scope of 8, and the key is there in {scope.indices(keys[:1])}"
+                )
         with lab.while_held():
             given = [index for _, index in scope.reserve([*keys, *lab.keys(4)], rule="MD-CONF-3")]
             if any(index >= 8 for index in given):
@@ -113,7 +115,9 @@ class ConfirmingCases:
             answer = [index for _, index in scope.reserve(more)]
             left = scope.indices(keys)
             if set(answer) & {index for index in left if index is not None}:
-                raise Violation("MD-CONF-4", f"live slots {slots} were released; they are still announced as {left} and given out: {answer}")
+                raise Violation(
+                    "MD-CONF-4", f"live slots {slots} were released; they are still announced as {left} and given out: {answer}"
+                )
             if left != slots:
                 raise Violation("MD-CONF-4", f"live slots {slots} were released, and their keys are now at {left}")
 

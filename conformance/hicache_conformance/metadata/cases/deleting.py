@@ -78,7 +78,8 @@ class DeletingCases:
         few, many = min(seconds[:2]), sorted(seconds)[-3]
         if many > 6 * few + 0.15:
             raise Violation(
-                "MD-BIG-2", f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to {many * 1e3:.0f} ms later"
+                "MD-BIG-2",
+                f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to {many * 1e3:.0f} ms later",
             )
 
     def _keeps_what_was_used(self, lab: ServerLab, rule: str, use: Callable[[CompatibleScope, Sequence[str]], object]) -> None:
@@ -96,7 +97,9 @@ class DeletingCases:
         lost = [key for key in used if not there[key]]
         if lost and any(there[key] for key in others):
             stayed = sum(there[key] for key in others)
-            raise Violation(rule, f"{len(lost)} of {len(used)} pages that were just used were evicted, and {stayed} that were not stayed")
+            raise Violation(
+                rule, f"{len(lost)} of {len(used)} pages that were just used were evicted, and {stayed} that were not stayed"
+            )
 
 
 def _pairs(body: bytes) -> list[tuple[bool, int]]:

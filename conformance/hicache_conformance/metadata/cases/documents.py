@@ -41,7 +41,9 @@ class DocumentCases:
             raise Violation("MD-API-2", f"GET /v2 answers {one}, then {two}")
         limits = one.limits
         if not limits.least_lease_seconds <= limits.lease_seconds <= limits.most_lease_seconds:
-            raise Violation("MD-API-2", f"a lease lasts {limits.lease_seconds} s by default, which is not within the limits {limits}")
+            raise Violation(
+                "MD-API-2", f"a lease lasts {limits.lease_seconds} s by default, which is not within the limits {limits}"
+            )
         if limits.key_bytes < 512:
             raise Violation("MD-API-2", f"keys of {limits.key_bytes} bytes only; 512 is the least")
 
@@ -67,7 +69,9 @@ class DocumentCases:
             raise Violation("MD-API-1", f"lookup by JSON answers {by_json}, by msgpack {by_msgpack}; stored were {pages}")
         refusal = packed.client.send("/v2/lookup", Lookup(scopes=[LookupScope(scope="0:unknown-to-all", keys=keys)]))
         if refusal.status != 404 or refusal.content_type != MSGPACK:
-            raise Violation("MD-API-1", f"a refusal of a msgpack request: {refusal.status} {refusal.content_type}; expected 404 {MSGPACK}")
+            raise Violation(
+                "MD-API-1", f"a refusal of a msgpack request: {refusal.status} {refusal.content_type}; expected 404 {MSGPACK}"
+            )
 
     @covers("MD-API-3", needs=[Need.NATIVE])
     def test_several_scopes_in_a_call(self, lab: ServerLab) -> None:
@@ -86,7 +90,9 @@ class DocumentCases:
         found = lab.native.call("/v2/lookup", asked, LookedUp).scopes
         for i, (scope, part) in enumerate(zip(scopes, found, strict=True)):
             if part.lengths != [0] * i + [10 + i] * (5 - i) or part != scope.lookup(keys) or part.slots[i:] != leases[i].slots:
-                raise Violation("MD-API-3", f"scope {i} of a lookup of three answers {part}; alone it answers {scope.lookup(keys)}")
+                raise Violation(
+                    "MD-API-3", f"scope {i} of a lookup of three answers {part}; alone it answers {scope.lookup(keys)}"
+                )
 
     @covers("MD-API-3", needs=[Need.NATIVE])
     def test_one_unknown_scope_among_several(self, lab: ServerLab) -> None:
@@ -97,7 +103,9 @@ class DocumentCases:
         expect(reply, "MD-API-3", 404, because="a reserve in a known and an unknown scope")
         refused(reply, "MD-API-3", "an unknown scope", names="scopes[1]")
         if (left := scope.status().leased) != 0:
-            raise Violation("MD-API-3", f"a reserve was refused because of another scope, and {left} slots of this one are leased")
+            raise Violation(
+                "MD-API-3", f"a reserve was refused because of another scope, and {left} slots of this one are leased"
+            )
 
     @covers("MD-API-4", needs=[Need.NATIVE])
     def test_both_parts_see_one_state(self, lab: ServerLab) -> None:
@@ -112,7 +120,9 @@ class DocumentCases:
             raise Violation("MD-API-4", f"{[*native, *other]} was stored; get_page_indices answers {compatible.indices(keys)}")
         found = scope.lookup(keys)
         if found.slots != [*native, *other] or found.lengths[3:] != [0, 0, 0] or 0 in found.generations:
-            raise Violation("MD-API-4", f"{[*native, *other]} was stored, the last three by the compatible part; lookup answers {found}")
+            raise Violation(
+                "MD-API-4", f"{[*native, *other]} was stored, the last three by the compatible part; lookup answers {found}"
+            )
         with lab.while_held():
             key = lab.keys(1)[0]
             compatible.reserve([key])
@@ -130,7 +140,9 @@ class DocumentCases:
             fresh = lab.unused_scope().name
             wrong = msgspec.structs.replace(right, **{field: value})
             reply = lab.native.send("/v2/initialize", Initialize(scopes=[msgspec.structs.replace(right, scope=fresh), wrong]))
-            expect(reply, "MD-GEO-1", 409, because=f"a scope with {field} {getattr(right, field)!r} is initialized with {value!r}")
+            expect(
+                reply, "MD-GEO-1", 409, because=f"a scope with {field} {getattr(right, field)!r} is initialized with {value!r}"
+            )
             refused(reply, "MD-GEO-1", f"{field} {value!r}", names=f"scopes[1].{field}")
             reply = lab.native.send("/v2/lookup", Lookup(scopes=[LookupScope(scope=fresh, keys=keys)]))
             expect(reply, "MD-GEO-1", 404, because="the call that would have made this scope was refused")

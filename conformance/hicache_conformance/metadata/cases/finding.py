@@ -52,7 +52,9 @@ class FindingCases:
         scope = lab.scope(2 * len(keys))
         where = dict(zip(keys, scope.store(keys, rule="MD-FIND-2"), strict=True))
         if len(set(where.values())) != len(keys) or scope.indices(keys, rule="MD-FIND-2") != list(where.values()):
-            raise Violation("MD-FIND-2", f"{len(keys)} keys have the slots {scope.indices(keys)}, stored were {list(where.values())}")
+            raise Violation(
+                "MD-FIND-2", f"{len(keys)} keys have the slots {scope.indices(keys)}, stored were {list(where.values())}"
+            )
         gone = lab.chance.sample(keys, 10)
         scope.delete(gone)
         for key, there in zip(keys, scope.exists(keys, rule="MD-FIND-2"), strict=True):

@@ -26,7 +26,9 @@ class InitializingCases:
         with lab.while_held():
             slots = [index for _, index in lab.scope(pages).reserve(lab.keys(pages))]
             if sorted(slots) != list(range(pages)):
-                raise Violation("MD-INIT-1", f"{pages} keys reserved in a new scope of {pages} slots get the slots {sorted(slots)}")
+                raise Violation(
+                    "MD-INIT-1", f"{pages} keys reserved in a new scope of {pages} slots get the slots {sorted(slots)}"
+                )
 
     @covers("MD-INIT-1")
     def test_initializing_again_changes_nothing(self, lab: ServerLab) -> None:
@@ -72,7 +74,9 @@ class InitializingCases:
             other.delete(keys[:2])
             other.clear()
             if (now := scope.indices(keys)) != slots:
-                raise Violation("MD-SCOPE-1", f"slots {slots} of {scope.name} became {now} by deleting and clearing in {other.name}")
+                raise Violation(
+                    "MD-SCOPE-1", f"slots {slots} of {scope.name} became {now} by deleting and clearing in {other.name}"
+                )
 
     @covers("MD-SCOPE-1")
     def test_the_namespace_is_kv_where_none_is_named(self, lab: ServerLab) -> None:
@@ -100,4 +104,6 @@ class InitializingCases:
             "clear": {},
         }
         for operation, body in [*bodies.items(), *bodies.items()]:
-            expect(scope.post(operation, **body), "MD-SCOPE-2", 404, because=f"{operation} on a scope that nobody has initialized")
+            expect(
+                scope.post(operation, **body), "MD-SCOPE-2", 404, because=f"{operation} on a scope that nobody has initialized"
+            )

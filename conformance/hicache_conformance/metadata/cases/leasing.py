@@ -35,11 +35,20 @@ class LeasingCases:
         if list(map(str, answer.states)) != wanted:
             raise Violation("MD-LEASE-1", f"reserve answers {list(map(str, answer.states))}; expected {wanted}")
         if [answer.slots[0], answer.slots[-1]] != [page.slot for page in pages]:
-            raise Violation("MD-LEASE-1", f"keys that exist in {[page.slot for page in pages]} are told to be in {answer.slots[::len(asked) - 1]}")
-        leased = [(s, lease) for state, s, lease in zip(answer.states, answer.slots, answer.leases, strict=True) if state is Reserved.LEASED]
+            raise Violation(
+                "MD-LEASE-1",
+                f"keys that exist in {[page.slot for page in pages]} are told to be in {answer.slots[:: len(asked) - 1]}",
+            )
+        leased = [
+            (s, lease)
+            for state, s, lease in zip(answer.states, answer.slots, answer.leases, strict=True)
+            if state is Reserved.LEASED
+        ]
         given = {s for s, _ in leased}
         if len(given) != room or given & {page.slot for page in pages} or not given < set(range(slots)):
-            raise Violation("MD-LEASE-1", f"slots {sorted(given)} of {slots} are leased while {[page.slot for page in pages]} are live")
+            raise Violation(
+                "MD-LEASE-1", f"slots {sorted(given)} of {slots} are leased while {[page.slot for page in pages]} are live"
+            )
         if len({lease for _, lease in leased}) != room or 0 in {lease for _, lease in leased}:
             raise Violation("MD-LEASE-1", f"leases {[lease for _, lease in leased]} are not all different and positive")
 
@@ -53,7 +62,9 @@ class LeasingCases:
         for state, when in ((Reserved.BUSY, "leased"), (Reserved.EXISTS, "committed")):
             found = other.reserve(keys).states
             if any(told is not state for told in found):
-                raise Violation("MD-LEASE-1", f"keys that another client has {when} are {list(map(str, found))}; expected {state}")
+                raise Violation(
+                    "MD-LEASE-1", f"keys that another client has {when} are {list(map(str, found))}; expected {state}"
+                )
             scope.commit(leases)
 
     @covers("MD-LEASE-2", needs=[Need.NATIVE])
@@ -64,7 +75,9 @@ class LeasingCases:
         scope.abort([aborted, invented])
         done = scope.commit([aborted, held, invented + 10**9])
         if done != [False, True, False] or scope.live(keys[:3]) != [False, True, False]:
-            raise Violation("MD-LEASE-2", f"commit of an aborted, a held and an unknown lease: done {done}, live {scope.live(keys[:3])}")
+            raise Violation(
+                "MD-LEASE-2", f"commit of an aborted, a held and an unknown lease: done {done}, live {scope.live(keys[:3])}"
+            )
         scope.clear()
         if scope.commit([cleared]) != [False] or any(scope.live(keys)):
             raise Violation("MD-LEASE-2", "a lease was committed that had been given before a clear")
@@ -96,10 +109,14 @@ class LeasingCases:
         states = scope.reserve(keys).states
         early = time.monotonic() - begin < seconds
         if early and any(state is not Reserved.BUSY for state in states):
-            raise Violation("MD-LEASE-3", f"leases of {seconds:g} s end before their time: their keys are {list(map(str, states))}")
+            raise Violation(
+                "MD-LEASE-3", f"leases of {seconds:g} s end before their time: their keys are {list(map(str, states))}"
+            )
         time.sleep(max(0.0, begin + seconds + SLACK_SECONDS - time.monotonic()))
         if any(scope.commit(first.leases)) or any(scope.live(keys)):
-            raise Violation("MD-LEASE-3", f"leases of {seconds:g} s are committed {time.monotonic() - begin:.1f} s after they were given")
+            raise Violation(
+                "MD-LEASE-3", f"leases of {seconds:g} s are committed {time.monotonic() - begin:.1f} s after they were given"
+            )
         again = lab.lease_soon(scope, keys, "MD-LEASE-3", f"{slots} leases have ended")
         if set(again) & set(first.leases):
             raise Violation("MD-LEASE-3", f"leases {sorted(set(again) & set(first.leases))} are given a second time")
@@ -143,7 +160,9 @@ class LeasingCases:
             leases = lab.lease_soon(scope, keys, "MD-GEN-1", "all slots were let go")
             for status in filter(None, scope.inspect(keys)):
                 if status.generation <= last.get(status.slot, 0):
-                    raise Violation("MD-GEN-1", f"slot {status.slot} is leased as generation {status.generation} after {last[status.slot]}")
+                    raise Violation(
+                        "MD-GEN-1", f"slot {status.slot} is leased as generation {status.generation} after {last[status.slot]}"
+                    )
                 last[status.slot] = status.generation
             if lab.chance.random() < 0.5:
                 scope.commit(leases)

@@ -65,17 +65,27 @@ class LimitCases:
         longest = lab.keys(1)[0][:16] + "k" * (limits.key_bytes - 16)
         scope.store([longest])
         if scope.live([longest, longest[:-1]]) != [True, False]:
-            raise Violation("MD-LIM-1", f"a key of {limits.key_bytes} bytes, as the limits allow, is stored and not found, or aliases")
+            raise Violation(
+                "MD-LIM-1", f"a key of {limits.key_bytes} bytes, as the limits allow, is stored and not found, or aliases"
+            )
         self._too_much(lab, [LookupScope(scope=scope.name, keys=["a", longest + "k"])], (422,), "keys[1]", "a key over the limit")
         # Short keys, so that the limit of keys is met before that of the body.
         most = [f"{i:x}" for i in range(limits.keys)]
         if len(b'"12345",') * limits.keys < limits.body_bytes:
             if scope.live(most) != [False] * limits.keys:
                 raise Violation("MD-LIM-1", f"a lookup of {limits.keys} keys, as the limits allow, finds some that nobody stored")
-            halves = [LookupScope(scope=scope.name, keys=most[: limits.keys // 2]), LookupScope(scope=scope.name, keys=[*most[limits.keys // 2 :], "x"])]
+            halves = [
+                LookupScope(scope=scope.name, keys=most[: limits.keys // 2]),
+                LookupScope(scope=scope.name, keys=[*most[limits.keys // 2 :], "x"]),
+            ]
             self._too_much(lab, halves, (413,), "keys", "a key more than the limit")
         alike = LookupScope(scope=scope.name, keys=["a"])
-        expect(lab.native.send("/v2/lookup", Lookup(scopes=[alike] * limits.scopes)), "MD-LIM-1", 200, because="as many scopes as allowed")
+        expect(
+            lab.native.send("/v2/lookup", Lookup(scopes=[alike] * limits.scopes)),
+            "MD-LIM-1",
+            200,
+            because="as many scopes as allowed",
+        )
         self._too_much(lab, [alike] * (limits.scopes + 1), (413,), "scopes", "a scope more than the limit")
 
     @covers("MD-LIM-1", "MD-HTTP-1", levels=[Level.FAULTS], needs=[Need.NATIVE])
@@ -83,7 +93,12 @@ class LimitCases:
         """A body of more bytes than the limit is refused with 413, and the server goes on; one just below is read."""
         limits, scope = lab.offer.limits, lab.native_scope(8)
         body = b'{"scopes": []' + b" " * (limits.body_bytes - 14) + b"}"
-        expect(lab.wire.send("POST", "/v2/lookup", body), "MD-LIM-1", 200, because=f"a body of {len(body)} bytes, as the limits allow")
+        expect(
+            lab.wire.send("POST", "/v2/lookup", body),
+            "MD-LIM-1",
+            200,
+            because=f"a body of {len(body)} bytes, as the limits allow",
+        )
         try:
             reply = lab.wire.send("POST", "/v2/lookup", body + b" " * 1024)
         except Violation as violation:

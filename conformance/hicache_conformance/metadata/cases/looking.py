@@ -29,7 +29,9 @@ class LookingCases:
                 page = pages.get(key)
                 wanted = [page.slot, page.generation, page.length, page.checksum] if page else [NO_SLOT, 0, 0, 0]
                 if row != wanted:
-                    raise Violation("MD-LOOK-1", f"key {key[:8]}... is looked up as {row} (slot, generation, length, checksum), not {wanted}")
+                    raise Violation(
+                        "MD-LOOK-1", f"key {key[:8]}... is looked up as {row} (slot, generation, length, checksum), not {wanted}"
+                    )
 
     @covers("MD-LOOK-1", needs=[Need.NATIVE])
     def test_extreme_values(self, lab: ServerLab) -> None:
@@ -39,7 +41,9 @@ class LookingCases:
         scope.commit(scope.reserve(keys).leases, lengths, checksums)
         found = scope.lookup(keys)
         if (found.lengths, found.checksums) != (lengths, checksums):
-            raise Violation("MD-LOOK-1", f"committed were {lengths} and {checksums}; looked up are {found.lengths} and {found.checksums}")
+            raise Violation(
+                "MD-LOOK-1", f"committed were {lengths} and {checksums}; looked up are {found.lengths} and {found.checksums}"
+            )
 
     @covers("MD-DEL-3", needs=[Need.NATIVE])
     def test_deleting_by_generation(self, lab: ServerLab) -> None:
@@ -50,6 +54,8 @@ class LookingCases:
         done = scope.delete(keys, meant)
         wanted = [bool(i % 2) for i in range(6)]
         if done != wanted or scope.live(keys) != [not gone for gone in wanted]:
-            raise Violation("MD-DEL-3", f"delete by generation answers {done} and leaves {scope.live(keys)}; expected to delete {wanted}")
+            raise Violation(
+                "MD-DEL-3", f"delete by generation answers {done} and leaves {scope.live(keys)}; expected to delete {wanted}"
+            )
         if scope.delete(keys) != [not gone for gone in wanted] or any(scope.live(keys)):
             raise Violation("MD-DEL-3", f"a delete without generations leaves {scope.live(keys)}")

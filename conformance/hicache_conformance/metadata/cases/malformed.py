@@ -13,7 +13,19 @@ from hicache_conformance.violation import Violation
 if TYPE_CHECKING:
     from hicache_conformance.metadata.lab import ServerLab
 
-UNREADABLE: Final = (b"", b"{", b"null", b"[]", b"7", b'"keys"', b"{'keys': []}", b'{"keys": [}', b"\xff\xfe\x00", b"keys=a&keys=b", b"[" * 2000)
+UNREADABLE: Final = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"7",
+    b'"keys"',
+    b"{'keys': []}",
+    b'{"keys": [}',
+    b"\xff\xfe\x00",
+    b"keys=a&keys=b",
+    b"[" * 2000,
+)
 
 WRONG: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
     ("exists", {}, "keys"),
@@ -85,7 +97,16 @@ class MalformedCases:
     def test_paths_that_lead_nowhere(self, lab: ServerLab) -> None:
         """Ranks that are no numbers and routes that do not exist are refused in JSON."""
         keys = {"keys": lab.keys(1)}
-        for path in ("/abc/exists", "/1.5/exists", "/1e3/exists", "/0x1/exists", "/0/nonsense", "/exists", "/0/exists/more", "/0/%00"):
+        for path in (
+            "/abc/exists",
+            "/1.5/exists",
+            "/1e3/exists",
+            "/0x1/exists",
+            "/0/nonsense",
+            "/exists",
+            "/0/exists/more",
+            "/0/%00",
+        ):
             refused(lab.wire.post(path, keys), "MD-REQ-4", f"the path {path}")
         reply = lab.wire.get("/0/exists")
         refused(reply, "MD-REQ-4", "GET for a route that takes POST")

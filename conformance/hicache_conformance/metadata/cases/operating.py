@@ -86,9 +86,13 @@ class OperatingCases:
             expect(reply, "MD-OPS-4", 503, because="a reserve while the server drains")
             expect(lab.wire.get("/readyz"), "MD-OPS-5", 503, because="while the server drains")
             part = CommitScope(scope=scope.name, leases=[lease], lengths=[1], checksums=[1])
-            expect(lab.native.send("/v2/commit", Commit(scopes=[part])), "MD-OPS-4", 200, because="a commit while the server drains")
+            expect(
+                lab.native.send("/v2/commit", Commit(scopes=[part])), "MD-OPS-4", 200, because="a commit while the server drains"
+            )
             if scope.lookup(keys[:1]).slots != [page.slot] or scope.live(keys[1:2]) != [True]:
-                raise Violation("MD-OPS-4", "while the server drains, a page is not found or a lease that was out cannot be committed")
+                raise Violation(
+                    "MD-OPS-4", "while the server drains, a page is not found or a lease that was out cannot be committed"
+                )
         finally:
             lab.native.call("/v2/drain", Drain(enabled=False), Draining)
         if scope.reserve(keys[2:]).leases == [0]:
@@ -104,4 +108,6 @@ class OperatingCases:
         lines = [line for line in reply.body.decode("utf-8", "replace").splitlines() if line and not line.startswith("#")]
         wrong = next((line for line in lines if not SAMPLE.fullmatch(line)), None)
         if wrong is not None or not lines or reply.content_type not in ("text/plain", "application/openmetrics-text"):
-            raise Violation("MD-OPS-5", f"/metrics is {reply.content_type} with {len(lines)} samples; not one of Prometheus': {wrong!r}")
+            raise Violation(
+                "MD-OPS-5", f"/metrics is {reply.content_type} with {len(lines)} samples; not one of Prometheus': {wrong!r}"
+            )

@@ -27,10 +27,18 @@ class ReservingCases:
             answer = dict(zip(asked, scope.reserve(asked), strict=True))
             wrong = {key: answer[key] for key in stored if answer[key] != (True, where[key])}
             if wrong:
-                raise Violation("MD-RES-1", f"stored keys are answered with {list(wrong.values())}; expected true and their slots")
+                raise Violation(
+                    "MD-RES-1", f"stored keys are answered with {list(wrong.values())}; expected true and their slots"
+                )
             slots = [answer[key][1] for key in new]
-            if any(exists for exists, _ in map(answer.__getitem__, new)) or len({*slots, *where.values()}) != 20 or min(slots) < 0:
-                raise Violation("MD-RES-1", f"new keys get {[answer[key] for key in new]} while slots {sorted(where.values())} are taken")
+            if (
+                any(exists for exists, _ in map(answer.__getitem__, new))
+                or len({*slots, *where.values()}) != 20
+                or min(slots) < 0
+            ):
+                raise Violation(
+                    "MD-RES-1", f"new keys get {[answer[key] for key in new]} while slots {sorted(where.values())} are taken"
+                )
             if max(slots) >= 40:
                 raise Violation("MD-RES-1", f"a scope of 40 slots gives out slot {max(slots)}")
 
@@ -90,7 +98,10 @@ class ReservingCases:
             answer = scope.reserve([key, *lab.keys(2), key])
             first, second = answer[0], answer[3]
             if first[1] < 0 or second != (False, -1):
-                raise Violation("MD-RES-4", f"a key that stands twice in a batch gets {list(first)} and {list(second)}; expected a slot and -1")
+                raise Violation(
+                    "MD-RES-4",
+                    f"a key that stands twice in a batch gets {list(first)} and {list(second)}; expected a slot and -1",
+                )
 
     @covers("MD-RES-4", levels=[Level.CORE, Level.SHARED])
     def test_two_clients_reserve_one_key(self, lab: ServerLab) -> None:
@@ -116,7 +127,9 @@ class ReservingCases:
                 mine = [(key, index) for key, (exists, index) in zip(keys, answer, strict=True) if index >= 0 and not exists]
                 client.try_confirm(mine)
             scope.delete(keys)
-        lab.reserve_soon(scope, lab.keys(pages), "MD-SLOT-2", f"two clients wrote the same {len(keys)} keys, and all were deleted")
+        lab.reserve_soon(
+            scope, lab.keys(pages), "MD-SLOT-2", f"two clients wrote the same {len(keys)} keys, and all were deleted"
+        )
 
     @covers("MD-RES-5")
     def test_a_reserved_key_is_not_there(self, lab: ServerLab) -> None:

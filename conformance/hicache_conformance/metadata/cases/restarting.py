@@ -48,7 +48,9 @@ class RestartingCases:
         lab.restart()
         back = [index for index in scope.indices(old, rule="MD-DUR-1") if index is not None]
         if back:
-            raise Violation("MD-DUR-1", f"{len(back)} keys that were deleted before kill -9 are back, in slots {back} that hold other pages")
+            raise Violation(
+                "MD-DUR-1", f"{len(back)} keys that were deleted before kill -9 are back, in slots {back} that hold other pages"
+            )
         if (now := scope.indices(new)) != slots:
             raise Violation("MD-DUR-1", f"slots {slots} were confirmed before kill -9; after the restart they are {now}")
 
@@ -74,7 +76,10 @@ class RestartingCases:
         given = list(lab.reserve_all(scope, fresh, "MD-DUR-2").values())
         left = [index for index in scope.indices(keys) if index is not None]
         if len(set(found)) != len(found) or set(given) & set(left):
-            raise Violation("MD-DUR-2", f"after kill -9 slots {sorted(found)} are live, and {sorted(set(given) & set(left))} of them are given out")
+            raise Violation(
+                "MD-DUR-2",
+                f"after kill -9 slots {sorted(found)} are live, and {sorted(set(given) & set(left))} of them are given out",
+            )
         for start in range(0, len(given), BATCH):
             scope.try_confirm([], given[start : start + BATCH])
         scope.delete(keys)
@@ -87,7 +92,12 @@ class RestartingCases:
             return len(set(got.values())) == pages
 
         # By then the first of these reservations may have ended: their slots count once.
-        lab.eventually("MD-DUR-2", lambda: f"after kill -9 only {len(set(got.values()))} of {pages} slots can be reserved", all_can_be_reserved, wait)
+        lab.eventually(
+            "MD-DUR-2",
+            lambda: f"after kill -9 only {len(set(got.values()))} of {pages} slots can be reserved",
+            all_can_be_reserved,
+            wait,
+        )
 
     @covers("MD-IDEM-2", levels=[Level.DURABLE], needs=[Need.NATIVE, Need.DURABLE])
     def test_a_retry_over_a_restart(self, lab: ServerLab) -> None:
@@ -114,7 +124,10 @@ class RestartingCases:
         leases = lab.lease_soon(scope, new, "MD-GEN-1", "all pages were deleted")
         for status in filter(None, scope.inspect(new)):
             if status.generation <= pages[status.slot].generation:
-                raise Violation("MD-GEN-1", f"slot {status.slot} was of generation {pages[status.slot].generation} before kill -9, is {status.generation}")
+                raise Violation(
+                    "MD-GEN-1",
+                    f"slot {status.slot} was of generation {pages[status.slot].generation} before kill -9, is {status.generation}",
+                )
         if set(leases) & {page.lease for page in pages.values()}:
             raise Violation("MD-GEN-1", "leases that were given before kill -9 are given again after it")
 
@@ -157,4 +170,7 @@ class _Writer(threading.Thread):
         for key, index in zip(self.keys, scope.indices(self.keys, rule="MD-DUR-1"), strict=True):
             if key != self.unsure and index != self.acknowledged.get(key):
                 told = self.acknowledged.get(key)
-                raise Violation("MD-DUR-1", f"a key that was {'deleted' if told is None else f'confirmed in {told}'} before kill -9 is at {index} after it")
+                raise Violation(
+                    "MD-DUR-1",
+                    f"a key that was {'deleted' if told is None else f'confirmed in {told}'} before kill -9 is at {index} after it",
+                )

@@ -51,7 +51,10 @@ class RestingCases:
         if given - gone:
             raise Violation("MD-EV-4", f"slots {sorted(given - gone)} of live pages are leased to others")
         if given and took < quarantine:
-            raise Violation("MD-QUAR-1", f"slots {sorted(given)} are leased {took * 1e3:.0f} ms after their pages were evicted: {quarantine:g} s is told")
+            raise Violation(
+                "MD-QUAR-1",
+                f"slots {sorted(given)} are leased {took * 1e3:.0f} ms after their pages were evicted: {quarantine:g} s is told",
+            )
 
     @covers("MD-PIN-1", needs=[Need.NATIVE])
     def test_pinned_slots_stay(self, lab: ServerLab) -> None:
@@ -105,7 +108,9 @@ class RestingCases:
         lab.eventually("MD-EV-4", lambda: f"of 3 pages that may go only {len(got)} make room", others_are_given)
         taken = got & {*pinned.slots, *leased.slots}
         if taken:
-            raise Violation("MD-EV-4", f"slots {sorted(taken)} are given out; pinned are {pinned.slots}, leased are {leased.slots}")
+            raise Violation(
+                "MD-EV-4", f"slots {sorted(taken)} are given out; pinned are {pinned.slots}, leased are {leased.slots}"
+            )
         if not all(scope.commit(leased.leases)):
             raise Violation("MD-EV-4", "leases were taken away to make room for others")
 
@@ -120,7 +125,9 @@ class RestingCases:
         took = time.monotonic() - begin
         given = [slot for slot in answer.slots if slot >= 0]
         if given and took < quarantine:
-            raise Violation("MD-QUAR-1", f"slots {given} are leased {took * 1e3:.0f} ms after they were {how}; {quarantine:g} s is told")
+            raise Violation(
+                "MD-QUAR-1", f"slots {given} are leased {took * 1e3:.0f} ms after they were {how}; {quarantine:g} s is told"
+            )
         if given and quarantine > 0:
             raise Untestable(f"it took {took:.1f} s to let slots go, and the quarantine is {quarantine:g} s")
         lab.lease_soon(scope, lab.keys(slots - len(given)), "MD-QUAR-1", f"slots were {how}")
@@ -130,7 +137,9 @@ class RestingCases:
         got = set[int]()
 
         def others_are_given() -> bool:
-            got.update(slot for slot in scope.reserve(lab.keys(others + len(spared)), lease_seconds=PIN_SECONDS).slots if slot >= 0)
+            got.update(
+                slot for slot in scope.reserve(lab.keys(others + len(spared)), lease_seconds=PIN_SECONDS).slots if slot >= 0
+            )
             return len(got) >= others
 
         lab.eventually("MD-PIN-1", lambda: f"{len(got)} of {others} slots that are not pinned come back", others_are_given)

@@ -42,7 +42,9 @@ class RetryingCases:
         scope.store(keys)
         again = lab.native.call("/v2/delete", request, Marked, once=once)
         if again != first or scope.live(keys) != [True, True]:
-            raise Violation("MD-IDEM-1", f"a delete answers {first}, sent again {again}; pages stored in between: {scope.live(keys)}")
+            raise Violation(
+                "MD-IDEM-1", f"a delete answers {first}, sent again {again}; pages stored in between: {scope.live(keys)}"
+            )
 
     @covers("MD-IDEM-1", needs=[Need.NATIVE])
     def test_an_idempotency_key_for_another_request(self, lab: ServerLab) -> None:

@@ -45,7 +45,9 @@ class TokenCases:
         for kind, paths in permits.items():
             client = NativeClient(lab.client(lab.tokens[kind]))
             for path, request in calls.items():
-                expect(client.send(path, request), "MD-AUTH-2", 200 if path in paths else 403, because=f"{path} with a {kind} token")
+                expect(
+                    client.send(path, request), "MD-AUTH-2", 200 if path in paths else 403, because=f"{path} with a {kind} token"
+                )
 
     def _calls(self, scope: str, keys: list[str]) -> dict[str, Request | None]:
         return {

@@ -1,0 +1,501 @@
+"""The history checker finds what cannot be, and nothing else; it says why; and its work is linear in the history."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder, operations
+from hicache_conformance.history.findings import Finding, Kind
+from hicache_conformance.history.story import Story
+from hicache_conformance.pages import Page, PageBook
+from hicache_storage.spec import StorageIdentity
+
+IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
+PAGE_BYTES = 64
+
+
+class Scribe:
+    """Writes histories down; times are given in microseconds."""
+
+    def __init__(self):
+        self.events = []
+
+    def call(self, call, began, ended, keys=("k",), *, value=0, lane=None, **answer):
+        number = len(self.events)
+        begun = Begun(
+            number=number, lane=lane or f"L{number}", call=call, at=began * 1000, pool="kv", keys=tuple(keys), value=value
+        )
+        end = None if ended is None else Ended(number=number, at=ended * 1000, **answer)
+        self.events.append(Event(begun, end))
+        return self.events[-1]
+
+    def set(self, began, ended, value, *, ok=True, keys=("k",), **more):
+        return self.call(Call.SET, began, ended, keys, value=value, **({"done": (ok,) * len(keys)} if ended else {}), **more)
+
+    def get(self, began, ended, *found, keys=("k",), **more):
+        return self.call(Call.GET, began, ended, keys, **({"found": found} if ended else {}), **more)
+
+    def exists(self, began, ended, hit, keys=("k",)):
+        return self.call(Call.EXISTS, began, ended, keys, hit=hit)
+
+    def delete(self, began, ended, keys=("k",)):
+        return self.call(Call.DELETE, began, ended, keys, **({"done": (True,) * len(keys)} if ended else {}))
+
+    def clear(self, began, ended):
+        return self.call(Call.CLEAR, began, ended, ())
+
+
+def kinds(scribe, **options):
+    return [finding.kind for finding in HistoryChecker(scribe.events, **options).check()]
+
+
+# One history for each kind -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scribe():
+    return Scribe()
+
+
+def test_a_value_that_was_begun_is_fine(scribe):
+    scribe.set(0, 10, 7)
+    scribe.get(5, 6, 7)
+    scribe.get(11, 12, 7)
+    assert kinds(scribe) == []
+
+
+def test_bytes_that_are_no_value(scribe):
+    scribe.set(0, 10, 7)
+    scribe.get(11, 12, b"x" * PAGE_BYTES)
+    assert kinds(scribe) == [Kind.FOREIGN]
+
+
+def test_a_value_that_was_begun_too_late(scribe):
+    scribe.get(0, 1, 7)
+    later = scribe.set(2, 3, 7)
+    (finding,) = HistoryChecker(scribe.events).check()
+    assert finding.kind is Kind.UNBEGUN
+    assert finding.witnesses == (later,)
+
+
+def test_a_value_of_nobody(scribe):
+    scribe.get(0, 1, 7)
+    assert kinds(scribe) == [Kind.UNBEGUN]
+
+
+def test_another_key_s_value_is_not_this_key_s(scribe):
+    scribe.set(0, 1, 7, keys=("other",))
+    scribe.get(2, 3, 7)
+    assert kinds(scribe) == [Kind.UNBEGUN]
+
+
+def test_an_acknowledged_page_that_is_lost(scribe):
+    acknowledged = scribe.set(0, 1, 7)
+    scribe.get(2, 3, None)
+    (finding,) = HistoryChecker(scribe.events).check()
+    assert (finding.kind, finding.witnesses) == (Kind.LOST, (acknowledged,))
+    assert kinds(scribe, keeps=False) == []
+
+
+def test_what_is_not_acknowledged_may_be_missing(scribe):
+    scribe.set(0, 1, 7, ok=False)
+    scribe.set(0, None, 8)
+    scribe.set(0, 5, 9)
+    scribe.get(2, 3, None)
+    assert kinds(scribe) == []
+
+
+@pytest.mark.parametrize("value", [7, 8])
+def test_a_killed_or_refused_set_may_have_taken_effect(scribe, value):
+    scribe.set(0, 1, 7, ok=False)
+    scribe.set(0, None, 8)
+    scribe.get(9, 10, value)
+    assert kinds(scribe) == []
+
+
+def test_a_page_that_is_written_anew(scribe):
+    scribe.set(0, 1, 7)
+    scribe.set(2, 3, 8)
+    scribe.get(4, 5, 8)
+    assert kinds(scribe) == [Kind.REWRITTEN]
+
+
+def test_sets_that_overlap_may_both_publish(scribe):
+    scribe.set(0, 2, 7)
+    scribe.set(1, 3, 8)
+    scribe.get(4, 5, 8)
+    assert kinds(scribe) == []
+
+
+@pytest.mark.parametrize("remove", [Scribe.delete, Scribe.clear])
+def test_a_removed_value_comes_back(scribe, remove):
+    scribe.set(0, 1, 7)
+    remove(scribe, 2, 3)
+    scribe.get(4, 5, 7)
+    assert kinds(scribe) == [Kind.REMOVED]
+
+
+@pytest.mark.parametrize(("began", "ended"), [(2, None), (2, 9), (0, 3), (1, 3)])
+def test_a_removal_that_overlaps_decides_nothing(scribe, began, ended):
+    scribe.set(0, 1, 7)
+    scribe.delete(began, ended)
+    scribe.get(4, 5, 7)
+    scribe.get(4, 5, None)
+    assert kinds(scribe) == []
+
+
+def test_after_a_removal_a_page_may_be_set_anew(scribe):
+    scribe.set(0, 1, 7)
+    scribe.delete(2, 3)
+    scribe.set(4, 5, 8)
+    scribe.get(6, 7, 8)
+    scribe.get(8, 9, None)
+    assert kinds(scribe) == [Kind.LOST]
+
+
+def test_exists_is_held_to_the_same(scribe):
+    scribe.exists(0, 1, 1)
+    scribe.set(2, 3, 7)
+    scribe.exists(4, 5, 0)
+    scribe.delete(6, 7)
+    scribe.exists(8, 9, 1)
+    assert kinds(scribe) == [Kind.CLAIMED, Kind.DENIED, Kind.CLAIMED]
+
+
+def test_exists_shows_a_page_to_be_there(scribe):
+    scribe.set(0, None, 7)
+    scribe.exists(1, 2, 1)
+    scribe.set(3, 4, 8)
+    scribe.get(5, 6, 8)
+    assert kinds(scribe) == [Kind.REWRITTEN]
+
+
+def test_only_the_first_missing_page_is_denied(scribe):
+    scribe.set(0, 1, 7, keys=("a", "b", "c"))
+    scribe.exists(2, 3, 1, keys=("a", "b", "c"))
+    (finding,) = HistoryChecker(scribe.events).check()
+    assert (finding.kind, finding.key, finding.index) == (Kind.DENIED, "b", 1)
+
+
+# Against a definition by quantifiers, and against a right store -----------------------------------------------------------
+
+KEYS = ("a", "b")
+
+
+@st.composite
+def histories(draw):
+    """Any histories, most of them impossible."""
+    scribe, value = Scribe(), 0
+    for _ in range(draw(st.integers(1, 7))):
+        began = draw(st.integers(0, 12))
+        ended = draw(st.one_of(st.none(), st.integers(began, 14)))
+        keys = tuple(draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=2, unique=True)))
+        match draw(st.sampled_from(Call)):
+            case Call.SET:
+                value += 1
+                scribe.call(
+                    Call.SET, began, ended, keys, value=value,
+                    **({} if ended is None else {"done": tuple(draw(st.booleans()) for _ in keys)}),
+                )  # fmt: skip
+            case Call.GET:
+                answer = st.one_of(st.none(), st.integers(1, 4), st.just(b"?"))
+                scribe.call(Call.GET, began, ended, keys, **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)}))
+            case Call.EXISTS:
+                scribe.call(Call.EXISTS, began, ended, keys, hit=draw(st.integers(0, len(keys))))
+            case Call.DELETE:
+                scribe.delete(began, ended, keys)
+            case Call.CLEAR:
+                scribe.clear(began, ended)
+    return scribe.events
+
+
+class Definition:
+    """The findings of a history, by trying all events against all: what `HistoryChecker` says in one sweep."""
+
+    def __init__(self, events, *, keeps):
+        self.events, self.keeps = events, keeps
+
+    def findings(self):
+        found = set()
+        for event in self.events:
+            if event.ended is None:
+                continue
+            for index, key in enumerate(event.keys):
+                kind = None
+                if event.call is Call.GET:
+                    kind = self.of_get(event, key, event.ended.found[index])
+                elif event.call is Call.EXISTS and index <= event.ended.hit:
+                    kind = self.of_claim(event, key) if index < event.ended.hit else self.of_miss(event, key, Kind.DENIED)
+                if kind:
+                    found.add((event.begun.number, index, kind))
+        return found
+
+    def of_get(self, get, key, found):
+        if found is None:
+            return self.of_miss(get, key, Kind.LOST)
+        if isinstance(found, bytes):
+            return Kind.FOREIGN
+        wrote = next((event for event in self.sets(key) if event.begun.value == found and event.began_at <= get.ended_at), None)
+        if wrote is None:
+            return Kind.UNBEGUN
+        if self.acknowledges(wrote, key) and any(before(wrote, gone) and before(gone, get) for gone in self.removals(key)):
+            return Kind.REMOVED
+        if self.keeps and any(
+            before(shows, wrote) and not self.removable_since(shows, get, key) for shows in self.events if self.shows(shows, key)
+        ):
+            return Kind.REWRITTEN
+        return None
+
+    def of_miss(self, answer, key, kind):
+        lost = any(
+            self.acknowledges(event, key) and before(event, answer) and not self.removable_since(event, answer, key)
+            for event in self.sets(key)
+        )
+        return kind if self.keeps and lost else None
+
+    def of_claim(self, answer, key):
+        possible = [event for event in self.sets(key) if event.began_at <= answer.ended_at]
+        # An acknowledgement that comes later than the answer has not been seen yet, and excuses it.
+        standing = [
+            event
+            for event in possible
+            if not (
+                self.acknowledges(event, key)
+                and event.ended_at < answer.ended_at
+                and any(before(event, gone) and before(gone, answer) for gone in self.removals(key))
+            )
+        ]
+        return None if standing else Kind.CLAIMED
+
+    def shows(self, event, key):
+        if event.ended is None or key not in event.keys:
+            return False
+        index = event.keys.index(key)
+        match event.call:
+            case Call.SET:
+                return event.ended.done[index]
+            case Call.GET:
+                # Values that cannot be are no evidence.
+                found = event.ended.found[index]
+                return isinstance(found, int)
+            case Call.EXISTS:
+                return index < event.ended.hit and self.of_claim(event, key) is None
+            case _:
+                return False
+
+    def sets(self, key):
+        return [event for event in self.events if event.call is Call.SET and key in event.keys]
+
+    def removals(self, key):
+        return [
+            event for event in self.events if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)
+        ]
+
+    def acknowledges(self, event, key):
+        return event.ended is not None and event.ended.done[event.keys.index(key)]
+
+    def removable_since(self, start, answer, key):
+        return any(
+            gone.began_at <= answer.ended_at and (gone.ended is None or gone.ended_at >= start.began_at)
+            for gone in self.removals(key)
+        )
+
+
+def before(one, two):
+    return one.ended is not None and one.ended_at < two.began_at
+
+
+@hypothesis.given(histories(), st.booleans())
+@hypothesis.settings(max_examples=1500, deadline=None, database=None)
+def test_the_sweep_finds_what_the_definition_says(events, keeps):
+    swept = {(finding.answer.begun.number, finding.index, finding.kind) for finding in HistoryChecker(events, keeps=keeps).check()}
+    assert swept == Definition(events, keeps=keeps).findings()
+
+
+@hypothesis.given(histories())
+@hypothesis.settings(max_examples=500, deadline=None, database=None)
+def test_a_counterexample_needs_no_other_event_and_all_of_its_own(events):
+    for finding in HistoryChecker(events).check():
+        shown = [*finding.witnesses, finding.answer]
+        assert _is_found(finding, shown)
+        for witness in finding.witnesses:
+            rest = [event for event in shown if event is not witness]
+            # Without the set that came too late, its value is nobody's.
+            assert finding.kind is Kind.UNBEGUN or not _is_found(finding, rest)
+
+
+def _is_found(finding, events):
+    return any(
+        (again.kind, again.answer, again.index) == (finding.kind, finding.answer, finding.index)
+        for again in HistoryChecker(events).check()
+    )
+
+
+class RightStore:
+    """Runs lanes of calls step by step in a random order; every step is atomic, and every answer right."""
+
+    def __init__(self, chance):
+        self.chance, self.pages, self.now = chance, {}, 0
+        self.recorder, self.numbers = Recorder(), 0
+
+    def run(self, lanes, calls):
+        running = [self.lane(f"L{lane}", calls) for lane in range(lanes)]
+        while running:
+            lane = self.chance.choice(running)
+            self.now += self.chance.randint(0, 2)
+            try:
+                next(lane)
+            except StopIteration:
+                running.remove(lane)
+            if self.chance.random() < 0.02:
+                # Killed in the middle of a call, or between two.
+                running.remove(lane) if lane in running else None
+        return self.recorder.events()
+
+    def lane(self, name, calls):
+        for _ in range(calls):
+            self.numbers += 1
+            number, call = self.numbers, self.chance.choice([Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR])
+            keys = tuple(self.chance.sample("abc", self.chance.randint(1, 3))) if call is not Call.CLEAR else ()
+            self.recorder.note(Begun(number=number, lane=name, call=call, at=self.now, pool="kv", keys=keys, value=number))
+            answer = {}
+            yield from getattr(self, call.value)(keys, number, answer)
+            self.recorder.note(Ended(number=number, at=self.now, **answer))
+            yield
+
+    def set(self, keys, value, answer):
+        missing = [key for key in keys if key not in self.pages]
+        yield
+        done = {key: True for key in keys}
+        for key in missing:
+            if self.chance.random() < 0.1:
+                done[key] = False
+                continue
+            self.pages[key] = value
+            yield
+        answer["done"] = tuple(done[key] for key in keys)
+
+    def get(self, keys, value, answer):
+        found = []
+        for key in keys:
+            yield
+            found.append(self.pages.get(key))
+        answer["found"] = tuple(found)
+
+    def exists(self, keys, value, answer):
+        hit = 0
+        for key in keys:
+            yield
+            if key not in self.pages:
+                break
+            hit += 1
+        answer["hit"] = hit
+
+    def delete(self, keys, value, answer):
+        removed = []
+        for key in keys:
+            yield
+            removed.append(self.pages.pop(key, None) is not None)
+        answer["done"] = tuple(removed)
+
+    def clear(self, keys, value, answer):
+        for key in list(self.pages):
+            yield
+            self.pages.pop(key, None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_right_store_is_never_blamed(seed):
+    events = RightStore(random.Random(seed)).run(lanes=5, calls=40)
+    assert any(event.ended is None for event in events) or seed
+    assert HistoryChecker(events).check() == []
+
+
+def test_the_work_is_linear_in_the_history():
+    def visits(calls):
+        events = RightStore(random.Random(1)).run(lanes=1, calls=calls)
+        checker = HistoryChecker(events)
+        checker.check()
+        return checker.visits / operations(events)
+
+    # Two ends of each call, for each of its keys; a killed call has one.
+    assert visits(30) <= 2
+    assert visits(3_000) <= 2
+
+
+def test_clears_cost_no_more_where_there_are_many_pages(scribe):
+    for page in range(200):
+        scribe.set(page, page, page + 1, keys=(f"k{page}",))
+    pages = HistoryChecker(list(scribe.events))
+    pages.check()
+    for clear in range(50):
+        scribe.clear(300 + clear, 300 + clear)
+    both = HistoryChecker(scribe.events)
+    both.check()
+    assert both.visits == pages.visits + 100
+
+
+# How it is told ----------------------------------------------------------------------------------------------------------
+
+
+def told(scribe, book=None):
+    findings = HistoryChecker(scribe.events).check()
+    return Story(IDENTITY, book or PageBook(), scribe.events).violation(findings, "CC-2")
+
+
+def test_a_lost_page_is_told_in_aligned_lines(scribe):
+    scribe.set(0, 1500, 7, keys=("a", "k"), lane="writer.0")
+    scribe.set(0, 1500, 9, keys=("unrelated",))
+    scribe.get(2000, 12_000, None, lane="reader.11")
+    violation = told(scribe)
+    assert violation.rule == "SET-1"
+    assert str(violation) == "SET-1: page 0 key 'k' of pool 'kv' was stored (True) and removed by nobody, and a get answers False"
+    assert violation.__notes__[0].splitlines() == [
+        "The calls that matter for key 'k' of pool 'kv':",
+        "  0.000 ..  1.500 ms  writer.0   set value 7, page 1 of 2  True",
+        "  2.000 .. 12.000 ms  reader.11  get, page 0 of 1          False",
+    ]
+
+
+def test_a_mixed_page_names_both_writers(scribe):
+    book = PageBook()
+    one, two = (book.render(Page(IDENTITY, "kv", "k", value), PAGE_BYTES) for value in (7, 8))
+    scribe.set(0, 2, 7, lane="A")
+    scribe.set(1, None, 8, lane="B")
+    scribe.set(1, 2, 9, lane="C")
+    scribe.get(3, 4, one[:32] + two[32:], lane="D")
+    violation = told(scribe, book)
+    assert violation.rule == "CC-2"
+    assert "page 0 key 'k' of pool 'kv' is value 7 in bytes 0..31, is value 8 in bytes 32..63 of 64" in str(violation)
+    lines = violation.__notes__[0].splitlines()[1:]
+    assert [line.split()[4] for line in lines] == ["A", "B", "D"]
+    assert "never" in lines[1]
+    assert lines[1].endswith("killed in the call")
+
+
+def test_another_page_s_bytes_are_told_by_their_key(scribe):
+    book = PageBook()
+    scribe.get(3, 4, book.render(Page(IDENTITY, "kv", "other", 5), PAGE_BYTES))
+    assert "holds bytes of key 'other' in bytes 0..63 of 64" in str(told(scribe, book))
+
+
+def test_wrong_bytes_are_told_before_missing_ones(scribe):
+    scribe.set(0, 1, 7)
+    scribe.get(2, 3, None)
+    scribe.get(4, 5, b"?" * PAGE_BYTES)
+    violation = told(scribe)
+    assert violation.rule == "CC-2"
+    assert violation.__notes__[-1] == "1 more answers of this history cannot be."
+
+
+def test_every_kind_can_be_told(scribe):
+    event = scribe.get(0, 1, 3)
+    story = Story(IDENTITY, PageBook(), scribe.events)
+    for kind in Kind:
+        if kind is not Kind.FOREIGN:
+            assert story.headline(Finding(kind, "k", 0, event)).startswith("page 0 key 'k'")
