@@ -23,7 +23,7 @@ unit: $(VENV)/.installed
 	$(PYTHON) -m pytest -m "not gpu and not interop"
 
 conformance: $(VENV)/.installed
-	$(VENV)/bin/hicache conformance run file --level core,pools,identity --report out/conformance
+	$(VENV)/bin/hicache conformance run file --report out/conformance
 
 # Needs a real SGLang: 2.5 GB, built once into $(SGLANG_VENV).
 interop:

@@ -31,8 +31,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 Checksum = Annotated[int, Meta(ge=0)]
 """64 bits without sign; xxh3 of the page's bytes."""
 Key = Annotated[str, Meta(min_length=1)]
-Namespace = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-ScopeName = Annotated[str, Meta(pattern=r"^[0-9]{1,9}:[A-Za-z0-9._-]{1,128}$")]
+# A bare $ would let a newline through at the end.
+Namespace = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$(?!\n)")]
+ScopeName = Annotated[str, Meta(pattern=r"^[0-9]{1,9}:[A-Za-z0-9._-]{1,128}$(?!\n)")]
 """`rank:namespace`."""
 Slots = Annotated[int, Meta(ge=1, le=2**40)]
 

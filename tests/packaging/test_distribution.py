@@ -20,7 +20,7 @@ def test_the_wheel_installs_names_of_our_own_only(tmp_path):
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         names = wheel.namelist()
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == {"hicache_storage", "hicache_backends", "hicache_conformance"}
+    assert tops == {"hicache_storage", "hicache_backends", "hicache_conformance", "hicache_metadata_server"}
     for package in sorted(tops):
         assert f"{package}/py.typed" in names
     assert "hicache_storage/engines/sglang.py" in names

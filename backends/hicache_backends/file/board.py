@@ -18,7 +18,7 @@ from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.names import Event, Marker, parse_marker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_backends.file.attributes import Attributes
     from hicache_backends.file.stamp import Stamp
@@ -48,7 +48,9 @@ class Notices:
 class Board:
     """The markers and the stamp of one store, seen by one writer. Safe for many threads.
 
-    `lock` is held by whoever takes a number with `next_sequence` until its event is queued.
+    `lock` is held by whoever takes a number with `next_sequence` until its event is queued. `_telling` is held while an
+    announcement is made and what it tells of appears in this process: so that nobody, here or elsewhere, is told of a
+    bundle while others who ask later are not.
     """
 
     def __init__(self, tree: Tree, stamp: Stamp, writer: str, *, asks_server: bool) -> None:
@@ -61,14 +63,21 @@ class Board:
         self._notices = Notices()
         self._announced: dict[str, Marker] = {}
         self._queued: dict[str, list[Event]] = {}
+        self._telling = threading.Lock()
+        self._unshown: list[Callable[[], None]] = []
         self._unstamped = False
 
     def read(self) -> Notices:
-        """All that has been announced before this call.
+        """All that has been announced before this call; what this storage itself has announced can be found then.
 
         Raises:
             OSError: the store is away. One that was deleted is empty instead.
         """
+        notices = self._read()
+        with self._telling:
+            return notices
+
+    def _read(self) -> Notices:
         value = self._stamp_value()
         if value == self._known:
             return self._notices
@@ -85,10 +94,16 @@ class Board:
         announced = self._announced.get(namespace)
         return (announced.sequence if announced else 0) + len(self._queued.get(namespace, ())) + 1
 
-    def queue(self, namespace: str, events: Sequence[Event]) -> None:
-        """Announce events with the next `announce`; what they tell of has happened."""
+    def queue(self, namespace: str, events: Sequence[Event], show: Callable[[], None] | None = None) -> None:
+        """Announce events with the next `announce`; what they tell of has happened.
+
+        Args:
+            show: called when everyone has been told, to let this storage's own threads find it too.
+        """
         with self.lock:
             self._queued.setdefault(namespace, []).extend(events)
+            if show is not None:
+                self._unshown.append(show)
 
     def announce(self) -> None:
         """Tell everyone of the queued events.
@@ -96,17 +111,25 @@ class Board:
         Raises:
             OSError: they stay queued; others may not know of them.
         """
-        with self.lock:
-            for namespace in list(self._queued):
-                before = self._announced.get(namespace)
-                after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace])
-                self._move(before, after)
-                self._announced[namespace] = after
-                del self._queued[namespace]
-                self._unstamped = True
-            if self._unstamped:
-                self._stamp.renew()
-                self._unstamped = False
+        with self._telling:
+            with self.lock:
+                self._announce()
+                shown, self._unshown = self._unshown, []
+            # Without `lock`: they take that of their shelf, which comes before it.
+            for show in shown:
+                show()
+
+    def _announce(self) -> None:
+        for namespace in list(self._queued):
+            before = self._announced.get(namespace)
+            after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace])
+            self._move(before, after)
+            self._announced[namespace] = after
+            del self._queued[namespace]
+            self._unstamped = True
+        if self._unstamped:
+            self._stamp.renew()
+            self._unstamped = False
 
     def collect_forgotten(self) -> None:
         """Remove the markers of writers that have long said nothing, if there are many. One that still lives makes a new one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.faults import kept
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Changes:
     """Makes changes and tells of them. Safe for many threads.
 
-    Locks are taken in the order shelf, board.
+    Locks are taken in the order shelf, board; none of them is held when an announcement begins.
     """
 
     def __init__(self, tree: Tree, board: Board, drafts: Drafts, *, syncs: bool) -> None:
@@ -58,16 +59,24 @@ class Changes:
             raise
         return published
 
-    def remove(self, shelf: Shelf, bundle: Bundle) -> None:
+    def remove(self, shelf: Shelf, bundle: Bundle) -> bool:
         """Remove a bundle; others are told with the next announcement.
+
+        Returns:
+            Whether it was there. If not, somebody else has removed it, or has put another with some of its pages in its place.
 
         Raises:
             OSError: it is still there.
         """
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.unlink(bundle.path)
+            there = True
+        except FileNotFoundError:
+            there = False
+        bundle.gone = True
         shelf.remove([bundle])
         self._board.queue(bundle.namespace, [Removed(bundle.name.id)])
+        return there
 
     def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index) -> Bundle:
         """Put a written file in the place of a bundle; others are told with the next announcement.
@@ -124,8 +133,7 @@ class Changes:
                 draft.fault = kept(error)
                 self._drafts.discard(draft.name)
                 return None
-            self._board.queue(shelf.namespace, [Added(name)])
-            draft.catalog.publish([(bundle, index)])
+            self._board.queue(shelf.namespace, [Added(name)], partial(_show, draft.catalog, bundle, index))
         return bundle
 
     def _move(self, draft: Draft, path: str) -> None:
@@ -149,3 +157,9 @@ class Changes:
             self._tree.describe_namespace(namespace, self._drafts.name(0))
         except OSError as error:
             logger.debug("cannot describe namespace %s: %s", namespace.name, error)
+
+
+def _show(catalog: Catalog, bundle: Bundle, index: Index) -> None:
+    """Let this process find a bundle, unless it was taken back."""
+    if not bundle.gone:
+        catalog.publish([(bundle, index)])

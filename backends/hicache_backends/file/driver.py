@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 """A bundle that is rewritten while a call uses it is looked up again."""
 
+CLEARING_ATTEMPTS = 8
+
 
 class FileStorage(ObjectStorage):
     """Stores pages as files.
@@ -150,24 +152,37 @@ class FileStorage(ObjectStorage):
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         store = self.store
-        for namespace in namespaces:
-            store.shelves.get(namespace.name).distrust()
-        fault: OSError | None = None
-        for catalog in store.catalogs(namespaces):
-            for bundle in list(catalog.shelf.bundles.values()):
-                try:
-                    store.changes.remove(catalog.shelf, bundle)
-                except OSError as error:
-                    fault = kept(error)
-        store.changes.announce()
-        if fault is not None:
-            raise fault
+        for _ in range(CLEARING_ATTEMPTS):
+            for namespace in namespaces:
+                store.shelves.get(namespace.name).distrust()
+            if self._clear_listed(store.catalogs(namespaces)):
+                return
+        raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store = self.store
         for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
             store.rewriter.drop_all(catalog, partial(_damaged_places, catalog, batch.reads))
         return True
+
+    def _clear_listed(self, catalogs: Sequence[Catalog]) -> bool:
+        """Remove all bundles that are known; `False` where another may have taken one's place meanwhile.
+
+        Raises:
+            OSError: some are still there.
+        """
+        fault: OSError | None = None
+        removed = True
+        for catalog in catalogs:
+            for bundle in list(catalog.shelf.bundles.values()):
+                try:
+                    removed &= self.store.changes.remove(catalog.shelf, bundle)
+                except OSError as error:
+                    fault = kept(error)
+        self.store.changes.announce()
+        if fault is not None:
+            raise fault
+        return removed
 
     def _planned(self, batches: Sequence[WriteBatch], catalogs: Sequence[Catalog], call: Call) -> list[Draft]:
         """The bundles to be written, with room made for them."""

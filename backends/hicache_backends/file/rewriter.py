@@ -65,7 +65,8 @@ class Rewriter:
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
         if not kept:
-            self._changes.remove(catalog.shelf, bundle)
+            if not self._changes.remove(catalog.shelf, bundle):
+                raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
             return
         index = Index([bundle.keys[page] for page in kept], b"".join([bundle.envelope(page) for page in kept]))
         name = self._drafts.name(catalog.shape.bundle_bytes(index.keys))

@@ -36,7 +36,7 @@ _REASONS: Final = {
     Kind.REWRITTEN: "whose set began when the page was there already",
     Kind.LOST: "was stored (True) and removed by nobody, and a get answers False",
     Kind.DENIED: "was stored (True) and removed by nobody, and exists does not find it",
-    Kind.CLAIMED: "is said to exist, and nobody had begun to set it, or it had been removed",
+    Kind.CLAIMED: "is said to exist, and nobody had begun to set it",
 }
 
 
@@ -63,6 +63,8 @@ class Story:
         if isinstance(found, bytes):
             return f"{where} {self._pieces(finding, found)}"
         value = f"was delivered with value {found}, " if found is not None else ""
+        if finding.kind is Kind.CLAIMED and finding.witnesses:
+            return f"{where} is said to exist, and it had been removed"
         return f"{where} {value}{_REASONS[finding.kind]}"
 
     def counterexample(self, finding: Finding) -> list[str]:

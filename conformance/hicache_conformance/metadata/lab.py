@@ -39,6 +39,7 @@ class ServerLab:
         """Seconds that a case may wait for the server's clock."""
         self._label = f"{run}-{self.number(0, 2**40):010x}"
         self._made = 0
+        self._clients = list[Wire]()
 
     def number(self, low: int, high: int) -> int:
         """A drawn number, both ends included."""
@@ -66,8 +67,14 @@ class ServerLab:
         return scope
 
     def client(self, token: str | None = None) -> Wire:
-        """Another client."""
-        return Wire(self.server.url, self.wire.token if token is None else token, self.wire.answer_seconds)
+        """Another client, which lives as long as this lab."""
+        self._clients.append(Wire(self.server.url, self.wire.token if token is None else token, self.wire.answer_seconds))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        """Close what its clients have opened."""
+        for client in self._clients:
+            client.close()
 
     @property
     def rest_seconds(self) -> float:
@@ -168,7 +175,7 @@ class ServerLab:
         self.must_be_ours()
         self.server.kill()
         self.server.start()
-        self.wire.close()
+        self.wire.drop()
 
     def must_be_ours(self) -> None:
         """See that the server can be killed.

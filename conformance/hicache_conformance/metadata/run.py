@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 import traceback
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -53,8 +54,13 @@ class Order:
 
 def run(order: Order, progress: Callable[[Stream], None] = lambda stream: None) -> Stream:
     """Run the cases of the order's parts and levels; the server is there already."""
-    stream = Stream()
     wire = Wire(order.server.url, order.tokens.get("admin", ""))
+    with closing(wire):
+        return _run(order, wire, progress)
+
+
+def _run(order: Order, wire: Wire, progress: Callable[[Stream], None]) -> Stream:
+    stream = Stream()
     try:
         offer = look(wire, order.server, order.lease_seconds)
     except (CannotBeginError, Violation) as error:
@@ -70,7 +76,6 @@ def run(order: Order, progress: Callable[[Stream], None] = lambda stream: None) 
         stream.outcomes.append(_outcome(order, offer, wire, suite, case))
         stream.running = None
         progress(stream)
-    wire.close()
     stream.finished = True
     return stream
 
@@ -113,7 +118,8 @@ def _tried(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, c
             server=order.server, offer=offer, wire=wire, case=case.name, seed=settings.seed, run=settings.run,
             profile=PROFILES[settings.profile], patience=order.patience, tokens=order.tokens,
         )  # fmt: skip
-        getattr(suite, case.name)(lab)
+        with closing(lab):
+            getattr(suite, case.name)(lab)
     except Violation as violation:
         text = str(violation)
         return Outcome.FAIL, text.partition("\n")[0], "\n".join([text, *getattr(violation, "__notes__", [])]), violation.rule

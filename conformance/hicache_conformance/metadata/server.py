@@ -50,10 +50,13 @@ class Remote:
         Raises:
             CannotStartError: it does not.
         """
+        wire = Wire(self.url, answer_seconds=5.0)
         try:
-            Wire(self.url, answer_seconds=5.0).get("/healthz")
+            wire.get("/healthz")
         except Unanswered as error:
             raise CannotStartError(f"nothing answers at {self.url}: {error}") from error
+        finally:
+            wire.close()
 
     def kill(self) -> None:
         """Not this one."""
@@ -146,6 +149,14 @@ class Served(Remote):
         """What it has printed."""
         path = Path(self._home.name) / "log" if self._home else None
         return path.read_text("utf-8", "replace") if path and path.exists() else ""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except CannotStartError:
+            self.__exit__()
+            raise
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()

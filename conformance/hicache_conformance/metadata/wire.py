@@ -65,6 +65,7 @@ class Wire:
         self.token = token
         self.answer_seconds = answer_seconds
         self._local = threading.local()
+        self._open: list[http.client.HTTPConnection] = []
 
     def get(self, path: str) -> Reply:
         """Fetch something."""
@@ -92,29 +93,38 @@ class Wire:
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
-            self.close()
+            self.drop()
             raise Unanswered(f"{asked} has no answer: {type(error).__name__} {error}") from error
         self._local.used = time.monotonic()
         if response.will_close or response.status >= 500 or response.status == 413:
             # After these servers close the connection, and not all of them say so.
-            self.close()
+            self.drop()
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         return Reply(asked, response.status, kind, content)
 
-    def close(self) -> None:
+    def drop(self) -> None:
         """Close this thread's connection; the next request opens another."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
+            self._open.remove(connection)
             self._local.connection = None
+
+    def close(self) -> None:
+        """Close the connections of all threads, none of which is sending any more."""
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+        self._local = threading.local()
 
     def _connection(self) -> http.client.HTTPConnection:
         if time.monotonic() - getattr(self._local, "used", 0.0) > IDLE_SECONDS:
-            self.close()
+            self.drop()
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
             connection = self._local.connection = kind(self._host, self._port, timeout=self.answer_seconds)
+            self._open.append(connection)
         return connection
 
 

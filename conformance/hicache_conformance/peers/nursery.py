@@ -52,9 +52,17 @@ class Nursery:
         """Start a peer in a session of its own; its number, and the socket that it listens to."""
         ours, theirs = socket.socketpair()
         with theirs:
-            order = {"fresh": fresh, "environment": _environment(), "path": sys.path}
-            socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
-        return int(self._answer()), ours
+            environment = _environment()
+            if fresh:
+                # A fixed hash seed would make two interpreters as alike as two forks.
+                environment.pop("PYTHONHASHSEED", None)
+            order = {"fresh": fresh, "environment": environment, "path": sys.path}
+            try:
+                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
+                return int(self._answer()), ours
+            except BaseException:
+                ours.close()
+                raise
 
     def bury(self, pid: int) -> int | None:
         """Kill a peer and everything in its session, and wait for it.
@@ -74,7 +82,7 @@ class Nursery:
     def _answer(self) -> Any:
         answer = self._control.recv(MESSAGE_BYTES)
         if not answer:
-            raise RuntimeError("the process that starts peers has died")
+            raise ConnectionResetError("the process that starts peers has died")
         return json.loads(answer)
 
 

@@ -236,6 +236,7 @@ class Peer:
 def _nursery() -> Nursery:
     nursery = _started(os.getpid())
     if not nursery.alive():
+        nursery.close()
         _started.cache_clear()
         nursery = _started(os.getpid())
     return nursery

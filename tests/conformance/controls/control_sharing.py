@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 
+ONE_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
+
+
 def pause(most_ms: float = 2.0) -> None:
     """As if the disk were slow."""
     time.sleep(Random().uniform(0.3, 1.0) * most_ms / 1000)
@@ -346,7 +349,7 @@ class ReusesSlots(SlotFiles):
 class SavesItsIndexLate(SlotFiles):
     """Keeps the index in memory, and saves it now and then."""
 
-    promises = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
+    promises = ONE_PROCESS
     indexes: ClassVar[dict[str, dict[str, int]]] = {}
     guard: ClassVar[threading.Lock] = threading.Lock()
     changes = 0
@@ -374,6 +377,8 @@ class SavesItsIndexLate(SlotFiles):
 
 class WritesBehind(SharedFiles):
     """Answers at once, and writes a little later."""
+
+    promises = ONE_PROCESS
 
     def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
         super().__init__(identity, config)

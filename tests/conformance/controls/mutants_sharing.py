@@ -6,15 +6,13 @@ from typing import Any
 
 from control import PATH, Control
 from control_files import BETWEEN_PROCESSES
-
-from hicache_storage.spec import Capabilities, Durability, Sharing
+from control_sharing import ONE_PROCESS
 
 SHARED: dict[str, Any] = {
     "config": "control_files:SharedFilesConfig",
     "trial_config": PATH,
     "capabilities": BETWEEN_PROCESSES,
 }
-ONE_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
 
 
 def _mutant(name: str, rule: str, where: str, told: str, **more: Any) -> Control:
@@ -30,7 +28,7 @@ CONTROLS = {
     "MixesWriters": _mutant("MixesWriters", "SET-4", "Process", "is value"),
     "LosersLeaveDrafts": _mutant("LosersLeaveDrafts", "SET-4", "Process", "made the store grow by", field_fault="D5"),
     "LearnsNothingOfOthers": _mutant("LearnsNothingOfOthers", "ID-2", "Sharing", "a get of process early answers False"),
-    "TrustsItsList": _mutant("TrustsItsList", "SET-1", "Sharing", "and a get of process", field_fault="D11"),
+    "TrustsItsList": _mutant("TrustsItsList", "SET-1", "Sharing", "is said to exist, and it had been removed", field_fault="D11"),
     "SetsOnItsOwn": _mutant("SetsOnItsOwn", "SET-3", "Sharing", "whose set began when the page was there already"),
     "ClearsItsOwnView": _mutant("ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"),
     "SaltsItsKeys": _mutant("SaltsItsKeys", "ID-2", "Sharing", "answers False"),
@@ -44,7 +42,7 @@ CONTROLS = {
         field_fault="D3",
         capabilities=ONE_PROCESS,
     ),
-    "WritesBehind": _mutant("WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody"),
+    "WritesBehind": _mutant("WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody", capabilities=ONE_PROCESS),
     "LeavesDrafts": _mutant("LeavesDrafts", "FT-5", "Durability", "killed writers made the store grow by"),
     "LeavesItsLock": _mutant("LeavesItsLock", "FT-5", "Durability", "was refused to process"),
 }

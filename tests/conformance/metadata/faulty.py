@@ -49,7 +49,7 @@ def server(
     tokens: bool = False,
 ) -> ReferenceServer:
     """The reference server, or one of the faulty ones."""
-    fault = FAULTS[name] if name else Fault(breaks=())
+    fault = {**FAULTS, "": Fault(breaks=()), "SpeaksTheOldPartOnly": OLD}[name]
     kind = type("Made", (fault.reference,), {"kind_of_scope": fault.scope})
     desk = fault.desk(kind(limits=fault.limits, durability=durability), journal)
     return ReferenceServer(desk, port, TOKENS if tokens else fault.tokens, fault.handler)
@@ -68,6 +68,18 @@ def plant(*breaks: str, field_fault: str = "", **options: Any):
 
 
 FAULTS["ToldLimitsAreLower"] = Fault(breaks=("MD-API-2",), limits=msgspec.structs.replace(LIMITS, key_bytes=256))
+
+
+class SpeaksTheOldPartOnly(Desk):
+    """No fault: a server without a native part."""
+
+    def meaning(self, path, body):
+        if path.startswith("/v2"):
+            raise Refused(404, "unknown_route", f"there is no {path}")
+        return super().meaning(path, body)
+
+
+OLD = Fault(breaks=(), desk=SpeaksTheOldPartOnly)
 
 # Scopes and their names.
 

@@ -72,9 +72,6 @@ class ClientCases:
                     f"reservations last {lease_seconds:g} s here and one step took {ledger.slowest:.1f} s"
                 ) from violation
             raise
-        finally:
-            for client in clients:
-                client.wire.close()
 
     def _step(self, lab: ServerLab, ledger: Ledger, client: CompatibleScope) -> None:
         chance = lab.chance
@@ -113,8 +110,6 @@ class _Crowd:
                 self._step(scope, chance)
         except Exception as error:  # noqa: BLE001 - it is the case's thread that reports it
             self.errors.append(error)
-        finally:
-            scope.wire.close()
 
     def _step(self, scope: CompatibleScope, chance: random.Random) -> None:
         keys = chance.sample(self.keys, chance.randint(1, 4))

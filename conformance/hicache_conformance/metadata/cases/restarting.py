@@ -10,7 +10,6 @@ from hicache_conformance.catalogue import covers
 from hicache_conformance.manifest import Level
 from hicache_conformance.metadata.book import Need
 from hicache_conformance.metadata.lab import BATCH
-from hicache_conformance.metadata.wire import Unanswered
 from hicache_conformance.violation import Violation
 
 if TYPE_CHECKING:
@@ -153,11 +152,9 @@ class _Writer(threading.Thread):
                     else:
                         self.scope.delete([key])
                         self.acknowledged[key] = None
-        except Unanswered:
-            self.scope.wire.close()
         except Violation:
-            # What a restarted server answers to the middle of a write is judged below.
-            self.scope.wire.close()
+            # No answer any more; or what a restarted server says to the middle of a write, and that is judged below.
+            self.scope.wire.drop()
 
     def _store(self, key: str) -> None:
         exists, index = self.scope.reserve([key])[0]

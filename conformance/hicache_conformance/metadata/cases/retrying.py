@@ -22,7 +22,7 @@ class RetryingCases:
         """The second time the same leases are answered, also to another connection, and no more slots are leased."""
         scope, keys, once = lab.native_scope(8), lab.keys(3), lab.keys(1)[0]
         first = scope.reserve(keys, lease_seconds=20.0, once=once)
-        lab.wire.close()
+        lab.wire.drop()
         again = scope.reserve(keys, lease_seconds=20.0, once=once)
         if again != first:
             raise Violation("MD-IDEM-1", f"a reserve answers {first}; sent again with its idempotency key it answers {again}")

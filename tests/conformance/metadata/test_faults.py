@@ -1,0 +1,58 @@
+"""Servers with one planted fault each are found out, by the rule that they break; the reference server is not blamed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hicache_conformance.manifest import Level
+from hicache_conformance.metadata.book import protocol_rules
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.verdict import Verdict
+from tests.conformance.metadata.faulty import FAULTS
+from tests.conformance.metadata.judging import broken, errors, judged, judged_fault, listening, served
+
+# Most of a run waits for leases and quarantines to end, so that several share the processors.
+AT_ONCE = 6
+
+
+@pytest.fixture(scope="module")
+def judgements():
+    """The verdict on every faulty server."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(FAULTS, pool.map(judged_fault, FAULTS), strict=True))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(judgements, name):
+    judgement = judgements[name]
+    assert set(FAULTS[name].breaks) <= set(broken(judgement))
+    assert not errors(judgement)
+    assert judgement.verdict is Verdict.NON_CONFORMANT
+
+
+def test_every_rule_is_broken_by_some_fault():
+    assert set(protocol_rules()) == {rule for fault in FAULTS.values() for rule in fault.breaks}
+
+
+def test_the_faults_of_the_shipped_server_are_among_them():
+    assert {"D2", "D3", "D4", "D5", "D6", "D7", "D8", "D16", "D20"} <= {fault.field_fault for fault in FAULTS.values()}
+
+
+def test_the_reference_server_conforms():
+    # Killing takes a process of its own; tokens show only where they are given.
+    with listening(tokens=True) as place:
+        judgement = judged(place, levels=tuple(level for level in Level if level is not Level.DURABLE), tokens=True)
+    assert not broken(judgement)
+    assert not errors(judgement)
+    left = {result.rule.id: result.reason for result in judgement.rules if result.selected and result.outcome is not Outcome.PASS}
+    assert set(left) == {"MD-API-2"}
+    assert "--serve" in left["MD-API-2"]
+
+
+def test_the_reference_server_survives_kills():
+    with served() as place:
+        judgement = judged(place, levels=(Level.DURABLE,))
+    assert judgement.verdict is Verdict.CONFORMANT
+    assert judgement.count(Outcome.PASS) == 4
