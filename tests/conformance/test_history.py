@@ -35,7 +35,9 @@ class Scribe:
         return self.events[-1]
 
     def set(self, began, ended, value, *, ok=True, keys=("k",), **more):
-        return self.call(Call.SET, began, ended, keys, value=value, **({} if ended is None else {"done": (ok,) * len(keys)}), **more)
+        return self.call(
+            Call.SET, began, ended, keys, value=value, **({} if ended is None else {"done": (ok,) * len(keys)}), **more
+        )
 
     def get(self, began, ended, *found, keys=("k",), **more):
         return self.call(Call.GET, began, ended, keys, **({} if ended is None else {"found": found}), **more)
@@ -204,7 +206,9 @@ def histories(draw):
                 )  # fmt: skip
             case Call.GET:
                 answer = st.one_of(st.none(), st.integers(1, 4), st.just(b"?"))
-                scribe.call(Call.GET, began, ended, keys, **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)}))
+                scribe.call(
+                    Call.GET, began, ended, keys, **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)})
+                )
             case Call.EXISTS:
                 scribe.call(Call.EXISTS, began, ended, keys, hit=draw(st.integers(0, len(keys))))
             case Call.DELETE:
@@ -292,9 +296,7 @@ class Definition:
         return [event for event in self.events if event.call is Call.SET and key in event.keys]
 
     def removals(self, key):
-        return [
-            event for event in self.events if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)
-        ]
+        return [event for event in self.events if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)]
 
     def acknowledges(self, event, key):
         return event.ended is not None and event.ended.done[event.keys.index(key)]
@@ -313,7 +315,9 @@ def before(one, two):
 @hypothesis.given(histories(), st.booleans())
 @hypothesis.settings(max_examples=1500, deadline=None, database=None)
 def test_the_sweep_finds_what_the_definition_says(events, keeps):
-    swept = {(finding.answer.begun.number, finding.index, finding.kind) for finding in HistoryChecker(events, keeps=keeps).check()}
+    swept = {
+        (finding.answer.begun.number, finding.index, finding.kind) for finding in HistoryChecker(events, keeps=keeps).check()
+    }
     assert swept == Definition(events, keeps=keeps).findings()
 
 
@@ -361,7 +365,10 @@ class RightStore:
     def lane(self, name, calls):
         for _ in range(calls):
             self.numbers += 1
-            number, call = self.numbers, self.chance.choice([Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR])
+            number, call = (
+                self.numbers,
+                self.chance.choice([Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR]),
+            )
             keys = tuple(self.chance.sample("abc", self.chance.randint(1, 3))) if call is not Call.CLEAR else ()
             self.recorder.note(Begun(number=number, lane=name, call=call, at=self.now, pool="kv", keys=keys, value=number))
             answer = {}

@@ -77,10 +77,8 @@ class FaultCases:
         before = counted(subject)
         hurry(subject)
         ground.strike(plan)
-        missed, calls = 0, 0
         with records_above_debug() as records:
-            for _ in range(2):
-                _, missed, calls = _use(lab, ground, subject, keys, plan)
+            _, missed, calls = _use(lab, ground, subject, keys, plan, rounds=2 * ROUNDS)
         ground.heal()
         hurry(subject, None)
         if missed and counted(subject) == before:
@@ -98,7 +96,7 @@ class FaultCases:
         hurry(subject)
         ground.strike(plan)
         with contextlib.suppress(HiCacheError):
-            subject.storage.open()
+            bounded(ground, plan, "open", subject.storage.open)
         _use(lab, ground, subject, keys, plan)
         ground.heal()
         hurry(subject, None)
@@ -181,14 +179,16 @@ class FaultCases:
             )
 
 
-def _use(lab: Lab, ground: Ground, subject: Subject, keys: Sequence[str], plan: FaultPlan) -> tuple[list[str], bool, int]:
+def _use(
+    lab: Lab, ground: Ground, subject: Subject, keys: Sequence[str], plan: FaultPlan, *, rounds: int = ROUNDS
+) -> tuple[list[str], bool, int]:
     """Ask, read and write under a fault.
 
     Returns:
         Keys that a set has acknowledged, whether a stored page was not delivered or a new one was refused, number of calls.
     """
     stored, missed = list[str](), False
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         bounded(ground, plan, "batch_exists_v2", partial(subject.exists, keys))
         found = bounded(ground, plan, "batch_get_v2", partial(subject.get, keys))
         check_hits(subject, keys, found, plan)
@@ -197,7 +197,7 @@ def _use(lab: Lab, ground: Ground, subject: Subject, keys: Sequence[str], plan: 
         check_hits(subject, new, bounded(ground, plan, "batch_get_v2", partial(subject.get, new)), plan)
         missed |= None in found or not all(answers)
         stored += [key for key, ok in zip(new, answers, strict=True) if ok]
-    return stored, missed, ROUNDS * 4
+    return stored, missed, rounds * 4
 
 
 def _silent(plan: FaultPlan) -> bool:

@@ -27,9 +27,9 @@ DEADLINE_SECONDS: Final = 0.4
 """Of calls under a fault. A working store is given more, because the machine may be busy."""
 SLACK_SECONDS: Final = 1.0
 """What FT-3 allows beyond the deadline."""
-RECOVERY_SECONDS: Final = 20.0
+RECOVERY_SECONDS: Final = 15.0
 """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect needs a few of them."""
-PATIENCE_SECONDS: Final = 30.0
+PATIENCE_SECONDS: Final = 10.0
 """How long a call may take that nothing holds up."""
 
 UNGUARDED: Final = StorageOptions(breaker_threshold=0)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.faults.plan import Fault
 
+LAST_FILES_SECONDS: Final = 2.0
 STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
 STATVFS_FIELDS: Final = (
     "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
@@ -205,10 +206,11 @@ class Passthrough:
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        place = self._at("name", path)
         if times is None:
-            os.utime(self._at("name", path))
+            os.utime(place)
         else:
-            os.utime(self._at("name", path), ns=times)
+            os.utime(place, ns=times)
         return 0
 
     def _neighbours_bytes(self, path: str, content: bytes, offset: int) -> bytes:
@@ -223,7 +225,7 @@ class Passthrough:
         return content
 
 
-def _listen(control: Control, home: Path) -> None:
+def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
     """Obey commands until there are no more, then take everything away and end the process."""
     try:
         for line in sys.stdin.buffer:
@@ -233,6 +235,8 @@ def _listen(control: Control, home: Path) -> None:
     finally:
         control.strike.heal()
         unmount(home / "disk")
+        # Where somebody still has a file open, libfuse goes on serving it.
+        unmounted.wait(LAST_FILES_SECONDS)
         shutil.rmtree(home, ignore_errors=True)
         os._exit(0)
 
@@ -253,11 +257,16 @@ def _serve(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     control = Control()
     operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(str(backing), control)
-    threading.Thread(target=_listen, args=(control, home), daemon=True).start()
+    unmounted = threading.Event()
+    listener = threading.Thread(target=_listen, args=(control, home, unmounted), daemon=True)
+    listener.start()
     # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
     mfusepy.FUSE(
         operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-ground"
     )
+    # The listener takes the directory away, and ends the process.
+    unmounted.set()
+    listener.join()
 
 
 if __name__ == "__main__":

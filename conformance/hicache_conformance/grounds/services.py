@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 START_SECONDS: Final = 60.0
 """How long a server may take until it accepts connections."""
+LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
+"""Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""
 STOP_SECONDS: Final = 5.0
 """How long it may take to end by itself when it is asked to."""
 
@@ -54,13 +56,16 @@ class Services:
         """
         for number, command in enumerate(self.commands):
             running = self._processes.get(number)
-            if running is not None and running.poll() is None:
-                continue
+            if running is not None:
+                if running.poll() is None:
+                    continue
+                assert running.stdin is not None
+                running.stdin.close()
             words = [filled(word, self.tmp, self.ports) for word in command]
             with self._log(number).open("ab") as log:
                 try:
                     # A group of its own, so that what a server has started is killed with it.
-                    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+                    process = subprocess.Popen([*LEASH, *words], stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
                 except OSError as error:
                     raise Untestable(f"the server {words[0]!r} cannot be started: {error}") from error
             self._processes[number] = process
@@ -72,6 +77,9 @@ class Services:
         for process in self._processes.values():
             _signal(process, signal.SIGKILL)
         for process in self._processes.values():
+            assert process.stdin is not None
+            # Ends the leash, where the server itself had ended before.
+            process.stdin.close()
             process.wait()
         self._processes.clear()
 

@@ -70,8 +70,12 @@ class Nursery:
         Returns:
             What `os.waitpid` says; None if it does not die.
         """
-        self._control.send(json.dumps({"bury": pid}).encode())
-        status = self._answer()
+        try:
+            self._control.send(json.dumps({"bury": pid}).encode())
+            status = self._answer()
+        except OSError:
+            # It has died, and its children were killed with it.
+            return int(signal.SIGKILL)
         return None if status is None else int(status)
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ class Control:
     """Part of what one of the messages must say."""
     where: tuple[str, ...] = ()
     """Classes of cases to try it with, without their `Cases`; empty for the whole suite."""
+    cases: tuple[str, ...] = ()
+    """The only cases to try it with, where a fault costs each of them its patience; empty for all of `where`."""
     field_fault: str = ""
     """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
     target: str = ""

@@ -6,7 +6,6 @@ import hashlib
 import socket
 import threading
 import time
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -122,11 +121,11 @@ class Networked(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "exists", list(chain.from_iterable(names))), names)
+        return _split(self.asked(call, "exists", _joined(names)), names)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches]
-        pages = _split(self.asked(call, "get", list(chain.from_iterable(names))), names)
+        pages = _split(self.asked(call, "get", _joined(names)), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
             for batch, some in zip(batches, pages, strict=True)
@@ -134,7 +133,7 @@ class Networked(ObjectStorage):
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         writes = [[(self.name(batch.namespace, write.key), write) for write in batch.writes] for batch in batches]
-        return _split(self.put(list(chain.from_iterable(writes)), call), writes)
+        return _split(self.put(_joined(writes), call), writes)
 
     def put(self, writes: list[tuple[str, ObjectWrite]], call: Call) -> list[bool]:
         pages = [(name, write.tobytes()) for name, write in writes]
@@ -144,11 +143,15 @@ class Networked(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "delete", list(chain.from_iterable(names))), names)
+        return _split(self.asked(call, "delete", _joined(names)), names)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:
             self.asked(call, "clear", f"{namespace.name}/")
+
+
+def _joined(parts: Sequence[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
 
 
 def _split(answers: list[Any], shape: Sequence[Sequence[object]]) -> list[list[Any]]:

@@ -42,7 +42,9 @@ CONTROLS = {
         field_fault="D3",
         capabilities=ONE_PROCESS,
     ),
-    "WritesBehind": _mutant("WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody", capabilities=ONE_PROCESS),
+    "WritesBehind": _mutant(
+        "WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody", capabilities=ONE_PROCESS
+    ),
     "LeavesDrafts": _mutant("LeavesDrafts", "FT-5", "Durability", "killed writers made the store grow by"),
     "LeavesItsLock": _mutant("LeavesItsLock", "FT-5", "Durability", "was refused to process"),
 }
