@@ -128,6 +128,25 @@ def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1
         console.print("  none yet: the rule is reported as untested")
 
 
+@app.command("matrix")
+def write_matrix(
+    results: Annotated[list[Path], typer.Argument(help="results.json of each driver, or the directory of its report.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")] = None,
+) -> None:
+    """Put drivers beside each other: each rule's outcome, each failure with the command that shows it again, in Markdown."""
+    from hicache_conformance.report.matrix import matrix, read_run
+
+    try:
+        text = matrix([read_run(path) for path in results])
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        Console(stderr=True).print(Text(str(error), "red"))
+        raise typer.Exit(BROKEN) from error
+    if output is None:
+        sys.stdout.write(text)
+
+
 def _run(
     console: Console,
     driver: str,

@@ -47,7 +47,7 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
         shown = redacted(filled_config(run.driver, run.config, TMP))
         header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
         if run.interface:
-            describe_interface(header, run.interface)
+            describe_interface(header, run.interface, run.config)
         writer.header(header)
     except Untestable as missing:
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")

@@ -379,7 +379,7 @@ class RightStore:
     def set(self, keys, value, answer):
         missing = [key for key in keys if key not in self.pages]
         yield
-        done = {key: True for key in keys}
+        done = dict.fromkeys(keys, True)
         for key in missing:
             if self.chance.random() < 0.1:
                 done[key] = False

@@ -117,12 +117,19 @@ def sglang_promises() -> Promises:
     return msgspec.toml.decode(text, type=Promises)
 
 
-def describe_interface(header: Header, interface: str) -> None:
-    """Write into a header what the interface of a foreign driver is and does not promise."""
+def describe_interface(header: Header, interface: str, given: Collection[str]) -> None:
+    """Write into a header what the interface of a foreign driver is and does not promise.
+
+    Args:
+        header: of the run.
+        interface: as the command line names it.
+        given: the options that the command line has set.
+    """
     setup, promises = current(), sglang_promises()
     assert setup is not None
     header.interface = promises.interface
-    header.again = f"hicache conformance run {header.driver} --interface {interface}"
+    options = "".join(f" -c '{name}={header.options[name]}'" for name in given)
+    header.again = f"hicache conformance run {header.driver} --interface {interface}{options}"
     package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
     owners = packages_distributions().get(package, [])
     header.distribution = f"{owners[0]} {version(owners[0])}" if owners else ""

@@ -39,7 +39,8 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
             for level in Level
             if level in header.levels
         },
-        "rules": [_rule(result) for result in judgement.rules],
+        "interface": header.interface,
+        "rules": [_rule(header, result) for result in judgement.rules],
     }
 
 
@@ -58,7 +59,7 @@ def reproduction(header: Header, case: str) -> str:
     return " ".join(parts)
 
 
-def _rule(result: RuleResult) -> dict[str, Any]:
+def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
     return {
         "id": result.rule.id,
         "text": result.rule.text,
@@ -69,11 +70,11 @@ def _rule(result: RuleResult) -> dict[str, Any]:
         "outcome_by_level": {str(level): str(outcome) for level, outcome in result.levels.items()},
         "reason": result.reason,
         "seconds": round(result.seconds, 3),
-        "cases": [_case(case) for case in result.cases],
+        "cases": [_case(header, case) for case in result.cases],
     }
 
 
-def _case(case: CaseOutcome) -> dict[str, Any]:
+def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
     return {
         "name": case.case,
         "outcome": str(case.outcome),
@@ -81,5 +82,6 @@ def _case(case: CaseOutcome) -> dict[str, Any]:
         "detail": case.detail,
         "broken_rule": case.broken_rule,
         "passes_undeclared": case.passes_undeclared,
+        "reproduce": reproduction(header, case.case) if case.outcome in (Outcome.FAIL, Outcome.ERROR) else "",
         "seconds": case.seconds,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -326,7 +327,7 @@ class ReleasesTwice(Reference):
 class GivesTheSlotOfTheLastDelete(Scope):
     def delete(self, key, now):
         gone = super().delete(key, now)
-        if gone and len(self.leases) > 1:
+        if gone and self.leases:
             self.free.appendleft(next(iter(self.leases.values())))
         return gone
 
@@ -462,7 +463,7 @@ class DropsTheConnection(Handler):
             return super().posted()
         except Refused as refused:
             if refused.status == 400:
-                self.connection.close()
+                self.connection.shutdown(socket.SHUT_RDWR)
             raise
 
 

@@ -27,10 +27,9 @@ class ChainCases:
         pairs = [pair for chain in chains for pair in zip(chain, ["", *chain[:-1]], strict=True)]
         lab.chance.shuffle(pairs)
         scope.store([key for key, _ in pairs], [prefix for _, prefix in pairs])
-        for chain in chains:
-            # Tails are used last, so that plain recency would take heads.
-            for key in chain:
-                scope.lookup([key])
+        # Tails are used last, so that plain recency would take the heads of all chains first.
+        for depth in range(max(lengths)):
+            scope.lookup([chain[depth] for chain in chains if depth < len(chain)])
         lab.lease_soon(scope, lab.keys(sum(lengths) // 2), "MD-EV-3", f"a scope is full with chains of {lengths}")
         for chain in chains:
             live = scope.live(chain)

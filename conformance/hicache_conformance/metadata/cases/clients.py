@@ -27,13 +27,13 @@ class ClientCases:
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_histories_with_room(self, lab: ServerLab) -> None:
         """Random steps of three clients in a scope that has room for all: after each, every key is where it was confirmed."""
-        for _ in range(max(2, lab.profile.histories // 16)):
+        for _ in range(max(3, lab.profile.histories // 16)):
             self._history(lab, pages=512, keys=8, has_room=True)
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_histories_in_a_full_scope(self, lab: ServerLab) -> None:
         """The same in a scope of fewer slots than keys, which evicts."""
-        for _ in range(max(2, lab.profile.histories // 16)):
+        for _ in range(max(3, lab.profile.histories // 16)):
             self._history(lab, pages=6, keys=14, has_room=False)
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.SHARED])

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Runs this project's drivers and SGLang's own through the suite, and writes docs/matrix.md from what came of it. Needs the
+# environment that scripts/make_sglang_env.sh builds. About four minutes on two cores.
+#
+# usage: scripts/make_matrix.sh ENV RESULTS OUTPUT
+set -euo pipefail
+
+(( $# == 3 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
+hicache=$1/bin/hicache results=$2 output=$3
+# Fixed, so that the document changes when a driver or the suite does.
+common=(--profile smoke --seed 1 --run-id matrix)
+foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
+drivers=(file sglang-file sglang-hf3fs sglang-mooncake sglang-sim)
+
+judge() {
+  local driver=$1 status=0 options=("${common[@]}")
+  [[ $driver == sglang-* ]] && options+=("${foreign[@]}")
+  "$hicache" conformance run "$driver" "${options[@]}" --report "$results/$driver" >"$results/$driver.log" 2>&1 || status=$?
+  # A driver that breaks rules is what the document is about; a run that could not be is not.
+  if (( status > 1 )); then
+    cat "$results/$driver.log" >&2
+    echo "make_matrix: the run of $driver ended with $status" >&2
+    return 1
+  fi
+}
+
+rm -rf "$results"
+mkdir -p "$results"
+# The one that waits most beside all the others.
+judge sglang-mooncake &
+mooncake=$!
+for driver in "${drivers[@]}"; do
+  [[ $driver == sglang-mooncake ]] || judge "$driver"
+done
+wait "$mooncake"
+"$hicache" conformance matrix "${drivers[@]/#/$results/}" --output "$output"
+echo "$output: ${#drivers[@]} drivers"
