@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicache_conformance.catalogue import Case
+    from hicache_conformance.profiles import Profile
+    from hicache_conformance.settings import Settings
     from hicache_conformance.target import DriverTarget
 
 _HOMES: Final = pytest.StashKey[dict[str, "Path"]]()
@@ -89,14 +92,14 @@ def open_lab(owner: DriverTarget, request: pytest.FixtureRequest, config: Mappin
     tmp = (ground.tmp if ground else None) or _inner(sandbox)
     options = filled_config(driver, config, tmp, stands.ports(ground))
     capabilities = instance_capabilities(driver, options)
-    _tell(request, driver, capabilities, filled_config(driver, config, TMP))
+    _tell(request, owner, capabilities, filled_config(driver, config, TMP))
     lab = Lab(
         driver=driver,
         config=options,
         case=request.node.name,
         seed=settings.seed,
         run=settings.run,
-        profile=PROFILES[settings.profile],
+        profile=_profile(settings),
         tmp=tmp,
         sandbox=sandbox,
         tamper=owner.tamper,
@@ -190,6 +193,19 @@ def _inner(sandbox: Path) -> Path:
     return sandbox / "four" / "levels" / "down" / "here"
 
 
-def _tell(request: pytest.FixtureRequest, driver: str, capabilities: Capabilities, options: Mapping[str, object]) -> None:
-    record: dict[str, Any] = {"driver": driver, "capabilities": asdict(capabilities), "options": redacted(options)}
+def _profile(settings: Settings) -> Profile:
+    profile = PROFILES[settings.profile]
+    return replace(profile, shrinks=True) if settings.shrinks else profile
+
+
+def _tell(
+    request: pytest.FixtureRequest, owner: DriverTarget, capabilities: Capabilities, options: Mapping[str, object]
+) -> None:
+    services = owner.services
+    record: dict[str, Any] = {
+        "driver": owner.driver,
+        "capabilities": asdict(capabilities),
+        "options": redacted(options),
+        "services": services and [command if isinstance(command, str) else shlex.join(command) for command in services],
+    }
     request.node.user_properties.append((LAB_PROPERTY, json.dumps(record)))

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from hicache_conformance.faults.plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
+from hicache_conformance.redact import HIDDEN
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -47,11 +50,32 @@ class CaseOutcome:
     seconds: float = 0.0
     passes_undeclared: bool = False
     """The capability is not declared and the case passed all the same."""
+    plans: tuple[FaultPlan, ...] = ()
+    """The faults that it put below the driver, in their order."""
 
     @property
     def function(self) -> str:
         """Name of the test without its parameters."""
         return self.case.partition("[")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What it takes to run a case again, beyond what the header says anyway."""
+
+    run: str
+    """Name of the run within the identities' salts."""
+    options: dict[str, str]
+    """Those that were given, redacted."""
+    services: list[str] | None = None
+    """Commands of servers that were given; None for those that the driver names itself."""
+    interface: str = ""
+    """Interface of a foreign driver, as the command line names it."""
+
+    @property
+    def hidden(self) -> list[str]:
+        """Options that were given and cannot be read here, because they hold secrets."""
+        return [name for name, value in self.options.items() if HIDDEN in value]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +106,8 @@ class Header:
     """What kind of thing `driver` names."""
     again: str = ""
     """Command that begins such a run again, without seed and cases; empty for `hicache conformance run`."""
+    replay: Replay | None = None
+    """For `hicache conformance repro`; None where that cannot repeat the run."""
 
 
 @dataclass(slots=True)

@@ -6,9 +6,13 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import msgspec
+
 from hicache_conformance.bench import GATE_PROPERTY, LAB_PROPERTY
 from hicache_conformance.environment import blank_header
-from hicache_conformance.outcomes import CaseOutcome, Header, Outcome
+from hicache_conformance.faults.plan import FaultPlan
+from hicache_conformance.grounds.parameters import PLANS_PROPERTY
+from hicache_conformance.outcomes import CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.plugin import CASE_PROPERTY
 from hicache_conformance.violation import Violation
 
@@ -61,8 +65,11 @@ def describe_violation(error: BaseException) -> dict[str, str] | None:
 
 def header_of(lab: dict[str, Any] | None, settings: Settings) -> Header:
     """The header of a run in the author's own pytest."""
-    lab = lab or {"driver": "unknown", "capabilities": {}, "options": {}}
-    return blank_header(lab["driver"], settings, capabilities=lab["capabilities"], options=lab["options"])
+    if lab is None:
+        return blank_header("unknown", settings)
+    header = blank_header(lab["driver"], settings, capabilities=lab["capabilities"], options=lab["options"])
+    header.replay = Replay(run=settings.run, options=lab["options"], services=lab["services"])
+    return header
 
 
 def _unwrapped(error: BaseException) -> Iterator[BaseException]:
@@ -89,6 +96,7 @@ def _outcome(name: str, case: dict[str, Any], phases: list[pytest.TestReport], p
         detail=detail,
         broken_rule=broken,
         seconds=round(sum(report.duration for report in phases), 4),
+        plans=msgspec.json.decode(str(properties.get(PLANS_PROPERTY, "[]")), type=tuple[FaultPlan, ...]),
         passes_undeclared=any(report.passed and hasattr(report, "wasxfail") for report in phases),
     )
 

@@ -11,7 +11,9 @@ import pytest
 from hicache_conformance.bench import TMP, filled_config
 from hicache_conformance.environment import blank_header
 from hicache_conformance.foreign.promises import describe_interface
+from hicache_conformance.grounds.placeholders import port_names
 from hicache_conformance.lab import FOREIGN_OPTIONS
+from hicache_conformance.outcomes import Replay
 from hicache_conformance.redact import redacted
 from hicache_conformance.violation import Untestable
 from hicache_storage.plugins import create_storage
@@ -39,6 +41,9 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
         with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
             options = FOREIGN_OPTIONS if run.interface else None
             config = filled_config(run.driver, run.config, directory, ports())
+            missing_ports = port_names(config.values())
+            if missing_ports:
+                raise Untestable(f"no server listens on {{port:{missing_ports[0]}}}; start one with --serve")
             storage = create_storage(run.driver, _identity(), config, options=options)
             try:
                 storage.open()
@@ -46,6 +51,9 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
                 storage.close()
         shown = redacted(filled_config(run.driver, run.config, TMP))
         header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
+        header.replay = Replay(
+            run=run.settings.run, options=redacted(run.config), services=run.services, interface=run.interface
+        )
         if run.interface:
             describe_interface(header, run.interface, run.config)
         writer.header(header)

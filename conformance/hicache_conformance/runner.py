@@ -47,6 +47,7 @@ def run(
     *,
     cases: Sequence[str] = (),
     case_seconds: float = 300.0,
+    services: Sequence[str] | None = None,
     interface: str = "",
     progress: Callable[[Stream], None] = lambda stream: None,
 ) -> Ran:
@@ -60,6 +61,7 @@ def run(
         settings: what and how.
         cases: names that a case must contain one of; empty for all.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
+        services: commands of the servers that the driver needs; None for those that it names itself.
         interface: interface of a foreign driver; empty for the contract's own.
         progress: called whenever something has been written down.
     """
@@ -67,7 +69,7 @@ def run(
         home = Path(directory)
         file = RunFile(
             driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases),
-            interface=interface,
+            services=None if services is None else list(services), interface=interface,
         )  # fmt: skip
         stream = Stream()
         hung = _run_once(file, home, stream, case_seconds, progress)

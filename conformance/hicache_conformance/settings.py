@@ -25,6 +25,8 @@ class Settings:
     """Goes into the identities' salts, so that pages left by an earlier run of the same seed are not found."""
     profile: str = "default"
     levels: tuple[Level, ...] = tuple(Level)
+    shrinks: bool = False
+    """Make a failure as short as possible, also where the profile does not."""
 
     @classmethod
     def fresh(cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None) -> Self:
@@ -44,6 +46,8 @@ class RunFile:
     """File that the outcomes go to."""
     cases: list[str] = field(default_factory=list[str])
     """Names that a case must contain one of; empty for all."""
+    services: list[str] | None = None
+    """Commands of the servers that the driver needs; None for those that it names itself."""
     interface: str = ""
     """Interface of a foreign driver; empty for the contract's own."""
     done: list[str] = field(default_factory=list[str])

@@ -91,15 +91,23 @@ def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
     assert results(tmp_path)["reason"].startswith("crashed during")
 
 
-def test_results_are_the_same_for_the_same_seed(site, tmp_path):
+def test_results_are_the_same_for_the_same_seed(site, results, tmp_path):
     def run(name):
         site.hicache(*RUN, "Rewrites", "--level", "core", *SMOKE, "--run-id", "same", "--report", str(tmp_path / name))
-        text = (tmp_path / name / "results.json").read_text("utf-8")
-        return re.sub(r'"seconds": [\d.]+', '"seconds": 0', text)
+        report = results(tmp_path / name)
+        for rule in report["rules"]:
+            rule["seconds"] = 0
+            for case in rule["cases"]:
+                case["seconds"] = 0
+                if "test_many_" in case["name"]:
+                    # Threads meet as they like; that the fault is found does not change, the moment does.
+                    case["reason"] = case["detail"] = ""
+                    rule["reason"] = ""
+        return report
 
     first, second = run("first"), run("second")
     assert first == second
-    assert json.loads(first)["driver"] == {"name": "Rewrites", "distribution": "hicache-controls", "version": "1.0"}
+    assert first["driver"] == {"name": "Rewrites", "distribution": "hicache-controls", "version": "1.0"}
 
 
 def test_one_case_can_be_run_again(wrong, site, results):

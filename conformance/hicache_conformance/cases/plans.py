@@ -40,7 +40,8 @@ class PlanCases:
 
 def _told(rehearsal: Rehearsal, plan: FaultPlan, steps: list[Step], violation: Violation) -> Violation:
     """The violation with what leads to it, as short as it could be made."""
-    again = "as it was drawn"
+    again, ground = "as it was drawn", rehearsal.ground
+    recorded = list(ground.plans)
     if rehearsal.lab.profile.shrinks:
         faults = least(plan.faults, lambda some: rehearsal.fails_like(violation, plan.only(some), steps), tries=24)
         plan = plan.only(faults)
@@ -48,6 +49,8 @@ def _told(rehearsal: Rehearsal, plan: FaultPlan, steps: list[Step], violation: V
         last = rehearsal.play(plan, steps)
         again = "made as short as it could be" if last else "made short; the last time it passed, so that timing decides"
         violation = last or violation
+        # What was tried in order to shrink them is of no interest.
+        ground.plans[:] = recorded
     violation.add_note(f"Faults ({again}): {plan}")
     violation.add_note("\n".join(["Calls:", *(f"  {number}. {step}" for number, step in enumerate(steps, start=1))]))
     violation.add_note(f"Plan: {plan.as_json()}")

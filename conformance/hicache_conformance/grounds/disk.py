@@ -49,6 +49,7 @@ class DiskGround(Ground):
     name: ClassVar[str] = "disk"
 
     def __init__(self) -> None:
+        super().__init__()
         missing = missing_for_disk()
         if missing:
             raise Untestable(f"the ground 'disk' needs {missing}")
@@ -82,7 +83,7 @@ class DiskGround(Ground):
         """Whether the file system's process is there."""
         return self._process.poll() is None
 
-    def strike(self, plan: FaultPlan) -> None:
+    def apply(self, plan: FaultPlan) -> None:
         self._ask("strike", plan.as_json())
 
     def heal(self) -> None:

@@ -18,6 +18,10 @@ class Ground(ABC):
 
     name: ClassVar[str]
 
+    def __init__(self) -> None:
+        self.plans: list[FaultPlan] = []
+        """Plans that have begun, each once, in their order; for the report of the case."""
+
     @property
     def tmp(self) -> Path | None:
         """The directory that `{tmp}` stands for on this ground; None where it does not matter."""
@@ -32,9 +36,15 @@ class Ground(ABC):
         """Get under a storage that was just constructed."""
         return
 
-    @abstractmethod
     def strike(self, plan: FaultPlan) -> None:
         """Let a plan begin."""
+        if plan.faults and plan not in self.plans:
+            self.plans.append(plan)
+        self.apply(plan)
+
+    @abstractmethod
+    def apply(self, plan: FaultPlan) -> None:
+        """Let a plan begin, without a record of it."""
 
     @abstractmethod
     def heal(self) -> None:

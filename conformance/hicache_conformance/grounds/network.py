@@ -33,6 +33,7 @@ class NetworkGround(Ground):
     name: ClassVar[str] = "network"
 
     def __init__(self, servers: Mapping[str, int]) -> None:
+        super().__init__()
         self._strike = Strike()
         self._healed = asyncio.Event()
         self._turns = itertools.count()
@@ -49,7 +50,7 @@ class NetworkGround(Ground):
     def ports(self) -> Mapping[str, int]:
         return self._ports
 
-    def strike(self, plan: FaultPlan) -> None:
+    def apply(self, plan: FaultPlan) -> None:
         self._strike, self._healed = Strike(plan.faults), asyncio.Event()
         if struck(plan.faults, FaultKind.REFUSE):
             self._strike.struck += 1

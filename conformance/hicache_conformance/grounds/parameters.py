@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from hicache_conformance.faults.troubles import TROUBLES
 from hicache_conformance.grounds.standing import NO_GROUND, commands_of, ground_names, standing
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 GROUND, TROUBLE = "ground", "trouble"
 """Names of the arguments by which a case asks for a ground, and for a trouble of it."""
+PLANS_PROPERTY: Final = "hicache_plans"
+"""User property of a report: the plans of faults that the case put below the driver, as JSON."""
 
 
 def parametrize(owner: type[DriverTarget], metafunc: pytest.Metafunc) -> None:
@@ -38,7 +42,9 @@ def open_ground(owner: DriverTarget, request: pytest.FixtureRequest) -> Iterator
     stands = standing(request.config, f"{cls.__module__}.{cls.__qualname__}", commands_of(cls.driver, cls.services))
     ground = stands.ground(request.param)
     ground.heal()
+    ground.plans.clear()
     yield ground
+    request.node.user_properties.append((PLANS_PROPERTY, msgspec.json.encode(ground.plans).decode()))
     ground.heal()
 
 

@@ -26,6 +26,7 @@ class ObjectsGround(Ground):
     name: ClassVar[str] = "objects"
 
     def __init__(self) -> None:
+        super().__init__()
         self._strike = Strike()
         self._requests = itertools.count()
         self._seen = 0
@@ -44,7 +45,7 @@ class ObjectsGround(Ground):
         for name, method in replaced.items():
             setattr(driver, name, method)
 
-    def strike(self, plan: FaultPlan) -> None:
+    def apply(self, plan: FaultPlan) -> None:
         self._strike = Strike(plan.faults)
 
     def heal(self) -> None:

@@ -142,12 +142,13 @@ class ServicesGround(Ground):
     name: ClassVar[str] = "services"
 
     def __init__(self, services: Services) -> None:
+        super().__init__()
         self._services = services
         self._home = Path(tempfile.mkdtemp(prefix="hicache-snapshots-"))
         self._stale = False
         self._struck = 0
 
-    def strike(self, plan: FaultPlan) -> None:
+    def apply(self, plan: FaultPlan) -> None:
         self._struck = len(plan.faults)
         self._stale = struck(plan.faults, FaultKind.STALE) is not None
         if self._stale:

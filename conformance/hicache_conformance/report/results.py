@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
+from hicache_conformance.grounds.placeholders import mentions_tmp, port_names
 from hicache_conformance.manifest import Level
 from hicache_conformance.outcomes import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicache_conformance.outcomes import CaseOutcome, Header
     from hicache_conformance.verdict import Judgement, RuleResult
 
@@ -40,6 +47,8 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
             if level in header.levels
         },
         "interface": header.interface,
+        # What `hicache conformance repro` reads, beyond what stands above.
+        "replay": header.replay and asdict(header.replay),
         "rules": [_rule(header, result) for result in judgement.rules],
     }
 
@@ -51,12 +60,40 @@ def as_json(record: dict[str, Any]) -> str:
 
 def reproduction(header: Header, case: str) -> str:
     """The command that runs one case again."""
-    options = [f"-c '{name}={value}'" for name, value in header.options.items()]
-    begin = [header.again] if header.again else ["hicache conformance run", header.driver, *options]
-    parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
+    options = [f"-c {quote(f'{name}={value}')}" for name, value in header.options.items()]
+    begin = [header.again] if header.again else ["hicache conformance run", quote(header.driver), *options]
+    if header.replay is not None:
+        begin += [f"--serve {quote(command)}" for command in header.replay.services or ()]
+    parts = [*begin, f"--seed {header.seed}", f"--case {quote(case)}"]
+    if header.replay is not None and store_is_fresh(header.capabilities, header.options):
+        # The names of its pages are chance too.
+        parts.append(f"--run-id {quote(header.replay.run)}")
     if header.profile != "default":
         parts.append(f"--profile {header.profile}")
     return " ".join(parts)
+
+
+def shrinking(header: Header, rule: str, file: str) -> str:
+    """The command that runs the cases again that found a rule broken, and shrinks what leads to it.
+
+    Args:
+        header: of the run.
+        rule: the broken rule.
+        file: path of its `results.json`.
+
+    Returns:
+        Empty where the file does not say enough.
+    """
+    if header.replay is None:
+        return ""
+    hidden = [f"-c {quote(f'{name}=...')}" for name in header.replay.hidden]
+    return " ".join(["hicache conformance repro", quote(file), rule, *hidden])
+
+
+def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:
+    """Whether each run of a driver begins with an empty store, so that nothing of an earlier run is found in it."""
+    texts = list(options.values())
+    return capabilities.get("durability") in ("none", "reopen") or mentions_tmp(texts) or bool(port_names(texts))
 
 
 def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
@@ -82,6 +119,7 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
         "detail": case.detail,
         "broken_rule": case.broken_rule,
         "passes_undeclared": case.passes_undeclared,
+        "plans": msgspec.to_builtins(case.plans),
         "reproduce": reproduction(header, case.case) if case.outcome in (Outcome.FAIL, Outcome.ERROR) else "",
         "seconds": case.seconds,
     }

@@ -9,5 +9,10 @@ _run = RunFile.of_environment()
 TestDriver = type(
     "TestDriver",
     (ForeignConformance if _run and _run.interface else DriverConformance,),
-    {"driver": _run.driver if _run else "", "config": _run.config if _run else {}, "__module__": __name__},
+    {
+        "driver": _run.driver if _run else "",
+        "config": _run.config if _run else {},
+        "services": _run.services if _run else None,
+        "__module__": __name__,
+    },
 )
