@@ -1,0 +1,51 @@
+"""How many live pages build upon which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.state.recency import Recency
+    from hicache_metadata_server.state.slots import SlotTable
+
+
+class Chains:
+    """Counts kept with the page that is built upon or, while that is not live, under its key."""
+
+    __slots__ = ("_recency", "_table", "waiting")
+
+    def __init__(self, table: SlotTable, recency: Recency) -> None:
+        self._table, self._recency = table, recency
+        self.waiting: dict[str, int] = {}
+        """Pages by the prefix that they name and that is not live."""
+
+    def joined(self, slot: int) -> None:
+        """The page in that slot has become live."""
+        table = self._table
+        key, prefix = table.keys[slot], table.prefixes[slot]
+        table.children[slot] = self.waiting.pop(key, 0) if self.waiting else 0
+        if prefix and prefix != key:
+            before = self._recency.slot(prefix)
+            if before >= 0:
+                table.children[before] += 1
+            else:
+                self.waiting[prefix] = self.waiting.get(prefix, 0) + 1
+
+    def left(self, slot: int) -> None:
+        """The page in that slot is live no longer."""
+        table = self._table
+        key, prefix = table.keys[slot], table.prefixes[slot]
+        if children := table.children[slot]:
+            self.waiting[key] = children
+            table.children[slot] = 0
+        if not prefix or prefix == key:
+            return
+        before = self._recency.slot(prefix)
+        if before >= 0:
+            table.children[before] -= 1
+            if not table.children[before]:
+                self._recency.became_tail(prefix)
+        elif self.waiting[prefix] > 1:
+            self.waiting[prefix] -= 1
+        else:
+            del self.waiting[prefix]

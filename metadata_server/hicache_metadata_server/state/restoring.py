@@ -1,0 +1,130 @@
+"""A scope as it was written down: rows in, and out again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache_metadata_server.state.scope import Scope
+
+
+class SlotRow(NamedTuple):
+    """What a restart must know of a slot."""
+
+    slot: int
+    epoch: int
+    state: int
+    generation: int
+    key: str
+    prefix: str
+    owner: str
+    lease: int
+    until: float
+    length: int
+    checksum: int
+
+
+def rows_of(scope: Scope, slots: Iterable[int]) -> list[SlotRow]:
+    """The rows of some slots that were used."""
+    table, owners, epoch = scope.table, scope.leases.owners, scope.epoch
+    return [
+        SlotRow(
+            slot, epoch, table.states[slot], table.generations[slot], table.keys[slot], table.prefixes[slot], owners.get(slot, ""),
+            table.leases[slot], table.until[slot], table.lengths[slot], table.checksums[slot],
+        )
+        for slot in slots
+    ]  # fmt: skip
+
+
+def restore(scope: Scope, rows: Iterable[SlotRow], now: float, most_lease_seconds: float) -> list[str]:
+    """Fill a new scope; `epoch`, `cleared_until` and pins are set already. Returns what contradicts itself and was left out.
+
+    Pages are taken to have been used in the order in which their leases were given: use itself is not written down.
+    """
+    return _Restoring(scope, now, most_lease_seconds).run(rows)
+
+
+class _Restoring:
+    def __init__(self, scope: Scope, now: float, most_lease_seconds: float) -> None:
+        self.scope, self.now, self.latest = scope, now, now + most_lease_seconds
+        self.problems: list[str] = []
+        self.owned: list[tuple[int, int]] = []
+        """Lease and slot of each live or leased slot."""
+
+    def run(self, rows: Iterable[SlotRow]) -> list[str]:
+        for row in rows:
+            self._place(row)
+        scope = self.scope
+        table, live = scope.table, list[int]()
+        for lease, slot in sorted(self.owned):
+            table.prefixes[slot] = self._same(table.prefixes[slot])
+            scope.leases.log.add(lease, [slot])
+            if table.states[slot] == LIVE:
+                live.append(slot)
+        for slot in live:
+            scope.recency.touch([table.keys[slot]])
+            scope.chains.joined(slot)
+        scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
+        return self.problems
+
+    def _place(self, row: SlotRow) -> None:
+        scope, slot = self.scope, row.slot
+        if not 0 <= slot < scope.geometry.slots:
+            self.problems.append(f"slot {slot} is outside the {scope.geometry.slots} of the scope")
+            return
+        table = scope.table
+        if slot >= len(table):
+            table.grow(slot + 1 - len(table))
+        table.generations[slot], table.leases[slot] = row.generation, row.lease
+        state, until = row.state, row.until
+        if state in (LEASED, LIVE) and row.epoch != scope.epoch:
+            state, until = QUARANTINED, scope.cleared_until
+        elif state == LEASED and until <= self.now:
+            state, until = QUARANTINED, until + scope.quarantine_seconds
+        elif state in (LEASED, LIVE) and self._is_contradiction(row):
+            state, until = QUARANTINED, self.now + scope.quarantine_seconds
+        elif state not in (FREE, LEASED, LIVE, QUARANTINED):
+            self.problems.append(f"slot {slot} is in no state that there is: {state}")
+            state, until = QUARANTINED, self.now + scope.quarantine_seconds
+        if state == QUARANTINED:
+            # A slot that was cleared may have been written down before it was told when its quarantine ends.
+            until = max(until, scope.cleared_until)
+            if until <= self.now and not scope.is_pinned(slot, self.now):
+                state = FREE
+        table.states[slot], table.until[slot] = state, min(until, self.latest)
+        if state == QUARANTINED:
+            scope.resting += 1
+            scope.timers.add(table.until[slot], [slot])
+        elif state in (LEASED, LIVE):
+            self._own(row)
+
+    def _is_contradiction(self, row: SlotRow) -> bool:
+        problem = ""
+        if not row.key or row.lease < 1 or row.generation < 1:
+            problem = "is live or leased without a key, a lease or a generation"
+        elif (other := self.scope.slot_of(row.key)) >= 0:
+            problem = f"belongs to the key of slot {other}: {row.key!r}"
+        if problem:
+            self.problems.append(f"slot {row.slot} {problem}")
+        return bool(problem)
+
+    def _own(self, row: SlotRow) -> None:
+        scope, table, slot = self.scope, self.scope.table, row.slot
+        table.keys[slot], table.prefixes[slot] = row.key, row.prefix
+        self.owned.append((row.lease, slot))
+        if table.states[slot] == LIVE:
+            table.lengths[slot], table.checksums[slot] = row.length, row.checksum
+            scope.recency.add(row.key, slot)
+            return
+        scope.leases.by_key[row.key] = scope.leases.by_number[row.lease] = slot
+        if row.owner:
+            scope.leases.owners[slot] = row.owner
+        scope.timers.add(table.until[slot], [slot])
+
+    def _same(self, prefix: str) -> str:
+        slot = self.scope.slot_of(prefix) if prefix else -1
+        return self.scope.table.keys[slot] if slot >= 0 else prefix

@@ -1,0 +1,213 @@
+"""A store in one SQLite file, in WAL mode: one transaction for each group of changes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+from hicache_metadata_server.protocol import Durability, ScopeGeometry
+from hicache_metadata_server.service.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
+from hicache_metadata_server.state.restoring import SlotRow
+from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLES, VERSION
+from hicache_metadata_server.stores.store import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.service.changes import Changes
+
+T = TypeVar("T")
+
+COLUMNS: Final = len(SlotRow._fields)
+ROWS: Final = (256, 64, 16, 4, 1)
+"""Slots that one statement writes. Python lets other threads run only between statements and in them, not between their rows: few
+statements are fast, and do not keep the server waiting."""
+CHECKPOINT_PAGES: Final = 4000
+FORGET_SECONDS: Final = 1.0
+SIGN: Final = 1 << 63
+
+
+class SqliteStore:
+    """One file, and beside it SQLite's own and a lock that keeps a second server out.
+
+    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and is whole. `MACHINE` has reached the
+    disk before `write` returns.
+    """
+
+    def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
+        self.durability = durability
+        self._lock = _Lock(f"{file}.lock")
+        self._forget_at = 0.0
+        try:
+            self._database = _open(file, durability)
+        except (sqlite3.Error, StoreError, OSError) as error:
+            self._lock.release()
+            raise StoreError(f"cannot open {file}: {error}") from error
+
+    def recover(self, now: float) -> Recovered:
+        """Everything but slots."""
+        database = self._database
+        with _told("read"):
+            database.execute("DELETE FROM pins WHERE until <= ?", (now,))
+            database.execute("DELETE FROM answers WHERE until <= ?", (now,))
+            return Recovered(
+                scopes=[
+                    ScopeRecord(
+                        number, ScopeGeometry(scope=name, slots=slots, slot_bytes=slot_bytes, geometry=geometry, identity=identity), *rest
+                    )
+                    for number, name, slots, slot_bytes, geometry, identity, *rest in database.execute("SELECT * FROM scopes")
+                ],
+                pins=[
+                    PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
+                    for pin, until, slots in database.execute("SELECT * FROM pins")
+                ],
+                answers=[AnswerRecord(*row) for row in database.execute("SELECT * FROM answers")],
+                counters=dict(database.execute("SELECT name, ceiling FROM counters")),
+            )  # fmt: skip
+
+    def rows(self, scope: int) -> Iterator[SlotRow]:
+        """The slots of a scope, in ascending order."""
+        first = scope << SCOPE_BITS
+        with _told("read"):
+            for place, *rest, checksum in self._database.execute(
+                "SELECT * FROM slots WHERE place >= ? AND place < ? ORDER BY place", (first, (scope + 1) << SCOPE_BITS)
+            ):
+                yield SlotRow(place - first, *rest, checksum % (2 * SIGN))
+
+    def write(self, changes: Changes, now: float) -> None:
+        """One transaction."""
+        with _told("written"):
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                self._write(changes, now)
+                self._database.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Fold the log into the file, and let go of both."""
+        try:
+            self._database.close()
+        finally:
+            self._lock.release()
+
+    def _write(self, changes: Changes, now: float) -> None:
+        run, run_each = self._database.execute, self._database.executemany
+        for record in changes.scopes:
+            one = record.geometry
+            run(
+                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
+            )
+        self._write_slots([row for number, rows in changes.slots.items() for row in _placed(number, rows)])
+        if changes.counters:
+            run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
+        for pin in changes.pins:
+            run("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", (pin.pin, pin.until, msgspec.msgpack.encode(pin.slots)))
+        if changes.unpinned:
+            run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
+        for answer in changes.answers:
+            run(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
+                (answer.once, answer.until, answer.digest, answer.content_type, answer.status, answer.body),
+            )
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_SECONDS
+            run("DELETE FROM answers WHERE until <= ?", (now,))
+            run("DELETE FROM pins WHERE until <= ?", (now,))
+
+    def _write_slots(self, rows: list[tuple[object, ...]]) -> None:
+        start = 0
+        for size in ROWS:
+            while len(rows) - start >= size:
+                self._database.execute(_INSERTS[size], list(chain.from_iterable(rows[start : start + size])))
+                start += size
+
+
+def _placed(scope: int, rows: Iterable[SlotRow]) -> Iterator[tuple[object, ...]]:
+    first = scope << SCOPE_BITS
+    for row in rows:
+        checksum = row[-1]
+        yield (first + row[0], *row[1:-1], checksum if checksum < SIGN else checksum - 2 * SIGN)
+
+
+def _insert(rows: int) -> str:
+    one = f"({', '.join('?' * COLUMNS)})"
+    return f"INSERT OR REPLACE INTO slots VALUES {', '.join([one] * rows)}"
+
+
+_INSERTS: Final = {size: _insert(size) for size in ROWS}
+
+
+@contextlib.contextmanager
+def _told(done: str) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, msgspec.DecodeError) as error:
+        raise StoreError(f"the store cannot be {done}: {error}") from error
+
+
+def _open(file: str, durability: Durability) -> sqlite3.Connection:
+    if not Path(file).parent.is_dir():
+        raise StoreError(f"there is no directory {Path(file).parent}")
+    # Used by one thread at a time, though not always by the same.
+    database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
+    try:
+        _prepare(database, durability)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
+    version, application = _only(database, "PRAGMA user_version"), _only(database, "PRAGMA application_id")
+    tables = _only(database, "SELECT count(*) FROM sqlite_master")
+    if tables and application != APPLICATION:
+        raise StoreError("this is a database of something else")
+    if version > VERSION:
+        raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
+    database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+    database.execute("PRAGMA cache_size = -65536")
+    if not tables:
+        database.executescript(
+            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"
+        )
+
+
+def _only(database: sqlite3.Connection, query: str) -> int:
+    found: Sequence[int] = database.execute(query).fetchone()
+    return found[0]
+
+
+class _Lock:
+    """Held by one server at a time. The kernel lets it go with the process, however that ends."""
+
+    def __init__(self, file: str) -> None:
+        try:
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(f"cannot open {file}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._descriptor)
+            raise StoreError(f"another server has this store: {file} is locked by process {holder or 'unknown'}") from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Let it go; the file stays, or two servers could hold two of the same name."""
+        os.close(self._descriptor)
