@@ -1,13 +1,13 @@
-"""Group commit: requests that arrive while a transaction is being written share the next one."""
+"""Group commit: requests that arrive together, or while a transaction is being written, share the next one."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.stores.store import StoreError
 
@@ -18,25 +18,34 @@ if TYPE_CHECKING:
     from hicache_metadata_server.service.service import MetadataService
     from hicache_metadata_server.stores.store import Store
 
+IDLE_SECONDS: Final = 0.05
+"""After so long without a write the store does what it has put off."""
+
 
 class Journal:
-    """Writes a service's changes to its store, in a thread of its own; used from the event loop that it was opened in."""
+    """Writes a service's changes to its store; used from the event loop that it was opened in.
+
+    A store that writes to memory of the operating system is written from the loop itself: that takes less time than waking a thread.
+    What waits for a disk, and what the store has put off, is done in a thread.
+    """
 
     def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
         self._service, self._store, self._clock = service, store, clock
         self._loop = asyncio.get_running_loop()
-        self._groups: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._open: asyncio.Future[None] | None = None
         """Of the group that is collected."""
-        self._writing: asyncio.Future[None] | None = None
+        self._busy = self._checkpointing = False
+        """The thread has the store."""
         self._holds = 0
+        self._last_write = 0.0
         self.error: StoreError | None = None
         """Why the last group could not be written."""
         self.groups = 0
         self.recent_seconds: deque[float] = deque(maxlen=1024)
         """How long the last groups took."""
-        self._thread = threading.Thread(target=self._write_groups, name="journal", daemon=True)
-        self._thread.start()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
 
     async def written(self) -> None:
         """Return when everything that was changed before this call is in the store.
@@ -61,38 +70,45 @@ class Journal:
             self._seal()
 
     async def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write what is left, and end the threads."""
         try:
             await self.written()
         finally:
-            self._groups.put(None)
-            await asyncio.to_thread(self._thread.join)
+            self._idle.cancel()
+            await asyncio.to_thread(self._thread.shutdown)
+            await asyncio.to_thread(self._aside.shutdown)
 
     def _seal(self) -> None:
-        if self._open is None or self._writing is not None or self._holds:
+        if self._open is None or self._busy or self._holds:
             return
         group, self._open = self._open, None
         changes = self._service.take_changes()
-        if changes:
-            self._writing = group
-            self._groups.put(changes)
-        else:
+        if not changes:
             group.set_result(None)
+        elif self._store.is_quick:
+            self._done(group, changes, *self._write(changes))
+        else:
+            self._busy = True
+            writing = self._loop.run_in_executor(self._thread, self._write, changes)
+            writing.add_done_callback(lambda done: self._written_aside(group, changes, *done.result()))
 
-    def _write_groups(self) -> None:
-        while (changes := self._groups.get()) is not None:
-            begin, error = self._clock(), None
-            try:
-                self._store.write(changes, begin)
-            except StoreError as failed:
-                error = failed
-            self._loop.call_soon_threadsafe(self._done, changes, error, self._clock() - begin)
+    def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
+        begin, error = time.perf_counter(), None
+        try:
+            self._store.write(changes, self._clock())
+        except StoreError as failed:
+            error = failed
+        return error, time.perf_counter() - begin
 
-    def _done(self, changes: Changes, error: StoreError | None, seconds: float) -> None:
-        group, self._writing = self._writing, None
-        assert group is not None, "only what is being written gets done"
+    def _written_aside(self, group: asyncio.Future[None], changes: Changes, error: StoreError | None, seconds: float) -> None:
+        self._busy = False
+        self._done(group, changes, error, seconds)
+        self._seal()
+
+    def _done(self, group: asyncio.Future[None], changes: Changes, error: StoreError | None, seconds: float) -> None:
         self.groups += 1
         self.recent_seconds.append(seconds)
+        self._last_write = self._loop.time()
         self.error = error
         if error is None:
             group.set_result(None)
@@ -101,4 +117,41 @@ class Journal:
             group.set_exception(error)
             # Somebody may have gone away meanwhile; then nobody asks.
             group.exception()
+        self._see_to_store(idle=False)
+
+    # What the store has put off.
+
+    def _see_idle(self) -> None:
+        if self._loop.time() - self._last_write >= IDLE_SECONDS:
+            self._see_to_store(idle=True)
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
+
+    def _see_to_store(self, *, idle: bool) -> None:
+        if self._store.wants_checkpoint and not self._checkpointing:
+            self._checkpointing = True
+            self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
+        if not self._busy and self._store.wants_tidying(idle=idle):
+            self._busy = True
+            self._loop.run_in_executor(self._thread, self._tidy).add_done_callback(self._tidied)
+
+    def _tidy(self) -> None:
+        try:
+            self._store.tidy()
+        except StoreError as error:
+            self.error = error
+
+    def _tidied(self, _: object) -> None:
+        self._busy = False
+        # Those who wait come first.
         self._seal()
+        if self.error is None:
+            self._see_to_store(idle=self._loop.time() - self._last_write >= IDLE_SECONDS)
+
+    def _checkpoint(self) -> None:
+        try:
+            self._store.checkpoint()
+        except StoreError as error:
+            self.error = error
+
+    def _checkpointed(self, _: object) -> None:
+        self._checkpointing = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
-    from hicache_metadata_server.state.restoring import SlotRow
+    from hicache_metadata_server.state.restoring import SlotColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Changes:
 
     scopes: list[ScopeRecord] = field(default_factory=list["ScopeRecord"])
     """New, or cleared."""
-    slots: dict[int, list[SlotRow]] = field(default_factory=dict[int, "list[SlotRow]"])
+    slots: dict[int, SlotColumns] = field(default_factory=dict[int, "SlotColumns"])
     """By the number of their scope."""
     pins: list[PinRecord] = field(default_factory=list["PinRecord"])
     unpinned: list[int] = field(default_factory=list[int])

@@ -13,9 +13,8 @@ from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
 from hicache_metadata_server.state.audit import SHOWN, audit
-from hicache_metadata_server.state.restoring import restore, rows_of
+from hicache_metadata_server.state.restoring import columns_of, restore
 from hicache_metadata_server.state.scope import Scope
-from hicache_metadata_server.state.slots import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -296,7 +295,7 @@ class MetadataService:
             changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
         for name, scope in self._changed.items():
             if scope.changed:
-                changes.slots[self._numbers[name]] = rows_of(scope, dict.fromkeys(scope.changed))
+                changes.slots[self._numbers[name]] = columns_of(scope, list(dict.fromkeys(scope.changed)))
                 scope.changed = []
         self._made, self._changed = {}, {}
         for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
@@ -317,9 +316,9 @@ class MetadataService:
         self.answers.withdraw(changes.answers)
         for record in changes.scopes:
             self._made[names[record.number]] = self.scopes[names[record.number]]
-        for number, rows in changes.slots.items():
+        for number, columns in changes.slots.items():
             scope = self._changed[names[number]] = self.scopes[names[number]]
-            scope.changed += [row.slot for row in rows]
+            scope.changed += columns.slots
         for record in changes.pins:
             self._pins.added.setdefault(record.pin, record)
         self._pins.removed = changes.unpinned + self._pins.removed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from itertools import repeat
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from hicache_metadata_server.state.scope import Scope
 
@@ -28,16 +31,38 @@ class SlotRow(NamedTuple):
     checksum: int
 
 
-def rows_of(scope: Scope, slots: Iterable[int]) -> list[SlotRow]:
-    """The rows of some slots that were used."""
-    table, owners, epoch = scope.table, scope.leases.owners, scope.epoch
-    return [
-        SlotRow(
-            slot, epoch, table.states[slot], table.generations[slot], table.keys[slot], table.prefixes[slot], owners.get(slot, ""),
-            table.leases[slot], table.until[slot], table.lengths[slot], table.checksums[slot],
-        )
-        for slot in slots
-    ]  # fmt: skip
+class SlotColumns(NamedTuple):
+    """The same of several slots, each column as long as `slots`."""
+
+    epoch: int
+    slots: Sequence[int]
+    states: Sequence[int]
+    generations: Sequence[int]
+    keys: Sequence[str]
+    prefixes: Sequence[str]
+    owners: Sequence[str]
+    leases: Sequence[int]
+    until: Sequence[float]
+    lengths: Sequence[int]
+    checksums: Sequence[int]
+
+
+def columns_of(scope: Scope, slots: Sequence[int]) -> SlotColumns:
+    """The columns of some slots that were used."""
+    table, owners = scope.table, scope.leases.owners
+    # Several times as fast as a loop over the slots; of one slot it would make no sequence.
+    pick: Callable[[Any], Any] = itemgetter(*slots) if len(slots) > 1 else lambda column: [column[slot] for slot in slots]
+    named = [owners.get(slot, "") for slot in slots] if owners else [""] * len(slots)
+    return SlotColumns(
+        scope.epoch, slots, pick(table.states), pick(table.generations), pick(table.keys), pick(table.prefixes), named,
+        pick(table.leases), pick(table.until), pick(table.lengths), pick(table.checksums),
+    )  # fmt: skip
+
+
+def rows_of(columns: SlotColumns) -> Iterator[SlotRow]:
+    """Columns as rows."""
+    epoch, slots, *others = columns
+    return map(SlotRow, slots, repeat(epoch), *others)
 
 
 def restore(scope: Scope, rows: Iterable[SlotRow], now: float, most_lease_seconds: float) -> list[str]:

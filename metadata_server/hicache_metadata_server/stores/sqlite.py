@@ -14,12 +14,13 @@ import msgspec
 
 from hicache_metadata_server.protocol import Durability, ScopeGeometry
 from hicache_metadata_server.service.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.state.restoring import SlotRow
+from hicache_metadata_server.state.restoring import SlotColumns, SlotRow
+from hicache_metadata_server.stores.folds import Folds
 from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLES, VERSION
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Changes
 
@@ -29,9 +30,14 @@ COLUMNS: Final = len(SlotRow._fields)
 ROWS: Final = (256, 64, 16, 4, 1)
 """Slots that one statement writes. Python lets other threads run only between statements and in them, not between their rows: few
 statements are fast, and do not keep the server waiting."""
-CHECKPOINT_PAGES: Final = 4000
+MOST_WAITING: Final = 65_536
+"""Slots in the journal, before folding them can wait no longer."""
+CHECKPOINT_WRITES: Final = 1500
+"""Between checkpoints: some 16 MiB."""
+CHECKPOINT_PASSES: Final = 3
+MOST_LOG_PAGES: Final = 50_000
+"""Where the checkpoints beside the writes do not keep up, a write does one."""
 FORGET_SECONDS: Final = 1.0
-SIGN: Final = 1 << 63
 
 
 class SqliteStore:
@@ -45,8 +51,11 @@ class SqliteStore:
         self.durability = durability
         self._lock = _Lock(f"{file}.lock")
         self._forget_at = 0.0
+        self._folds = Folds()
+        self._since_checkpoint = 0
         try:
             self._database = _open(file, durability)
+            self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         except (sqlite3.Error, StoreError, OSError) as error:
             self._lock.release()
             raise StoreError(f"cannot open {file}: {error}") from error
@@ -54,6 +63,11 @@ class SqliteStore:
     def recover(self, now: float) -> Recovered:
         """Everything but slots."""
         database = self._database
+        with _told("read"):
+            for number, slots in database.execute("SELECT * FROM journal ORDER BY number").fetchall():
+                self._folds.restore(number, msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]))
+        while self._folds.waiting:
+            self.tidy()
         with _told("read"):
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
             database.execute("DELETE FROM answers WHERE until <= ?", (now,))
@@ -79,7 +93,7 @@ class SqliteStore:
             for place, *rest, checksum in self._database.execute(
                 "SELECT * FROM slots WHERE place >= ? AND place < ? ORDER BY place", (first, (scope + 1) << SCOPE_BITS)
             ):
-                yield SlotRow(place - first, *rest, checksum % (2 * SIGN))
+                yield SlotRow(place - first, *rest, checksum % (1 << 64))
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
@@ -89,13 +103,70 @@ class SqliteStore:
                 self._write(changes, now)
                 self._database.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.execute("ROLLBACK")
+                self._roll_back()
                 raise
+        self._since_checkpoint += 1
+        if changes.slots:
+            self._folds.add(changes.slots)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether nothing waits for the disk."""
+        return self.durability is not Durability.MACHINE
+
+    def wants_tidying(self, *, idle: bool) -> bool:
+        """Whether the journal is long, or there is time."""
+        return self._folds.waiting > (0 if idle else MOST_WAITING)
+
+    def tidy(self) -> None:
+        """Fold a piece of the journal into the table of slots."""
+        rows, is_last = self._folds.piece()
+        if not rows and not is_last:
+            return
+        with _told("written"):
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                self._fold(rows, is_last)
+                self._database.execute("COMMIT")
+            except BaseException:
+                self._roll_back()
+                raise
+        self._folds.done()
+        self._since_checkpoint += len(rows) // 16
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the log has become long."""
+        return self._since_checkpoint > CHECKPOINT_WRITES
+
+    def checkpoint(self) -> None:
+        """Fold SQLite's own log into the file."""
+        self._since_checkpoint = 0
+        with _told("written"):
+            # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
+            for _ in range(CHECKPOINT_PASSES):
+                self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _fold(self, rows: list[tuple[object, ...]], is_last: bool) -> None:
+        start = 0
+        for size in ROWS:
+            while len(rows) - start >= size:
+                self._database.execute(_INSERTS[size], list(chain.from_iterable(rows[start : start + size])))
+                start += size
+        if is_last:
+            self._database.execute("DELETE FROM journal WHERE number <= ?", (self._folds.last,))
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._database.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Fold the log into the file, and let go of both."""
+        """Fold what is left, and let go of the file."""
         try:
+            with contextlib.suppress(StoreError):
+                while self._folds.waiting:
+                    self.tidy()
+            self._checkpoints.close()
             self._database.close()
         finally:
             self._lock.release()
@@ -108,7 +179,10 @@ class SqliteStore:
                 "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
             )
-        self._write_slots([row for number, rows in changes.slots.items() for row in _placed(number, rows)])
+        if changes.slots:
+            # The number is ours: a table that was emptied begins anew.
+            number = self._folds.next_number()
+            run("INSERT INTO journal VALUES (?, ?)", (number, msgspec.msgpack.encode(changes.slots)))
         if changes.counters:
             run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         for pin in changes.pins:
@@ -124,21 +198,6 @@ class SqliteStore:
             self._forget_at = now + FORGET_SECONDS
             run("DELETE FROM answers WHERE until <= ?", (now,))
             run("DELETE FROM pins WHERE until <= ?", (now,))
-
-    def _write_slots(self, rows: list[tuple[object, ...]]) -> None:
-        start = 0
-        for size in ROWS:
-            while len(rows) - start >= size:
-                self._database.execute(_INSERTS[size], list(chain.from_iterable(rows[start : start + size])))
-                start += size
-
-
-def _placed(scope: int, rows: Iterable[SlotRow]) -> Iterator[tuple[object, ...]]:
-    first = scope << SCOPE_BITS
-    for row in rows:
-        checksum = row[-1]
-        yield (first + row[0], *row[1:-1], checksum if checksum < SIGN else checksum - 2 * SIGN)
-
 
 def _insert(rows: int) -> str:
     one = f"({', '.join('?' * COLUMNS)})"
@@ -178,7 +237,7 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
         raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
     database.execute("PRAGMA journal_mode = WAL")
     database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
-    database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+    database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
     database.execute("PRAGMA cache_size = -65536")
     if not tables:
         database.executescript(

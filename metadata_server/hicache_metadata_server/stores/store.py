@@ -21,7 +21,7 @@ class StoreError(Exception):
 
 
 class Store(Protocol):
-    """Keeps changes. All methods block; no two of them are called at the same time."""
+    """Keeps changes. All methods block; no two of them are called at the same time, but for `checkpoint`."""
 
     @property
     def durability(self) -> Durability:
@@ -44,6 +44,36 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether `write` waits for nothing but memory."""
+        ...
+
+    def wants_tidying(self, *, idle: bool) -> bool:
+        """Whether `tidy` has something to do that cannot wait, or, if nobody writes just now, anything."""
+        ...
+
+    def tidy(self) -> None:
+        """Do a few milliseconds of what was put off.
+
+        Raises:
+            StoreError: it could not be done; nothing that was written is lost.
+        """
+        ...
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether it is time for `checkpoint`."""
+        ...
+
+    def checkpoint(self) -> None:
+        """Move what was written to where it belongs; the only method that may be called while another one runs.
+
+        Raises:
+            StoreError: it could not be done; nothing that was written is lost.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of the store."""
         ...
@@ -63,6 +93,23 @@ class MemoryStore:
         return ()
 
     def write(self, changes: Changes, now: float) -> None:
+        pass
+
+    @property
+    def is_quick(self) -> bool:
+        return True
+
+    def wants_tidying(self, *, idle: bool) -> bool:
+        return False
+
+    def tidy(self) -> None:
+        pass
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        return False
+
+    def checkpoint(self) -> None:
         pass
 
     def close(self) -> None:
