@@ -52,12 +52,16 @@ ALLOWED = {
 # Libraries that belong to one room; everywhere else they would make an import heavy.
 HOMES = {
     "sglang": {"hicache_storage.engines"},
-    "typer": {"hicache_storage.cli", "hicache_conformance"},
-    "rich": {"hicache_storage.cli", "hicache_conformance"},
+    "typer": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
+    "rich": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
     "pytest": {"hicache_conformance"},
     "hypothesis": {"hicache_conformance"},
     "jinja2": {"hicache_conformance"},
-    "prometheus_client": {"hicache_storage.layers"},
+    "prometheus_client": {"hicache_storage.layers", "hicache_metadata_server"},
+    "fastapi": {"hicache_metadata_server"},
+    "uvicorn": {"hicache_metadata_server"},
+    "structlog": {"hicache_metadata_server"},
+    "pydantic_settings": {"hicache_metadata_server"},
 }
 
 

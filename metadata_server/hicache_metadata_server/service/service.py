@@ -362,6 +362,10 @@ class MetadataService:
         first = self._leases.take(len(keys))
         return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
 
+    def take_leases(self, count: int) -> int:
+        """The first of so many new leases, for pages that come from elsewhere."""
+        return self._leases.take(count)
+
     def see_room_for_scope(self, field: str) -> None:
         """See that another scope may be made."""
         self._see_room(1, field)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicache_metadata_server.state.recency import Recency
     from hicache_metadata_server.state.slots import SlotTable
 
@@ -19,17 +21,18 @@ class Chains:
         self.waiting: dict[str, int] = {}
         """Pages by the prefix that they name and that is not live."""
 
-    def joined(self, slot: int) -> None:
-        """The page in that slot has become live."""
-        table = self._table
-        key, prefix = table.keys[slot], table.prefixes[slot]
-        table.children[slot] = self.waiting.pop(key, 0) if self.waiting else 0
-        if prefix and prefix != key:
-            before = self._recency.slot(prefix)
-            if before >= 0:
-                table.children[before] += 1
-            else:
-                self.waiting[prefix] = self.waiting.get(prefix, 0) + 1
+    def joined(self, slots: Iterable[int]) -> None:
+        """The pages in those slots have become live."""
+        keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
+        for slot in slots:
+            key, prefix = keys[slot], prefixes[slot]
+            children[slot] = waiting.pop(key, 0) if waiting else 0
+            if prefix and prefix != key:
+                before = self._recency.slot(prefix)
+                if before >= 0:
+                    children[before] += 1
+                else:
+                    waiting[prefix] = waiting.get(prefix, 0) + 1
 
     def left(self, slot: int) -> None:
         """The page in that slot is live no longer."""

@@ -92,7 +92,7 @@ class _Restoring:
                 live.append(slot)
         for slot in live:
             scope.recency.touch([table.keys[slot]])
-            scope.chains.joined(slot)
+        scope.chains.joined(live)
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
 

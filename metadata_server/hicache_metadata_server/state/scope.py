@@ -100,37 +100,22 @@ class Scope:
         self.settle(now)
         by_key, recency = self.leases.by_key, self.recency
         slots = recency.slots(keys)
-        new = {key for key, slot in zip(keys, slots, strict=True) if slot < 0 and key not in by_key}
+        new = {key: i for i, key in enumerate(keys) if slots[i] < 0 and key not in by_key}
         if len(new) < len(keys):
             recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
         if new and self._make_room(len(new), now):
             # A page of this batch may have gone to make room for another.
             slots = recency.slots(keys)
-        given = iter(self._lease(new, owner, first_lease, now, until))
-        states, leases = list[Reserved](), list[int]()
-        table, begun = self.table, list[int]()
-        lease = first_lease
-        for i, key in enumerate(keys):
-            if slots[i] >= 0:
-                states.append(Reserved.EXISTS)
-                leases.append(0)
-            elif key in by_key:
-                states.append(Reserved.BUSY)
-                leases.append(0)
-            elif key not in new or (slot := next(given, NO_SLOT)) == NO_SLOT:
-                states.append(Reserved.FULL)
-                leases.append(0)
-            else:
-                table.keys[slot] = key
-                table.prefixes[slot] = self._same(prefixes[i]) if prefixes else ""
-                table.leases[slot] = lease
-                by_key[key] = self.leases.by_number[lease] = slots[i] = slot
-                states.append(Reserved.LEASED)
-                leases.append(lease)
-                begun.append(slot)
-                lease += 1
-        if begun:
-            self.leases.log.add(first_lease, begun)
+        # Of a key that stands several times the first one counts.
+        first_places = new if len(new) == len(keys) else {key: keys.index(key) for key in new}
+        places = list(first_places.values())[: len(self.free)]
+        given = self._lease([keys[i] for i in places], [prefixes[i] for i in places] if prefixes else [], owner, first_lease, until)
+        if len(given) == len(keys):
+            return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
+        states = [Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL for key, slot in zip(keys, slots, strict=True)]
+        leases = [0] * len(keys)
+        for lease, (i, slot) in enumerate(zip(places, given, strict=True), first_lease):
+            states[i], slots[i], leases[i] = Reserved.LEASED, slot, lease
         return states, slots, leases
 
     def commit(self, rows: Sequence[tuple[int, int, int]], now: float) -> list[bool]:
@@ -139,20 +124,24 @@ class Scope:
         A lease whose page is live already counts as done if length and checksum are the same.
         """
         self.settle(now)
-        table, by_number, done, committed = self.table, self.leases.by_number, list[bool](), list[int]()
+        table, by_number, by_key = self.table, self.leases.by_number, self.leases.by_key
+        lengths, checksums, states, keys = table.lengths, table.checksums, table.states, table.keys
+        done, committed = list[bool](), list[int]()
         for lease, length, checksum in rows:
-            slot = by_number.get(lease, NO_SLOT)
+            slot = by_number.pop(lease, NO_SLOT)
             if slot < 0:
                 done.append(self._is_committed(lease, length, checksum))
                 continue
-            table.lengths[slot], table.checksums[slot], table.states[slot] = length, checksum, LIVE
-            self.leases.remove(table.keys[slot], lease, slot)
+            lengths[slot], checksums[slot], states[slot] = length, checksum, LIVE
+            del by_key[keys[slot]]
             committed.append(slot)
             done.append(True)
+        for slot in committed if self.leases.owners else ():
+            self.leases.owners.pop(slot, None)
         # From the last to the first, so that the head of a chain ends as the latest.
-        for slot in reversed(committed):
-            self.recency.add(table.keys[slot], slot)
-            self.chains.joined(slot)
+        committed.reverse()
+        self.recency.order.update((keys[slot], slot) for slot in committed)
+        self.chains.joined(committed)
         self.changed += committed
         return done
 
@@ -255,18 +244,24 @@ class Scope:
 
     # How slots change their state.
 
-    def _lease(self, new: set[str], owner: str, first_lease: int, now: float, until: float) -> list[int]:
-        slots = self.free.take(min(len(new), len(self.free)))
-        table = self.table
-        for slot in slots:
-            table.states[slot] = LEASED
-            table.until[slot] = until
+    def _lease(self, keys: list[str], prefixes: list[str], owner: str, first_lease: int, until: float) -> list[int]:
+        """Lease a slot for each key, of which there are enough."""
+        if not keys:
+            return []
+        table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
+        for slot, key, lease in zip(slots, keys, leases, strict=True):
+            table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
             table.generations[slot] += 1
+        self.leases.by_key.update(zip(keys, slots, strict=True))
+        self.leases.by_number.update(zip(leases, slots, strict=True))
+        if any(prefixes):
+            for slot, prefix in zip(slots, prefixes, strict=True):
+                table.prefixes[slot] = self._same(prefix)
         if owner:
             self.leases.owners.update(dict.fromkeys(slots, owner))
-        if slots:
-            self.timers.add(until, slots)
-            self.changed += slots
+        self.leases.log.add(first_lease, slots)
+        self.timers.add(until, slots)
+        self.changed += slots
         return slots
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
@@ -317,7 +312,9 @@ class Scope:
         """The prefix as the object that its own slot holds, if it has one: a million of them take no memory then."""
         if not prefix:
             return ""
-        slot = self.slot_of(prefix)
+        slot = self.leases.by_key.get(prefix, NO_SLOT)
+        if slot < 0:
+            slot = self.recency.slot(prefix)
         return self.table.keys[slot] if slot >= 0 else prefix
 
     def _take_apart(self, most: int) -> int:
