@@ -84,15 +84,15 @@ def _free_list(scope: Scope) -> Iterator[str]:
         elif not 0 <= slot < len(states):
             yield f"slot {slot} in the list of free slots does not exist"
         elif states[slot] != FREE:
-            yield f"slot {slot} is {NAMES[states[slot]]}, and in the list of free slots"
+            yield f"slot {slot} is {_named(states[slot])}, and in the list of free slots"
         seen.add(slot)
     for key in scope.recency:
         slot = scope.recency.slot(key)
         if states[slot] != LIVE or scope.table.keys[slot] != key:
-            yield f"key {key!r} is said to be live in slot {slot}, which is {NAMES[states[slot]]} for {scope.table.keys[slot]!r}"
+            yield f"key {key!r} is said to be live in slot {slot}, which is {_named(states[slot])} for {scope.table.keys[slot]!r}"
     for key, slot in scope.leases.by_key.items():
         if states[slot] != LEASED or scope.table.keys[slot] != key:
-            yield f"key {key!r} is said to hold slot {slot}, which is {NAMES[states[slot]]} for {scope.table.keys[slot]!r}"
+            yield f"key {key!r} is said to hold slot {slot}, which is {_named(states[slot])} for {scope.table.keys[slot]!r}"
 
 
 def _chains(scope: Scope) -> Iterator[str]:
@@ -104,3 +104,7 @@ def _chains(scope: Scope) -> Iterator[str]:
             yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"
     if scope.chains.waiting != named:
         yield f"{len(scope.chains.waiting)} prefixes that are not live are counted, and {len(named)} are named"
+
+
+def _named(state: int) -> str:
+    return NAMES[state] if state < len(NAMES) else f"in state {state}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from hicache_metadata_server.state.recency import Recency
     from hicache_metadata_server.state.slots import SlotTable
@@ -21,13 +21,14 @@ class Chains:
         self.waiting: dict[str, int] = {}
         """Pages by the prefix that they name and that is not live."""
 
-    def joined(self, slots: Iterable[int]) -> None:
-        """The pages in those slots have become live."""
+    def joined(self, slots: Sequence[int]) -> None:
+        """The pages in those slots have become live; they are in the order of use already."""
         keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
         for slot in slots:
-            key, prefix = keys[slot], prefixes[slot]
-            children[slot] = waiting.pop(key, 0) if waiting else 0
-            if prefix and prefix != key:
+            children[slot] = waiting.pop(keys[slot], 0) if waiting else 0
+        for slot in slots:
+            prefix = prefixes[slot]
+            if prefix and prefix != keys[slot]:
                 before = self._recency.slot(prefix)
                 if before >= 0:
                     children[before] += 1

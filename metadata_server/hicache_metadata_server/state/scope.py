@@ -77,7 +77,8 @@ class Scope:
         self.resting -= len(free)
         self.free.add(free)
         if expired:
-            self._let_go(expired, now, remember=False)
+            # A lease that was renewed is due several times.
+            self._let_go(list(dict.fromkeys(expired)), now, remember=False)
         return done + len(due)
 
     def next_time(self) -> float | None:
@@ -100,15 +101,14 @@ class Scope:
         self.settle(now)
         by_key, recency = self.leases.by_key, self.recency
         slots = recency.slots(keys)
-        new = {key: i for i, key in enumerate(keys) if slots[i] < 0 and key not in by_key}
+        # Of a key that stands several times the first one counts.
+        new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
         if len(new) < len(keys):
             recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
         if new and self._make_room(len(new), now):
             # A page of this batch may have gone to make room for another.
             slots = recency.slots(keys)
-        # Of a key that stands several times the first one counts.
-        first_places = new if len(new) == len(keys) else {key: keys.index(key) for key in new}
-        places = list(first_places.values())[: len(self.free)]
+        places = sorted(new.values())[: len(self.free)]
         given = self._lease([keys[i] for i in places], [prefixes[i] for i in places] if prefixes else [], owner, first_lease, until)
         if len(given) == len(keys):
             return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
