@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,9 +29,8 @@ class Remote:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RemoteError(f"{url!r} is no http or https address")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._url, self._token = url, token
-        self._connection = kind(parts.hostname, parts.port, timeout=ANSWER_SECONDS)
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._url, self._token, self._host, self._port = url, token, parts.hostname, parts.port
 
     def call(self, path: str, request: Request | None, kind: type[A]) -> A:
         """Ask one of the native routes.
@@ -56,11 +56,11 @@ class Remote:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
-            self._connection.request(method, path, body, headers)
-            response = self._connection.getresponse()
-            return response.status, response.read()
+            with closing(self._kind(self._host, self._port, timeout=ANSWER_SECONDS)) as connection:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
             raise RemoteError(f"{self._url} does not answer: {error}") from error
 
     def _refusal(self, status: int, body: bytes) -> str:

@@ -51,10 +51,10 @@ class Fuzzer:
             case _:
                 return [chance.choice(WORDS[1:6])] * chance.randrange(1, 600)
 
-    def part(self):
+    def part(self, *columns):
         chance, count = self.chance, self.chance.randrange(4)
         part = {"scope": chance.choice(SCOPES)}
-        for name in chance.sample(("keys", "leases", "prefixes", "lengths", "checksums", "generations"), chance.randrange(1, 4)):
+        for name in columns:
             drawn = WORDS[1:6] if name in ("keys", "prefixes") else range(1, 60)
             part[name] = [chance.choice(drawn) for _ in range(count)]
         return part
@@ -62,7 +62,11 @@ class Fuzzer:
     def body(self, path):
         """A message that is meant for the route, with something about it changed."""
         chance = self.chance
-        body = {"scopes": [self.part() for _ in range(chance.randrange(3))]}
+        columns = {"reserve": ("keys", "prefixes"), "commit": ("leases", "lengths", "checksums"), "abort": ("leases",), "renew": ("leases",)}
+        meant = columns.get(path.rpartition("/")[2], ("keys",))
+        if chance.random() < 0.1:
+            meant = chance.sample(("keys", "leases", "prefixes", "lengths", "checksums", "generations"), 2)
+        body = {"scopes": [self.part(*meant) for _ in range(chance.randrange(3))]}
         if path in ("/v2/clear", "/v2/fsck"):
             body = {"scopes": chance.choices(SCOPES, k=2)}
         elif path == "/v2/initialize":
@@ -72,10 +76,10 @@ class Fuzzer:
         elif not path.startswith("/v2"):
             keys = [chance.choice(WORDS[1:6]) for _ in range(chance.randrange(5))]
             pairs = [[key, chance.choice(("", "a", 3))] for key in keys]
-            body = {"keys": pairs if "reserve" in path else keys, "namespace": chance.choice(("kv", "mamba", "a b", "other"))}
+            body = {"keys": pairs if "reserve" in path else keys, "namespace": chance.choice(("kv", "kv", "kv", "mamba", "a b", "other"))}
             body |= {"written_keys_to_confirm": [[key, chance.randrange(-1, 9)] for key in keys], "pages_to_release": [chance.randrange(10)]}
             body |= {"num_pages": chance.choice((8, 9, 0, 2**40))}
-        if chance.random() < 0.5:
+        if chance.random() < 0.25:
             body[chance.choice(FIELDS)] = self.value()
         if chance.random() < 0.1:
             body.pop(chance.choice(list(body)))
@@ -83,11 +87,11 @@ class Fuzzer:
 
     def request(self):
         chance = self.chance
-        path = chance.choice([*(path for path in ROUTES if path != "/v2/drain"), *(f"/{chance.choice(('0', '1', 'x', '-1', '9' * 30, '٣'))}/{name}" for name in COMPATIBLE_ROUTES), "/", "/nope", "//", "/v2/", "/metrics"])  # fmt: skip
+        path = chance.choice([*(path for path in ROUTES if path != "/v2/drain"), *(f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}" for name in COMPATIBLE_ROUTES), "/", "/nope", "//", "/v2/", "/metrics"])  # fmt: skip
         method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
-        content_type = chance.choice((JSON, JSON, JSON, MSGPACK, "text/plain", "application/json; charset=x", ""))
+        content_type = chance.choice((JSON, JSON, JSON, JSON, JSON, MSGPACK, MSGPACK, "text/plain", "application/json; charset=x", ""))
         headers = {"idempotency-key": chance.choice(("a", "b", "c" * 200))} if chance.random() < 0.2 else {}
-        if chance.random() < 0.15:
+        if chance.random() < 0.1:
             return method, path, chance.choice(RAW), content_type, headers
         message = self.value() if chance.random() < 0.2 else self.body(path)
         try:

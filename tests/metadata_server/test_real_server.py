@@ -16,7 +16,8 @@ from hicache_metadata_server.protocol import Checked, Fsck, Reserved
 from tests.conformance.metadata.judging import broken, errors, judged
 from tests.metadata_server.servers import DURABLE, SERVE, Served, served
 
-SLOTS = 20_000
+# So many that nothing is evicted.
+SLOTS = 1_000_000
 
 
 class Writer(threading.Thread):
@@ -88,6 +89,7 @@ def test_sigterm_answers_what_was_accepted_and_keeps_it():
         pages = scope.store(["a", "b"])
         place._process.send_signal(signal.SIGTERM)
         place._process.wait(20)
+        place.kill()
         place.start()
         client.wire.drop()
         assert scope.lookup(["a", "b"]).slots == [page.slot for page in pages]
