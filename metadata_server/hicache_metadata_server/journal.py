@@ -26,7 +26,7 @@ class Journal:
     """Writes a service's changes to its store; used from the event loop that it was opened in.
 
     A store that writes to memory of the operating system is written from the loop itself: that takes less time than waking a thread.
-    What waits for a disk, and what the store has put off, is done in a thread.
+    What waits for a disk is done in a thread.
     """
 
     def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
@@ -34,8 +34,8 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._open: asyncio.Future[None] | None = None
-        """Of the group that is collected."""
+        self._open: list[asyncio.Future[None]] = []
+        """Those who wait for the group that is collected."""
         self._busy = self._checkpointing = False
         """The thread has the store."""
         self._holds = 0
@@ -53,11 +53,12 @@ class Journal:
         Raises:
             StoreError: it could not be written. It stays changed in memory, and is written with the next group.
         """
-        if self._open is None:
-            self._open = self._loop.create_future()
+        waiter = self._loop.create_future()
+        if not self._open:
             # Whatever the event loop has read already joins this group.
             self._loop.call_soon(self._seal)
-        await asyncio.shield(self._open)
+        self._open.append(waiter)
+        await waiter
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -79,12 +80,12 @@ class Journal:
             await asyncio.to_thread(self._aside.shutdown)
 
     def _seal(self) -> None:
-        if self._open is None or self._busy or self._holds:
+        if not self._open or self._busy or self._holds:
             return
-        group, self._open = self._open, None
+        group, self._open = self._open, []
         changes = self._service.take_changes()
         if not changes:
-            group.set_result(None)
+            _tell(group, None)
         elif self._store.is_quick:
             self._done(group, changes, *self._write(changes))
         else:
@@ -100,29 +101,25 @@ class Journal:
             error = failed
         return error, time.perf_counter() - begin
 
-    def _written_aside(self, group: asyncio.Future[None], changes: Changes, error: StoreError | None, seconds: float) -> None:
+    def _written_aside(self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float) -> None:
         self._busy = False
         self._done(group, changes, error, seconds)
         self._seal()
 
-    def _done(self, group: asyncio.Future[None], changes: Changes, error: StoreError | None, seconds: float) -> None:
+    def _done(self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float) -> None:
         self.groups += 1
         self.recent_seconds.append(seconds)
         self._last_write = self._loop.time()
         self.error = error
-        if error is None:
-            group.set_result(None)
-        else:
+        if error is not None:
             self._service.put_back(changes)
-            group.set_exception(error)
-            # Somebody may have gone away meanwhile; then nobody asks.
-            group.exception()
+        _tell(group, error)
         self._see_to_store(idle=False)
 
     # What the store has put off.
 
     def _see_idle(self) -> None:
-        if self._loop.time() - self._last_write >= IDLE_SECONDS:
+        if self._is_idle():
             self._see_to_store(idle=True)
         self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
 
@@ -130,9 +127,23 @@ class Journal:
         if self._store.wants_checkpoint and not self._checkpointing:
             self._checkpointing = True
             self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
-        if not self._busy and self._store.wants_tidying(idle=idle):
+        if self._busy or self.error is not None or not self._store.wants_tidying(idle=idle):
+            return
+        if not self._store.is_quick:
             self._busy = True
             self._loop.run_in_executor(self._thread, self._tidy).add_done_callback(self._tidied)
+            return
+        self._tidy()
+        if idle and self._store.wants_tidying(idle=True):
+            # Requests that have come meanwhile are served first.
+            self._loop.call_soon(self._go_on_tidying)
+
+    def _go_on_tidying(self) -> None:
+        if self._is_idle() and not self._open:
+            self._see_to_store(idle=True)
+
+    def _is_idle(self) -> bool:
+        return self._loop.time() - self._last_write >= IDLE_SECONDS
 
     def _tidy(self) -> None:
         try:
@@ -144,8 +155,7 @@ class Journal:
         self._busy = False
         # Those who wait come first.
         self._seal()
-        if self.error is None:
-            self._see_to_store(idle=self._loop.time() - self._last_write >= IDLE_SECONDS)
+        self._see_to_store(idle=self._is_idle())
 
     def _checkpoint(self) -> None:
         try:
@@ -155,3 +165,14 @@ class Journal:
 
     def _checkpointed(self, _: object) -> None:
         self._checkpointing = False
+
+
+def _tell(group: list[asyncio.Future[None]], error: StoreError | None) -> None:
+    for waiter in group:
+        # Somebody may have gone away meanwhile.
+        if waiter.done():
+            continue
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)

@@ -102,14 +102,14 @@ class CompatibleService:
                 raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
     def _confirm(self, scope: Scope, pairs: list[tuple[str, int]], now: float) -> str:
-        refused, rows = "", list[tuple[int, int, int]]()
-        by_key, leases, meant = scope.leases.by_key, scope.table.leases, set[str]()
-        for i, (key, slot) in enumerate(pairs):
-            if by_key.get(key, -1) == slot:
-                if key not in meant:
-                    rows.append((leases[slot], 0, 0))
-                    meant.add(key)
-            elif scope.recency.slot(key) != slot:
-                refused = refused or f"written_keys_to_confirm[{i}]"
-        scope.commit(rows, now)
+        by_key, leases, refused = scope.leases.by_key, scope.table.leases, ""
+        mine = dict(pairs)
+        if len(mine) < len(pairs) or any(by_key.get(key, -1) != slot for key, slot in pairs):
+            mine = {}
+            for i, (key, slot) in enumerate(pairs):
+                if by_key.get(key, -1) == slot:
+                    mine[key] = slot
+                elif scope.recency.slot(key) != slot:
+                    refused = refused or f"written_keys_to_confirm[{i}]"
+        scope.commit([(leases[slot], 0, 0) for slot in mine.values()], now)
         return refused

@@ -6,8 +6,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.state.slots import LEASED, LIVE
-
 if TYPE_CHECKING:
     from hicache_metadata_server.state.slots import SlotTable
 
@@ -20,24 +18,27 @@ class LeaseLog:
     A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too often to forget.
     """
 
-    __slots__ = ("_chunks", "_cursor", "_firsts", "_table")
+    __slots__ = ("_chunks", "_cursor", "_entries", "_firsts", "_table")
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._chunks: list[tuple[array[int], array[int]]] = []
         self._firsts: list[int] = []
-        self._cursor = 0
+        self._cursor = self._entries = 0
 
     def __len__(self) -> int:
-        return sum(len(leases) for leases, _ in self._chunks)
+        return self._entries
 
     def add(self, first: int, slots: list[int]) -> None:
         """Slots that were leased under consecutive numbers, greater than all before."""
         if not self._chunks or len(self._chunks[-1][0]) >= CHUNK:
             self._chunks.append((array("Q"), array("Q")))
             self._firsts.append(first)
-            self._tidy()
-            self._tidy()
+            # At most one entry a slot is current.
+            if self._entries > 2 * len(self._table) + CHUNK:
+                self._tidy()
+                self._tidy()
+        self._entries += len(slots)
         leases, where = self._chunks[-1]
         leases.extend(range(first, first + len(slots)))
         where.extend(slots)
@@ -60,12 +61,11 @@ class LeaseLog:
         at = self._cursor
         if at >= len(self._chunks) - 1:
             return
-        table, (old_leases, old_slots) = self._table, self._chunks[at]
-        leases, slots = array("Q"), array("Q")
-        for lease, slot in zip(old_leases, old_slots, strict=True):
-            if table.leases[slot] == lease and table.states[slot] in (LEASED, LIVE):
-                leases.append(lease)
-                slots.append(slot)
+        old_leases, old_slots = self._chunks[at]
+        current = self._table.leases
+        kept = [(lease, slot) for lease, slot in zip(old_leases, old_slots, strict=True) if current[slot] == lease]
+        leases, slots = array("Q", [lease for lease, _ in kept]), array("Q", [slot for _, slot in kept])
+        self._entries -= len(old_leases) - len(leases)
         if at and len(self._chunks[at - 1][0]) + len(leases) <= CHUNK:
             self._chunks[at - 1][0].extend(leases)
             self._chunks[at - 1][1].extend(slots)

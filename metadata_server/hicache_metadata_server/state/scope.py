@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.protocol import NO_SLOT, Reserved, SlotStatus
@@ -101,15 +102,22 @@ class Scope:
         self.settle(now)
         by_key, recency = self.leases.by_key, self.recency
         slots = recency.slots(keys)
-        # Of a key that stands several times the first one counts.
-        new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
-        if len(new) < len(keys):
+        if max(slots, default=0) < 0 and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+            # Nearly always: nothing in the batch is known.
+            new = dict(zip(keys, range(len(keys)), strict=True))
+        else:
+            # Of a key that stands several times the first one counts.
+            new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
             recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
         if new and self._make_room(len(new), now):
             # A page of this batch may have gone to make room for another.
             slots = recency.slots(keys)
-        places = sorted(new.values())[: len(self.free)]
-        given = self._lease([keys[i] for i in places], [prefixes[i] for i in places] if prefixes else [], owner, first_lease, until)
+        if len(keys) == len(new) <= len(self.free):
+            places, fresh, before = range(len(keys)), keys, prefixes
+        else:
+            places = sorted(new.values())[: len(self.free)]
+            fresh, before = [keys[i] for i in places], [prefixes[i] for i in places] if prefixes else ()
+        given = self._lease(fresh, before, owner, first_lease, until)
         if len(given) == len(keys):
             return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
         states = [Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL for key, slot in zip(keys, slots, strict=True)]
@@ -129,18 +137,16 @@ class Scope:
         done, committed = list[bool](), list[int]()
         for lease, length, checksum in rows:
             slot = by_number.pop(lease, NO_SLOT)
-            if slot < 0:
-                done.append(self._is_committed(lease, length, checksum))
-                continue
-            lengths[slot], checksums[slot], states[slot] = length, checksum, LIVE
-            del by_key[keys[slot]]
-            committed.append(slot)
-            done.append(True)
+            if slot >= 0:
+                lengths[slot], checksums[slot], states[slot] = length, checksum, LIVE
+                del by_key[keys[slot]]
+                committed.append(slot)
+            done.append(slot >= 0 or self._is_committed(lease, length, checksum))
         for slot in committed if self.leases.owners else ():
             self.leases.owners.pop(slot, None)
         # From the last to the first, so that the head of a chain ends as the latest.
         committed.reverse()
-        self.recency.order.update((keys[slot], slot) for slot in committed)
+        self.recency.order.update(zip([keys[slot] for slot in committed], committed, strict=True))
         self.chains.joined(committed)
         self.changed += committed
         return done
@@ -244,14 +250,20 @@ class Scope:
 
     # How slots change their state.
 
-    def _lease(self, keys: list[str], prefixes: list[str], owner: str, first_lease: int, until: float) -> list[int]:
+    def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> list[int]:
         """Lease a slot for each key, of which there are enough."""
         if not keys:
             return []
         table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
-        for slot, key, lease in zip(slots, keys, leases, strict=True):
-            table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
-            table.generations[slot] += 1
+        first, end = slots[0], slots[-1] + 1
+        if end - first == len(slots):
+            table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
+            table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
+            table.generations[first:end] = array("Q", [generation + 1 for generation in table.generations[first:end]])
+        else:
+            for slot, key, lease in zip(slots, keys, leases, strict=True):
+                table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
+                table.generations[slot] += 1
         self.leases.by_key.update(zip(keys, slots, strict=True))
         self.leases.by_number.update(zip(leases, slots, strict=True))
         if any(prefixes):

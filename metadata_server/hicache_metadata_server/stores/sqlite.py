@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COLUMNS: Final = len(SlotRow._fields)
-ROWS: Final = (256, 64, 16, 4, 1)
+ROWS: Final = (512, 64, 16, 4, 1)
 """Slots that one statement writes. Python lets other threads run only between statements and in them, not between their rows: few
 statements are fast, and do not keep the server waiting."""
-MOST_WAITING: Final = 65_536
-"""Slots in the journal, before folding them can wait no longer."""
-CHECKPOINT_WRITES: Final = 1500
-"""Between checkpoints: some 16 MiB."""
+MOST_JOURNAL_BYTES: Final = 64 << 20
+"""Before folding it can wait no longer: some 4,000 batches of 128 pages, reserved and committed."""
+GROUPS: Final = 16
+"""Of the journal, folded together."""
+CHECKPOINT_WRITES: Final = 6000
+"""Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
 CHECKPOINT_PASSES: Final = 3
-MOST_LOG_PAGES: Final = 50_000
+MOST_LOG_PAGES: Final = 200_000
 """Where the checkpoints beside the writes do not keep up, a write does one."""
 FORGET_SECONDS: Final = 1.0
 
@@ -52,6 +54,7 @@ class SqliteStore:
         self._lock = _Lock(f"{file}.lock")
         self._forget_at = 0.0
         self._folds = Folds()
+        self._journal_bytes = self._last_group = 0
         self._since_checkpoint = 0
         try:
             self._database = _open(file, durability)
@@ -64,9 +67,10 @@ class SqliteStore:
         """Everything but slots."""
         database = self._database
         with _told("read"):
-            for number, slots in database.execute("SELECT * FROM journal ORDER BY number").fetchall():
-                self._folds.restore(number, msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]))
-        while self._folds.waiting:
+            self._journal_bytes, self._last_group = database.execute(
+                "SELECT coalesce(sum(length(slots)), 0), coalesce(max(number), 0) FROM journal"
+            ).fetchone()
+        while self._journal_bytes:
             self.tidy()
         with _told("read"):
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
@@ -100,14 +104,15 @@ class SqliteStore:
         with _told("written"):
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                self._write(changes, now)
+                written = self._write(changes, now)
                 self._database.execute("COMMIT")
             except BaseException:
                 self._roll_back()
                 raise
         self._since_checkpoint += 1
-        if changes.slots:
-            self._folds.add(changes.slots)
+        if written:
+            self._last_group += 1
+            self._journal_bytes += written
 
     @property
     def is_quick(self) -> bool:
@@ -116,13 +121,15 @@ class SqliteStore:
 
     def wants_tidying(self, *, idle: bool) -> bool:
         """Whether the journal is long, or there is time."""
-        return self._folds.waiting > (0 if idle else MOST_WAITING)
+        return self._journal_bytes > (0 if idle else MOST_JOURNAL_BYTES)
 
     def tidy(self) -> None:
         """Fold a piece of the journal into the table of slots."""
-        rows, is_last = self._folds.piece()
-        if not rows and not is_last:
+        if not self._journal_bytes:
             return
+        if not self._folds:
+            self._take_groups()
+        rows, is_last = self._folds.piece()
         with _told("written"):
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -132,6 +139,8 @@ class SqliteStore:
                 self._roll_back()
                 raise
         self._folds.done()
+        if is_last:
+            self._journal_bytes -= self._folds.journal_bytes
         self._since_checkpoint += len(rows) // 16
 
     @property
@@ -146,6 +155,12 @@ class SqliteStore:
             # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
             for _ in range(CHECKPOINT_PASSES):
                 self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _take_groups(self) -> None:
+        with _told("read"):
+            found = self._database.execute("SELECT number, slots FROM journal ORDER BY number LIMIT ?", (GROUPS,)).fetchall()
+            groups = [msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]) for _, slots in found]
+        self._folds.begin(groups, found[-1][0], sum(len(slots) for _, slots in found))
 
     def _fold(self, rows: list[tuple[object, ...]], is_last: bool) -> None:
         start = 0
@@ -164,14 +179,16 @@ class SqliteStore:
         """Fold what is left, and let go of the file."""
         try:
             with contextlib.suppress(StoreError):
-                while self._folds.waiting:
+                while self._journal_bytes:
                     self.tidy()
             self._checkpoints.close()
             self._database.close()
         finally:
             self._lock.release()
 
-    def _write(self, changes: Changes, now: float) -> None:
+    def _write(self, changes: Changes, now: float) -> int:
+        """Returns by how many bytes the journal has grown."""
+        written = 0
         run, run_each = self._database.execute, self._database.executemany
         for record in changes.scopes:
             one = record.geometry
@@ -180,9 +197,10 @@ class SqliteStore:
                 (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
             )
         if changes.slots:
+            blob = msgspec.msgpack.encode(changes.slots)
             # The number is ours: a table that was emptied begins anew.
-            number = self._folds.next_number()
-            run("INSERT INTO journal VALUES (?, ?)", (number, msgspec.msgpack.encode(changes.slots)))
+            run("INSERT INTO journal VALUES (?, ?)", (self._last_group + 1, blob))
+            written = len(blob)
         if changes.counters:
             run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         for pin in changes.pins:
@@ -198,6 +216,7 @@ class SqliteStore:
             self._forget_at = now + FORGET_SECONDS
             run("DELETE FROM answers WHERE until <= ?", (now,))
             run("DELETE FROM pins WHERE until <= ?", (now,))
+        return written
 
 def _insert(rows: int) -> str:
     one = f"({', '.join('?' * COLUMNS)})"
@@ -238,7 +257,7 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
     database.execute("PRAGMA journal_mode = WAL")
     database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
     database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
-    database.execute("PRAGMA cache_size = -65536")
+    database.execute("PRAGMA cache_size = -16384")
     if not tables:
         database.executescript(
             f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"

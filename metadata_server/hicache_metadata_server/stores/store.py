@@ -46,7 +46,7 @@ class Store(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """Whether `write` waits for nothing but memory."""
+        """Whether `write` and `tidy` wait for nothing but memory."""
         ...
 
     def wants_tidying(self, *, idle: bool) -> bool:
@@ -54,7 +54,7 @@ class Store(Protocol):
         ...
 
     def tidy(self) -> None:
-        """Do a few milliseconds of what was put off.
+        """Do less than a millisecond of what was put off.
 
         Raises:
             StoreError: it could not be done; nothing that was written is lost.
