@@ -237,7 +237,9 @@ def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Con
         thread.join()
     connection.close()
     longest = {name: max(found, default=0.0) for name, found in waits.items()}
-    return Blocked(way, took, longest[("read", True)], longest[("write", True)], longest[("read", False)], longest[("write", False)])
+    return Blocked(
+        way, took, longest[("read", True)], longest[("write", True)], longest[("read", False)], longest[("write", False)]
+    )
 
 
 def free_by_clear(rank: int) -> Callable[[Connection, list[str]], None]:
@@ -310,7 +312,15 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="metadata-vs-sglang-", dir=options.path)).resolve()
 
     def ours(name: str) -> list[str]:
-        return [sys.executable, *OUR_COMMAND, "PORT", "--store", f"sqlite:///{work}/{name}.db", "--durability", options.durability]
+        return [
+            sys.executable,
+            *OUR_COMMAND,
+            "PORT",
+            "--store",
+            f"sqlite:///{work}/{name}.db",
+            "--durability",
+            options.durability,
+        ]
 
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.service.service import MetadataService
@@ -35,11 +35,16 @@ def serve(
     port: Annotated[int | None, typer.Option(help="[default: 18000]")] = None,
     store: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///FILE, or memory:  [default: memory:]")] = None,
     durability: Annotated[
-        str | None, typer.Option(help="What acknowledged changes survive: process (kill -9) or machine (loss of power).  [default: process]")
+        str | None,
+        typer.Option(help="What acknowledged changes survive: process (kill -9) or machine (loss of power).  [default: process]"),
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")
+    ] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="How long a reservation lasts.  [default: 30]")] = None,
-    quarantine_seconds: Annotated[float | None, typer.Option(help="How long slots rest before they are reused.  [default: 5]")] = None,
+    quarantine_seconds: Annotated[
+        float | None, typer.Option(help="How long slots rest before they are reused.  [default: 5]")
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or console.  [default: json]")] = None,
@@ -94,7 +99,19 @@ def scopes(url: Url = LOCAL, token_file: Token = None) -> None:
 
     with _complaints():
         found = _remote(url, token_file).call("/v2/scopes", None, Scopes).scopes
-    table = Table("scope", "slots", "live", "leased", "quarantined", "free", "slot bytes", "identity", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "scope",
+        "slots",
+        "live",
+        "leased",
+        "quarantined",
+        "free",
+        "slot bytes",
+        "identity",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
         table.add_row(one.scope, *(f"{number:,}" for number in numbers), one.identity)
@@ -143,7 +160,9 @@ def fsck(
 @app.command("import")
 def import_file(
     file: Annotated[Path, typer.Argument(help="The persistence file of SGLang's metadata server.")],
-    store: Annotated[str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")],
+    store: Annotated[
+        str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")
+    ],
 ) -> None:
     """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""
     from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
@@ -191,7 +210,7 @@ def _fsck_store(store: str, request: Any) -> Any:
 
 
 @contextmanager
-def _opened(store: str) -> Iterator[tuple[MetadataService, Any]]:
+def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     """A service as a store has kept it, and what writes its changes there."""
     from hicache_metadata_server.service.service import MetadataService
     from hicache_metadata_server.stores.store import MEMORY, StoreError, open_store
@@ -217,7 +236,7 @@ def _remote(url: str, token_file: Path | None) -> Remote:
 
 
 @contextmanager
-def _complaints() -> Iterator[None]:
+def _complaints() -> Generator[None]:
     from hicache_metadata_server.remote import RemoteError
     from hicache_metadata_server.service.refused import RefusedError
     from hicache_metadata_server.stores.store import StoreError
@@ -237,6 +256,6 @@ def _settings_error(error: Exception) -> str:
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())
 
 
-def _fail(message: str) -> Any:
+def _fail(message: str) -> NoReturn:
     Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
     raise typer.Exit(FAILED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from hicache_metadata_server.service.changes import Changes
     from hicache_metadata_server.service.service import MetadataService
@@ -38,6 +38,7 @@ class Journal:
         """Those who wait for the group that is collected."""
         self._busy = self._checkpointing = False
         """The thread has the store."""
+        self._closed = False
         self._holds = 0
         self._last_write = 0.0
         self.error: StoreError | None = None
@@ -61,7 +62,7 @@ class Journal:
         await waiter
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None]:
         """Changes made inside are one group, however often others are served in between."""
         self._holds += 1
         try:
@@ -75,6 +76,7 @@ class Journal:
         try:
             await self.written()
         finally:
+            self._closed = True
             self._idle.cancel()
             await asyncio.to_thread(self._thread.shutdown)
             await asyncio.to_thread(self._aside.shutdown)
@@ -101,7 +103,9 @@ class Journal:
             error = failed
         return error, time.perf_counter() - begin
 
-    def _written_aside(self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float) -> None:
+    def _written_aside(
+        self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float
+    ) -> None:
         self._busy = False
         self._done(group, changes, error, seconds)
         self._seal()
@@ -124,6 +128,8 @@ class Journal:
         self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
 
     def _see_to_store(self, *, idle: bool) -> None:
+        if self._closed:
+            return
         if self._store.wants_checkpoint and not self._checkpointing:
             self._checkpointing = True
             self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)

@@ -75,7 +75,11 @@ class ServerSettings(BaseSettings):
         from hicache_metadata_server.web.tokens import read_token_file
 
         found = read_token_file(self.token_file) if self.token_file else {}
-        for kind, secret in ((p.Token.READ, self.read_token), (p.Token.WRITE, self.write_token), (p.Token.ADMIN, self.admin_token)):
+        for kind, secret in (
+            (p.Token.READ, self.read_token),
+            (p.Token.WRITE, self.write_token),
+            (p.Token.ADMIN, self.admin_token),
+        ):
             if secret is not None:
                 text = secret.get_secret_value()
                 if not text or text in found:

@@ -156,7 +156,11 @@ class History:
             assert scope.status(slot, self.now) == old.status(slot, self.now)
         assert scope.leases.by_key == old.leases.by_key
         assert scope.leases.by_number == old.leases.by_number
-        assert all(until <= self.now + QUARANTINE for slot, until in enumerate(scope.table.until) if scope.table.states[slot] == QUARANTINED)
+        assert all(
+            until <= self.now + QUARANTINE
+            for slot, until in enumerate(scope.table.until)
+            if scope.table.states[slot] == QUARANTINED
+        )
 
     def see(self) -> None:
         assert problems_of(self.scope) == []
@@ -170,6 +174,8 @@ class History:
             self.unpin(pin)
         self.now += QUARANTINE + 1
         self.scope.settle(self.now, 10**6)
-        states, slots, _ = self.scope.reserve([f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1)
+        states, slots, _ = self.scope.reserve(
+            [f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1
+        )
         assert set(states) == {Reserved.LEASED}
         assert sorted(slots) == list(range(self.slots))

@@ -58,7 +58,9 @@ class Caller:
 
     async def store(self, scope, keys, **options):
         """Reserve and commit keys by the native part; returns the answer to the commit."""
-        leases = (await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)).json["scopes"][0]["leases"]
+        leases = (await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)).json["scopes"][0][
+            "leases"
+        ]
         part = {"scope": scope, "leases": leases, "lengths": [1] * len(leases), "checksums": [2**64 - 1] * len(leases)}
         return await self.post("/v2/commit", {"scopes": [part]}, **options)
 

@@ -9,7 +9,9 @@ from hicache_conformance.metadata.native import NativeClient
 from hicache_conformance.metadata.server import Served
 from hicache_conformance.metadata.wire import Wire
 
-SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
+)
 DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 3"
 
 

@@ -159,7 +159,9 @@ def test_a_store_that_fails_is_told_and_nothing_is_lost():
             assert (await caller.send("GET", "/readyz")).status == 503
             assert (await caller.send("GET", "/healthz")).status == 200
             store.error = None
-            assert (await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})).json["scopes"][0]["states"] == ["busy"] * 3
+            assert (await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})).json["scopes"][0][
+                "states"
+            ] == ["busy"] * 3
             # What could not be written went with the next group.
             assert sorted(store.written[-1].slots[1].slots) == [0, 1, 2]
             assert (await caller.send("GET", "/readyz")).status == 200

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
 
 
 def test_looking_after_a_server(place):
-    url, token, reader = place
+    url, token, _ = place
     where = ("--url", url, "--token-file", token)
     status = hicache("status", *where)
     assert status.exit_code == 0, status.output

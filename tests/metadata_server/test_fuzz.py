@@ -62,7 +62,12 @@ class Fuzzer:
     def body(self, path):
         """A message that is meant for the route, with something about it changed."""
         chance = self.chance
-        columns = {"reserve": ("keys", "prefixes"), "commit": ("leases", "lengths", "checksums"), "abort": ("leases",), "renew": ("leases",)}
+        columns = {
+            "reserve": ("keys", "prefixes"),
+            "commit": ("leases", "lengths", "checksums"),
+            "abort": ("leases",),
+            "renew": ("leases",),
+        }
         meant = columns.get(path.rpartition("/")[2], ("keys",))
         if chance.random() < 0.1:
             meant = chance.sample(("keys", "leases", "prefixes", "lengths", "checksums", "generations"), 2)
@@ -70,14 +75,24 @@ class Fuzzer:
         if path in ("/v2/clear", "/v2/fsck"):
             body = {"scopes": chance.choices(SCOPES, k=2)}
         elif path == "/v2/initialize":
-            body = {"scopes": [{"scope": chance.choice(SCOPES), "slots": chance.choice((8, 2**40, 9)), "geometry": chance.choice(("", "x"))}]}
+            body = {
+                "scopes": [
+                    {"scope": chance.choice(SCOPES), "slots": chance.choice((8, 2**40, 9)), "geometry": chance.choice(("", "x"))}
+                ]
+            }
         elif path == "/v2/inspect":
             body = {"scope": chance.choice(SCOPES), "keys": ["a"], "slots": [chance.randrange(12)]}
         elif not path.startswith("/v2"):
             keys = [chance.choice(WORDS[1:6]) for _ in range(chance.randrange(5))]
             pairs = [[key, chance.choice(("", "a", 3))] for key in keys]
-            body = {"keys": pairs if "reserve" in path else keys, "namespace": chance.choice(("kv", "kv", "kv", "mamba", "a b", "other"))}
-            body |= {"written_keys_to_confirm": [[key, chance.randrange(-1, 9)] for key in keys], "pages_to_release": [chance.randrange(10)]}
+            body = {
+                "keys": pairs if "reserve" in path else keys,
+                "namespace": chance.choice(("kv", "kv", "kv", "mamba", "a b", "other")),
+            }
+            body |= {
+                "written_keys_to_confirm": [[key, chance.randrange(-1, 9)] for key in keys],
+                "pages_to_release": [chance.randrange(10)],
+            }
             body |= {"num_pages": chance.choice((8, 9, 0, 2**40))}
         if chance.random() < 0.25:
             body[chance.choice(FIELDS)] = self.value()
@@ -89,7 +104,9 @@ class Fuzzer:
         chance = self.chance
         path = chance.choice([*(path for path in ROUTES if path != "/v2/drain"), *(f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}" for name in COMPATIBLE_ROUTES), "/", "/nope", "//", "/v2/", "/metrics"])  # fmt: skip
         method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
-        content_type = chance.choice((JSON, JSON, JSON, JSON, JSON, MSGPACK, MSGPACK, "text/plain", "application/json; charset=x", ""))
+        content_type = chance.choice(
+            (JSON, JSON, JSON, JSON, JSON, MSGPACK, MSGPACK, "text/plain", "application/json; charset=x", "")
+        )
         headers = {"idempotency-key": chance.choice(("a", "b", "c" * 200))} if chance.random() < 0.2 else {}
         if chance.random() < 0.1:
             return method, path, chance.choice(RAW), content_type, headers
@@ -105,7 +122,9 @@ class Fuzzer:
 
 
 async def fuzz(store, seed, requests):
-    limits = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5)
+    limits = msgspec.structs.replace(
+        DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
+    )
     fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
     service = MetadataService(limits, durability=store.durability, most_scopes=12)
     async with running(store, service) as caller:

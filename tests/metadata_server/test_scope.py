@@ -92,7 +92,11 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     scope = scope_of(pages, quarantine)
     store(scope, [f"k{i}" for i in range(pages)], [""] + [f"k{i}" for i in range(pages - 1)])
     assert scope.clear(100.0) == pages
-    assert (len(scope.recency), scope.table.count(LIVE), scope.table.count(QUARANTINED) + scope.table.count(FREE)) == (0, 0, pages)
+    assert (len(scope.recency), scope.table.count(LIVE), scope.table.count(QUARANTINED) + scope.table.count(FREE)) == (
+        0,
+        0,
+        pages,
+    )
     assert problems_of(scope) == []
     looked_at = [scope.settle(100.0) for _ in range(100)]
     assert max(looked_at) <= STEP

@@ -132,7 +132,9 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch):
             store, service = opened(tmp_path, now)
             for (name, slots, live), (other, restored, alive) in zip(before, state(service, now), strict=True):
                 assert (name, live) == (other, alive)
-                assert [slot for slot in slots if slot.state in ("live", "leased")] == [slot for slot in restored if slot.state in ("live", "leased")]
+                assert [slot for slot in slots if slot.state in ("live", "leased")] == [
+                    slot for slot in restored if slot.state in ("live", "leased")
+                ]
                 assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
     store.close()
 
@@ -183,7 +185,9 @@ def test_a_later_schema_is_refused(tmp_path):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"not a database at all, but long enough to look at" * 50, b"SQLite format 3\x00" + b"x" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"not a database at all, but long enough to look at" * 50, b"SQLite format 3\x00" + b"x" * 5000]
+)
 def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     (tmp_path / "m.db").write_bytes(content)
     with pytest.raises(StoreError, match="cannot open"):
@@ -209,17 +213,25 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     database = sqlite3.connect(tmp_path / "m.db")
     database.execute("UPDATE slots SET key = 'a' WHERE key = 'b'")
     database.execute("UPDATE slots SET state = 9 WHERE key = 'c'")
-    database.execute("INSERT INTO slots SELECT place + 1000, epoch, state, generation, 'z', '', '', 99, 0, 1, 1 FROM slots WHERE key = 'a' LIMIT 1")
+    database.execute(
+        "INSERT INTO slots SELECT place + 1000, epoch, state, generation, 'z', '', '', 99, 0, 1, 1 FROM slots WHERE key = 'a' LIMIT 1"
+    )
     database.commit()
     database.close()
     store, restored = opened(tmp_path)
     assert len(restored.recovery_problems) == 3
-    assert restored.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a", "b", "c"])]), NOW).scopes[0].slots == [0, -1, -1]
+    assert restored.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a", "b", "c"])]), NOW).scopes[0].slots == [
+        0,
+        -1,
+        -1,
+    ]
     assert list(restored.fsck(p.Fsck()))[-1].problems == []
     store.close()
 
 
-@pytest.mark.parametrize(("url", "said"), [("redis://x", "names no store"), ("sqlite:///", "names no store"), ("", "names no store")])
+@pytest.mark.parametrize(
+    ("url", "said"), [("redis://x", "names no store"), ("sqlite:///", "names no store"), ("", "names no store")]
+)
 def test_addresses_that_name_no_store(url, said):
     with pytest.raises(ValueError, match=said):
         open_store(url)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER
-from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.refused import RefusedError, invalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from hicache_metadata_server.service.changes import AnswerRecord
 
 KEY_CHARACTERS: Final = 128
 

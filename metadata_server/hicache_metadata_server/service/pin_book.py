@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.service.changes import PinRecord
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from hicache_metadata_server.service.changes import PinRecord
 
 
 class PinBook:

@@ -48,7 +48,9 @@ class MetadataService:
         most_scopes: int = MOST_SCOPES,
     ) -> None:  # fmt: skip
         self.limits = limits
-        self.about = p.About(protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits)
+        self.about = p.About(
+            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+        )
         self.most_scopes = most_scopes
         self.scopes: dict[str, Scope] = {}
         self.answers = AnswerBook(limits.idempotency_seconds)
@@ -319,8 +321,8 @@ class MetadataService:
         for number, columns in changes.slots.items():
             scope = self._changed[names[number]] = self.scopes[names[number]]
             scope.changed += columns.slots
-        for record in changes.pins:
-            self._pins.added.setdefault(record.pin, record)
+        for pin in changes.pins:
+            self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             self._ceilings[name] = 0
@@ -335,10 +337,10 @@ class MetadataService:
             name = record.geometry.scope
             scope = self.scopes[name] = by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
-        for record in recovered.pins:
-            self._pins.add(record, remember=False)
-            for number, slots in record.slots.items():
-                by_number[number].pin(record.pin, slots, record.until)
+        for pin in recovered.pins:
+            self._pins.add(pin, remember=False)
+            for number, slots in pin.slots.items():
+                by_number[number].pin(pin.pin, slots, pin.until)
         for number, scope in by_number.items():
             problems = restore(scope, rows(number), now, self.limits.most_lease_seconds)
             self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]

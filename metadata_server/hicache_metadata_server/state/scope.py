@@ -113,14 +113,15 @@ class Scope:
             # A page of this batch may have gone to make room for another.
             slots = recency.slots(keys)
         if len(keys) == len(new) <= len(self.free):
-            places, fresh, before = range(len(keys)), keys, prefixes
-        else:
-            places = sorted(new.values())[: len(self.free)]
-            fresh, before = [keys[i] for i in places], [prefixes[i] for i in places] if prefixes else ()
-        given = self._lease(fresh, before, owner, first_lease, until)
-        if len(given) == len(keys):
+            given = self._lease(keys, prefixes, owner, first_lease, until)
             return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
-        states = [Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL for key, slot in zip(keys, slots, strict=True)]
+        places = sorted(new.values())[: len(self.free)]
+        before = [prefixes[i] for i in places] if prefixes else []
+        given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
+        states = [
+            Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL
+            for key, slot in zip(keys, slots, strict=True)
+        ]
         leases = [0] * len(keys)
         for lease, (i, slot) in enumerate(zip(places, given, strict=True), first_lease):
             states[i], slots[i], leases[i] = Reserved.LEASED, slot, lease

@@ -20,7 +20,7 @@ from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLE
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Changes
 
@@ -97,7 +97,7 @@ class SqliteStore:
             for place, *rest, checksum in self._database.execute(
                 "SELECT * FROM slots WHERE place >= ? AND place < ? ORDER BY place", (first, (scope + 1) << SCOPE_BITS)
             ):
-                yield SlotRow(place - first, *rest, checksum % (1 << 64))
+                yield SlotRow._make((place - first, *rest, checksum % (1 << 64)))
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
@@ -194,7 +194,16 @@ class SqliteStore:
             one = record.geometry
             run(
                 "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
+                (
+                    record.number,
+                    one.scope,
+                    one.slots,
+                    one.slot_bytes,
+                    one.geometry,
+                    one.identity,
+                    record.epoch,
+                    record.cleared_until,
+                ),
             )
         if changes.slots:
             blob = msgspec.msgpack.encode(changes.slots)
@@ -218,6 +227,7 @@ class SqliteStore:
             run("DELETE FROM pins WHERE until <= ?", (now,))
         return written
 
+
 def _insert(rows: int) -> str:
     one = f"({', '.join('?' * COLUMNS)})"
     return f"INSERT OR REPLACE INTO slots VALUES {', '.join([one] * rows)}"
@@ -227,7 +237,7 @@ _INSERTS: Final = {size: _insert(size) for size in ROWS}
 
 
 @contextlib.contextmanager
-def _told(done: str) -> Iterator[None]:
+def _told(done: str) -> Generator[None]:
     try:
         yield
     except (sqlite3.Error, msgspec.DecodeError) as error:
@@ -259,9 +269,7 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
     database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
     if not tables:
-        database.executescript(
-            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"
-        )
+        database.executescript(f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;")
 
 
 def _only(database: sqlite3.Connection, query: str) -> int:

@@ -22,7 +22,7 @@ from hicache_metadata_server.web.status_page import status_page
 from hicache_metadata_server.web.tokens import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.requests import Request
 
@@ -47,7 +47,7 @@ class Server:
         self.desk = Desk(service, clock)
 
     @contextlib.asynccontextmanager
-    async def running(self, app: FastAPI) -> AsyncIterator[None]:
+    async def running(self, app: FastAPI) -> AsyncGenerator[None]:
         """What stands around the requests: the journal, and the clock's work."""
         if self.store.durability is not p.Durability.NONE:
             self.desk.journal = self.metrics.journal = Journal(self.service, self.store, self.clock)
@@ -93,7 +93,7 @@ def create_app(
         return described
 
     app.openapi = schema  # type: ignore[method-assign]  # fastapi's own way to bring a schema along
-    app.add_middleware(Front, desk=server.desk, tokens=server.tokens, metrics=server.metrics)  # type: ignore[arg-type]  # takes keywords
+    app.add_middleware(Front, desk=server.desk, tokens=server.tokens, metrics=server.metrics)
     _add_pages(app, server)
     app.state.server = server
     return app

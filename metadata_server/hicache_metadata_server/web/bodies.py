@@ -53,15 +53,16 @@ class Body:
 
 def _locate(raw: object, wanted: inspect.Type) -> str:
     """Where the first value is that is not what is wanted; "" for `raw` itself. msgspec tells fields, and not entries of lists."""
-    match wanted:
-        case inspect.StructType() if isinstance(raw, dict):
-            return _in_struct(raw, wanted)
-        case inspect.ListType() if isinstance(raw, list):
-            return _in_list(raw, [wanted.item_type] * len(raw))
-        case inspect.TupleType() if isinstance(raw, list) and len(raw) == len(wanted.item_types):
-            return _in_list(raw, list(wanted.item_types))
-        case _:
-            return ""
+    if isinstance(wanted, inspect.StructType) and isinstance(raw, dict):
+        return _in_struct(msgspec.convert(raw, dict[Any, Any]), wanted)
+    if not isinstance(raw, list):
+        return ""
+    entries = msgspec.convert(raw, list[Any])
+    if isinstance(wanted, inspect.ListType):
+        return _in_list(entries, [wanted.item_type] * len(entries))
+    if isinstance(wanted, inspect.TupleType) and len(entries) == len(wanted.item_types):
+        return _in_list(entries, list(wanted.item_types))
+    return ""
 
 
 def _in_list(raw: list[Any], kinds: list[inspect.Type]) -> str:
@@ -97,9 +98,9 @@ def _annotation(kind: inspect.Type) -> Any:
         case inspect.StructType():
             return kind.cls
         case inspect.ListType():
-            return list[_annotation(kind.item_type)]
+            return list.__class_getitem__(_annotation(kind.item_type))
         case inspect.TupleType():
-            return tuple[tuple(map(_annotation, kind.item_types))]
+            return tuple.__class_getitem__(tuple(map(_annotation, kind.item_types)))
         case inspect.UnionType():
             return _union(kind)
         case inspect.IntType():

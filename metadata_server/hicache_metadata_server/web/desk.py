@@ -171,7 +171,9 @@ class Desk:
         do = fixed.get(path) or getattr(service, name)
         changes = route.changes or path == "/v2/unpin"
         checked: Do | None = getattr(service, f"do_{name}", None)
-        return Endpoint(path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes)
+        return Endpoint(
+            path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes
+        )
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:
         kind, token = p.COMPATIBLE_ROUTES[operation]
@@ -198,5 +200,12 @@ class Desk:
             self._compatible.check(number, request)
 
         return Endpoint(
-            f"/{{rank}}/{operation}", "POST", token, body, do, do if can_be_long else None, check if can_be_long else None, changes
+            f"/{{rank}}/{operation}",
+            "POST",
+            token,
+            body,
+            do,
+            do if can_be_long else None,
+            check if can_be_long else None,
+            changes,
         )

@@ -27,9 +27,7 @@ class Metrics:
 
     def __init__(self, service: MetadataService) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "hicache_metadata_requests", "Requests answered.", ["route", "status"], registry=self._registry
-        )
+        self._requests = Counter("hicache_metadata_requests", "Requests answered.", ["route", "status"], registry=self._registry)
         self._seconds = Histogram(
             "hicache_metadata_request_seconds", "From the last byte of a request to its answer.", ["route"], buckets=BUCKETS, registry=self._registry
         )  # fmt: skip

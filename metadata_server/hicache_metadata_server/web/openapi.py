@@ -20,7 +20,10 @@ REFUSALS: Final = {
     422: "A field is missing, unknown, of the wrong type or out of range.",
     503: "The server drains, or its store cannot be written.",
 }
-_SUMMARIES: Final = {"/v2": "Protocol, server, instance, durability, limits", "/v2/scopes": "Every scope, its geometry, its slots by state"}
+_SUMMARIES: Final = {
+    "/v2": "Protocol, server, instance, durability, limits",
+    "/v2/scopes": "Every scope, its geometry, its slots by state",
+}
 
 
 def openapi(version: str) -> dict[str, Any]:
@@ -57,9 +60,7 @@ def _native(path: str, route: p.Route, schemas: dict[Any, Any]) -> dict[str, Any
     if route.request is not None:
         described["requestBody"] = _body(schemas[route.request], p.JSON, p.MSGPACK)
     if route.changes:
-        described["parameters"] = [
-            {"name": p.IDEMPOTENCY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": 128}}
-        ]  # fmt: skip
+        described["parameters"] = [{"name": p.IDEMPOTENCY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": 128}}]
     return described
 
 
@@ -70,7 +71,7 @@ def _compatible(kind: Any, token: p.Token, schemas: dict[Any, Any]) -> dict[str,
         "security": [{}, {"token": []}],
         "parameters": [
             {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999}}
-        ],  # fmt: skip
+        ],
         "requestBody": _body(schemas[kind], p.JSON),
         "responses": {"200": {"description": "Done."}, "204": {"description": "Done."}, **_refusals(schemas)},
     }
