@@ -184,6 +184,17 @@ def test_what_was_accepted_is_written_at_the_end():
     assert len(store.written) >= 3
 
 
+@pytest.mark.parametrize(("content_type", "answered"), [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")])
+def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answered):
+    async def scenario():
+        async with running() as caller:
+            for path in ("/v2", "/v2/scopes"):
+                reply = await caller.send("GET", path, content_type=content_type)
+                assert (reply.status, reply.headers["content-type"]) == (200, answered)
+
+    run(scenario())
+
+
 def test_scopes_are_limited():
     async def scenario():
         async with running(service=MetadataService(most_scopes=2)) as caller:

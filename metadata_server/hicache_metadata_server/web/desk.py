@@ -92,7 +92,11 @@ class Desk:
         Raises:
             RefusedError: it was not done.
         """
-        request = endpoint.body.decode(body, content_type) if endpoint.body else None
+        if endpoint.body is None:
+            # Whatever a GET says of a body that it has not.
+            request, content_type = None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
+        else:
+            request = endpoint.body.decode(body, content_type)
         digest = b""
         if once and endpoint.once:
             digest = digest_of(endpoint.name, content_type, body)
