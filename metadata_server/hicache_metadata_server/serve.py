@@ -8,6 +8,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
+import prometheus_client
 import structlog
 import uvicorn
 
@@ -70,6 +71,8 @@ def serve(settings: ServerSettings) -> None:
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)
+    # A series for each counter's birthday, which nobody asked for.
+    prometheus_client.disable_created_metrics()
     uvicorn.run(
         create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
