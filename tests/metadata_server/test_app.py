@@ -184,7 +184,9 @@ def test_what_was_accepted_is_written_at_the_end():
     assert len(store.written) >= 3
 
 
-@pytest.mark.parametrize(("content_type", "answered"), [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")])
+@pytest.mark.parametrize(
+    ("content_type", "answered"), [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")]
+)
 def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answered):
     async def scenario():
         async with running() as caller:

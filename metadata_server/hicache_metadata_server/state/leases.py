@@ -43,6 +43,13 @@ class LeaseLog:
         leases.extend(range(first, first + len(slots)))
         where.extend(slots)
 
+    def restore(self, leases: list[int], slots: list[int]) -> None:
+        """Fill an empty one, in ascending order of leases."""
+        for start in range(0, len(leases), CHUNK):
+            self._chunks.append((array("Q", leases[start : start + CHUNK]), array("Q", slots[start : start + CHUNK])))
+            self._firsts.append(leases[start])
+        self._entries = len(leases)
+
     def slot(self, lease: int) -> int:
         """The slot that this lease was given for last, or -1 if it has had another since."""
         at = bisect_right(self._firsts, lease) - 1

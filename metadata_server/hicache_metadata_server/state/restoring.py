@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence  # noqa: TC003 - msgspec reads the annotations of the columns
-from itertools import repeat
+from itertools import islice, repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hicache_metadata_server.state.scope import Scope
+
+
+BATCH: Final = 8192
 
 
 class SlotRow(NamedTuple):
@@ -77,24 +80,52 @@ class _Restoring:
     def __init__(self, scope: Scope, now: float, most_lease_seconds: float) -> None:
         self.scope, self.now, self.latest = scope, now, now + most_lease_seconds
         self.problems: list[str] = []
-        self.owned: list[tuple[int, int]] = []
-        """Lease and slot of each live or leased slot."""
+        self.owners: dict[str, int] = {}
+        """Slots of live and leased keys."""
 
     def run(self, rows: Iterable[SlotRow]) -> list[str]:
-        for row in rows:
-            self._place(row)
-        scope = self.scope
-        table, live = scope.table, list[int]()
-        for lease, slot in sorted(self.owned):
-            table.prefixes[slot] = self._same(table.prefixes[slot])
-            scope.leases.log.add(lease, [slot])
-            if table.states[slot] == LIVE:
-                live.append(slot)
-        for slot in live:
-            scope.recency.touch([table.keys[slot]])
+        source = iter(rows)
+        while batch := list(islice(source, BATCH)):
+            self._place_batch(batch)
+        scope, table = self.scope, self.scope.table
+        slots = sorted(self.owners.values(), key=table.leases.__getitem__)
+        find, keys, prefixes = self.owners.get, table.keys, table.prefixes
+        for slot in slots:
+            # A prefix that is a page's key is kept once.
+            if prefixes[slot] and (before := find(prefixes[slot])) is not None:
+                prefixes[slot] = keys[before]
+        scope.leases.log.restore([table.leases[slot] for slot in slots], slots)
+        live = [slot for slot in slots if table.states[slot] == LIVE]
+        scope.recency.order.update(zip([keys[slot] for slot in live], live, strict=True))
         scope.chains.joined(live)
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
+
+    def _place_batch(self, batch: list[SlotRow]) -> None:
+        table, epoch = self.scope.table, self.scope.epoch
+        most = max((row.slot for row in batch if row.slot < self.scope.geometry.slots), default=-1)
+        if most >= len(table):
+            table.grow(most + 1 - len(table))
+        live = [
+            row for row in batch if row.state == LIVE and row.epoch == epoch and row.key and row.lease > 0 and row.generation > 0
+        ]
+        keys = [row.key for row in live]
+        if (
+            len(set(keys)) < len(keys)
+            or not self.owners.keys().isdisjoint(keys)
+            or not 0 <= min(batch).slot <= max(batch).slot == most
+        ):
+            live = []
+        for slot, _, _, generation, key, prefix, _, lease, _, length, checksum in live:
+            table.states[slot], table.generations[slot], table.leases[slot] = LIVE, generation, lease
+            table.lengths[slot], table.checksums[slot] = length, checksum
+            table.keys[slot], table.prefixes[slot] = key, prefix
+        self.owners.update(zip(keys, [row.slot for row in live], strict=False))
+        if len(live) < len(batch):
+            placed = {row.slot for row in live}
+            for row in batch:
+                if row.slot not in placed:
+                    self._place(row)
 
     def _place(self, row: SlotRow) -> None:
         scope, slot = self.scope, row.slot
@@ -102,8 +133,6 @@ class _Restoring:
             self.problems.append(f"slot {slot} is outside the {scope.geometry.slots} of the scope")
             return
         table = scope.table
-        if slot >= len(table):
-            table.grow(slot + 1 - len(table))
         table.generations[slot], table.leases[slot] = row.generation, row.lease
         state, until = row.state, row.until
         if state in (LEASED, LIVE) and row.epoch != scope.epoch:
@@ -131,7 +160,7 @@ class _Restoring:
         problem = ""
         if not row.key or row.lease < 1 or row.generation < 1:
             problem = "is live or leased without a key, a lease or a generation"
-        elif (other := self.scope.slot_of(row.key)) >= 0:
+        elif (other := self.owners.get(row.key)) is not None:
             problem = f"belongs to the key of slot {other}: {row.key!r}"
         if problem:
             self.problems.append(f"slot {row.slot} {problem}")
@@ -140,16 +169,11 @@ class _Restoring:
     def _own(self, row: SlotRow) -> None:
         scope, table, slot = self.scope, self.scope.table, row.slot
         table.keys[slot], table.prefixes[slot] = row.key, row.prefix
-        self.owned.append((row.lease, slot))
+        self.owners[row.key] = slot
         if table.states[slot] == LIVE:
             table.lengths[slot], table.checksums[slot] = row.length, row.checksum
-            scope.recency.add(row.key, slot)
             return
         scope.leases.by_key[row.key] = scope.leases.by_number[row.lease] = slot
         if row.owner:
             scope.leases.owners[slot] = row.owner
         scope.timers.add(table.until[slot], [slot])
-
-    def _same(self, prefix: str) -> str:
-        slot = self.scope.slot_of(prefix) if prefix else -1
-        return self.scope.table.keys[slot] if slot >= 0 else prefix

@@ -94,10 +94,12 @@ class SqliteStore:
         """The slots of a scope, in ascending order."""
         first = scope << SCOPE_BITS
         with _told("read"):
-            for place, *rest, checksum in self._database.execute(
-                "SELECT * FROM slots WHERE place >= ? AND place < ? ORDER BY place", (first, (scope + 1) << SCOPE_BITS)
+            for row in self._database.execute(
+                "SELECT place - ?, epoch, state, generation, key, prefix, owner, lease, until, length, checksum FROM slots "
+                "WHERE place >= ? AND place < ? ORDER BY place",
+                (first, first, (scope + 1) << SCOPE_BITS),
             ):
-                yield SlotRow._make((place - first, *rest, checksum % (1 << 64)))
+                yield SlotRow._make(row if row[-1] >= 0 else (*row[:-1], row[-1] + (1 << 64)))
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
