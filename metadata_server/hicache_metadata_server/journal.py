@@ -26,7 +26,7 @@ class Journal:
     """Writes a service's changes to its store; used from the event loop that it was opened in.
 
     A store that writes to memory of the operating system is written from the loop itself: that takes less time than waking a thread.
-    What waits for a disk is done in a thread.
+    What waits for a disk is done in a thread, and so is everything while a checkpoint keeps the file busy.
     """
 
     def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
@@ -88,7 +88,7 @@ class Journal:
         changes = self._service.take_changes()
         if not changes:
             _tell(group, None)
-        elif self._store.is_quick:
+        elif self._store.is_quick and not self._checkpointing:
             self._done(group, changes, *self._write(changes))
         else:
             self._busy = True
@@ -135,7 +135,7 @@ class Journal:
             self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
         if self._busy or self.error is not None or not self._store.wants_tidying(idle=idle):
             return
-        if not self._store.is_quick:
+        if not self._store.is_quick or self._checkpointing:
             self._busy = True
             self._loop.run_in_executor(self._thread, self._tidy).add_done_callback(self._tidied)
             return

@@ -72,7 +72,7 @@ def serve(settings: ServerSettings) -> None:
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)
     # A series for each counter's birthday, which nobody asked for.
-    prometheus_client.disable_created_metrics()
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     uvicorn.run(
         create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,

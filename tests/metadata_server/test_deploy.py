@@ -29,7 +29,9 @@ def test_the_unit():
     unit.read(DEPLOY / "hicache-metadata.service")
     assert shlex.split(unit["Service"]["ExecStart"])[1:] == ["metadata", "serve"]
     if shutil.which("systemd-analyze"):
-        done = subprocess.run(["systemd-analyze", "verify", DEPLOY / "hicache-metadata.service"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["systemd-analyze", "verify", DEPLOY / "hicache-metadata.service"], capture_output=True, text=True, check=False
+        )
         complaints = [line for line in done.stderr.splitlines() if "hicache" in line and "not executable" not in line]
         assert complaints == []
 
