@@ -105,14 +105,19 @@ class Board:
             if show is not None:
                 self._unshown.append(show)
 
-    def announce(self) -> None:
+    def announce(self, *, insist: bool = False) -> None:
         """Tell everyone of the queued events.
+
+        Args:
+            insist: make sure too that everyone knows what this storage knows. It may have seen the marker of another whose
+                stamp is still to come.
 
         Raises:
             OSError: they stay queued; others may not know of them.
         """
         with self._telling:
             with self.lock:
+                self._unstamped |= insist
                 self._announce()
                 shown, self._unshown = self._unshown, []
             # Without `lock`: they take that of their shelf, which comes before it.

@@ -65,7 +65,6 @@ class Catalog:
         self._unread: dict[Bundle, None] = {}
         self._retry_at = 0.0
         self._hurries = 0
-        self._missed = False
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
 
@@ -76,11 +75,6 @@ class Catalog:
             OSError: the bundles could not be listed.
         """
         self.shelf.catch_up(notices)
-        if self._missed:
-            # An announced bundle is gone: its writer may have been killed after putting another in its place.
-            self._missed = False
-            self.shelf.distrust()
-            self.shelf.catch_up(notices)
         if self._unread and time.monotonic() >= self._retry_at:
             with self.shelf.lock:
                 again, self._unread = list(self._unread), {}
@@ -161,7 +155,7 @@ class Catalog:
         gone = [bundle for bundle in unread if bundle.gone]
         if gone:
             self.shelf.remove(gone)
-            self._missed = True
+            self.shelf.distrust()
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:

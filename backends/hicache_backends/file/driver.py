@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3
-"""A bundle that is rewritten while a call uses it is looked up again."""
+ATTEMPTS = 12
+"""A bundle that is rewritten while a call uses it is looked up again; others may rewrite it as often as there are of them."""
 
 CLEARING_ATTEMPTS = 8
 
@@ -108,7 +108,7 @@ class FileStorage(ObjectStorage):
             if not outcome.gone:
                 break
             # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
-            store.forget({run.bundle for run in outcome.gone})
+            store.distrust([run.bundle for run in outcome.gone])
             catalogs = store.catalogs(namespaces)
             again = {read for run in outcome.gone for read in run.reads}
             outcome = store.reader.read(
@@ -148,6 +148,8 @@ class FileStorage(ObjectStorage):
         found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
         for catalog, batch in zip(catalogs, batches, strict=True):
             store.rewriter.drop_all(catalog, partial(_places, catalog, batch.keys))
+            catalog.shelf.share_knowledge()
+        store.changes.announce(insist=not all(map(all, found)))
         return found
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -179,7 +181,8 @@ class FileStorage(ObjectStorage):
                     removed &= self.store.changes.remove(catalog.shelf, bundle)
                 except OSError as error:
                     fault = kept(error)
-        self.store.changes.announce()
+            catalog.shelf.share_knowledge()
+        self.store.changes.announce(insist=True)
         if fault is not None:
             raise fault
         return removed

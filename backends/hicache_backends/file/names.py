@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WRITER_PATTERN = "[a-z2-7]{10}"
 NAMESPACE_PATTERN = "[0-9a-f]{32}"
+PLACE_PATTERN = "[a-z2-7]{8}"
 _HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
 
 MAX_MARKER_BYTES = 240
@@ -28,11 +29,28 @@ def random_writer() -> str:
     return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
 
 
+class Owner(NamedTuple):
+    """A process, told apart from every other one of any machine at any time."""
+
+    place: str
+    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
+
+
 class BundleId(NamedTuple):
     """What tells a bundle from all others of its namespace; never used twice."""
 
     writer: str
     sequence: int
+
+
+class Claim(NamedTuple):
+    """Who is about to replace a bundle, and by which other one: from that one's appearance on the claimed bundle is void."""
+
+    owner: Owner
+    replacement: BundleId
 
 
 class BundleName(NamedTuple):
@@ -44,16 +62,25 @@ class BundleName(NamedTuple):
     """Length of the file, in bytes."""
     created_ms: int
     """Milliseconds since 1970 by the writer's clock; kept when the bundle is rewritten."""
+    claim: Claim | None = None
+    """Who replaces it. Until that is done the bundle stays what it is, under this longer name."""
 
     @property
     def id(self) -> BundleId:
         return BundleId(self.writer, self.sequence)
 
     def __str__(self) -> str:
-        return f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}.bundle"
+        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}.bundle"
+        if self.claim is None:
+            return plain
+        (place, pid, started), (writer, sequence) = self.claim
+        return f"{plain}.{place}-{pid:x}-{started:x}-{writer}-{sequence:x}.claimed"
 
 
-_BUNDLE = re.compile(f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})\\.bundle")
+_BUNDLE = re.compile(
+    f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})\\.bundle"
+    f"(?:\\.({PLACE_PATTERN})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})\\.claimed)?"
+)
 
 
 def parse_bundle(text: str) -> BundleName | None:
@@ -61,8 +88,9 @@ def parse_bundle(text: str) -> BundleName | None:
     match = _BUNDLE.fullmatch(text)
     if match is None:
         return None
-    writer, sequence, size, created = match.groups()
-    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16))
+    writer, sequence, size, created, place, pid, started, claimant, number = match.groups()
+    claim = None if place is None else Claim(Owner(place, int(pid, 16), int(started, 16)), BundleId(claimant, int(number, 16)))
+    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +113,30 @@ class Removed:
         return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
 
 
-Event = Added | Removed
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Another writer's bundle is there, of which it has not told; it may have been killed before it could."""
+
+    bundle: BundleName
+
+    def __str__(self) -> str:
+        writer, sequence, size, created_ms, _ = self.bundle
+        return f"f{writer}-{sequence:x}-{size:x}-{created_ms:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """More has changed than can be told: all who read this list the namespace."""
+
+    def __str__(self) -> str:
+        return "u"
+
+
+Event = Added | Removed | Found | Unlisted
 
 _ADDED = re.compile(f"a({_HEX})-({_HEX})")
 _REMOVED = re.compile(f"r({WRITER_PATTERN})-({_HEX})")
+_FOUND = re.compile(f"f({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +201,9 @@ def _parse_event(text: str, writer: str, number: int) -> Event | None:
         return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16)))
     if match := _REMOVED.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
+    if match := _FOUND.fullmatch(text):
+        return Found(BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16)))
     return None
-
-
-class Owner(NamedTuple):
-    """A process, told apart from every other one of any machine at any time."""
-
-    place: str
-    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
-    pid: int
-    started: int
-    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
 
 
 class TemporaryName(NamedTuple):
@@ -179,7 +219,7 @@ class TemporaryName(NamedTuple):
         return f"{place}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
 
 
-_TEMPORARY = re.compile(f"([a-z2-7]{{8}})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})-({_HEX})\\.temporary")
+_TEMPORARY = re.compile(f"({PLACE_PATTERN})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})-({_HEX})\\.temporary")
 
 
 def parse_temporary(text: str) -> TemporaryName | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STEP_BYTES = 4 << 20
-_ATTEMPTS = 8
+_ATTEMPTS = 24
+WAIT_SECONDS = 0.001
+"""Longer with each attempt: who has won a bundle needs to be given time to replace it."""
 
 
 class Rewriter:
@@ -38,7 +41,7 @@ class Rewriter:
         Raises:
             OSError: some may still be there.
         """
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             bundles = dict[Bundle, set[str]]()
             for bundle, page in find():
                 bundles.setdefault(bundle, set()).add(bundle.keys[page])
@@ -51,7 +54,8 @@ class Rewriter:
             self._changes.announce()
             if not moved:
                 return
-            # What took their place is there already, and perhaps not announced yet.
+            # What takes their place may not be announced yet, or not be there.
+            time.sleep(attempt * WAIT_SECONDS)
             catalog.shelf.distrust()
             catalog.catch_up(self._board.read())
         raise FileNotFoundError("others keep on rewriting the same bundles")

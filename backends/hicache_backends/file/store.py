@@ -80,7 +80,7 @@ class Store:
         self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server)
         self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
         self.drafts = Drafts(self.tree, writer_name, self.descriptors, asks_server=asks_server)
-        self.changes = Changes(self.tree, self.board, self.drafts, syncs=config.fsync)
+        self.changes = Changes(self.tree, self.board, self.drafts, asks_server=asks_server, syncs=config.fsync)
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, syncs=config.fsync)
         buffered = not mount.is_local if config.stuck_reads == "auto" else config.stuck_reads == "buffered"
         self.buffers = Buffers(READ_BYTES) if buffered else None
@@ -129,12 +129,10 @@ class Store:
         """The namespaces' catalogs as they are, which costs no request."""
         return [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
 
-    def forget(self, bundles: Iterable[Bundle]) -> None:
-        """Take bundles off their shelves, whose files seem to be gone; the next listing tells."""
-        for bundle in bundles:
-            shelf = self.shelves.get(bundle.namespace)
-            shelf.remove([bundle])
-            shelf.distrust()
+    def distrust(self, bundles: Iterable[Bundle]) -> None:
+        """List the namespaces of bundles again, whose files seem to be gone."""
+        for namespace in {bundle.namespace for bundle in bundles}:
+            self.shelves.get(namespace).distrust()
 
     def after_call(self) -> None:
         """Do now and then what must not make a call wait."""

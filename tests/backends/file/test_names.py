@@ -11,10 +11,13 @@ from hicache_backends.file.names import (
     Added,
     BundleId,
     BundleName,
+    Claim,
+    Found,
     Marker,
     Owner,
     Removed,
     TemporaryName,
+    Unlisted,
     is_namespace,
     parse_bundle,
     parse_marker,
@@ -27,7 +30,11 @@ WRITERS = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=10, max_size=10)
 NAMESPACE = "0123456789abcdef" * 2
 
 
-@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS))
+PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
+CLAIMS = st.builds(Claim, st.builds(Owner, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
+
+
+@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS, st.none() | CLAIMS))
 def test_a_bundle_name_is_read_back(name):
     assert parse_bundle(str(name)) == name
 
@@ -112,3 +119,15 @@ def test_a_marker_that_cannot_be_is_a_stranger(text):
 def test_events_that_make_no_sense_make_the_reader_list(events):
     marker = parse_marker(f"{NAMESPACE}.aaaaaaaaaa.9.{events}")
     assert marker is None or marker.since(9 - len(marker.events)) is None
+
+
+def test_what_a_writer_has_found_is_read_back():
+    found = Found(BundleName("b" * 10, 2**62, 2**63, 2**41))
+    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1)), found])
+    assert parse_marker(str(marker)).since(1) == [found]
+
+
+def test_who_cannot_be_told_one_by_one_lists():
+    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Removed(BundleId("b" * 10, 7)), Unlisted()])
+    read = parse_marker(str(marker))
+    assert (read.since(0), read.since(1), read.since(2)) == (None, None, [])

@@ -336,7 +336,7 @@ def test_fsync_syncs_the_bytes_before_the_name_and_the_name_before_the_answer(ri
     assert steps[:3] == ["sync file", "rename .bundle", "sync directory"]
     steps.clear()
     a.storage.delete(chain("a", 1))
-    assert steps[:3] == ["sync file", "rename .bundle", "sync directory"]
+    assert steps[:4] == ["sync file", "rename .claimed", "rename .bundle", "sync directory"]
 
 
 def test_a_page_costs_its_bytes_and_its_name(rig):
