@@ -20,7 +20,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop"
+	$(PYTHON) -m pytest -m "not gpu and not interop" -n 2 --dist loadfile
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance

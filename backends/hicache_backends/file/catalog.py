@@ -218,7 +218,7 @@ class Catalog:
         try:
             # A longer or shorter file has no footer there that would fit the length in its name.
             end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
-            length = self.shape.tail_bytes(end, size)
+            length = self.shape.tail_bytes(end, size, bundle.name.checksum)
             if length > len(end):
                 end = os.pread(descriptor, length, size - length)
             if length > len(end):

@@ -62,6 +62,8 @@ class BundleName(NamedTuple):
     """Length of the file, in bytes."""
     created_ms: int
     """Milliseconds since 1970 by the writer's clock; kept when the bundle is rewritten."""
+    checksum: int
+    """Half of the one that ends the file: what is read from here and ends otherwise is another file's."""
     claim: Claim | None = None
     """Who replaces it. Until that is done the bundle stays what it is, under this longer name."""
 
@@ -70,7 +72,7 @@ class BundleName(NamedTuple):
         return BundleId(self.writer, self.sequence)
 
     def __str__(self) -> str:
-        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}.bundle"
+        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}-{self.checksum:x}.bundle"
         if self.claim is None:
             return plain
         (place, pid, started), (writer, sequence) = self.claim
@@ -78,7 +80,7 @@ class BundleName(NamedTuple):
 
 
 _BUNDLE = re.compile(
-    f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})\\.bundle"
+    f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})-({_HEX})\\.bundle"
     f"(?:\\.({PLACE_PATTERN})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})\\.claimed)?"
 )
 
@@ -88,9 +90,9 @@ def parse_bundle(text: str) -> BundleName | None:
     match = _BUNDLE.fullmatch(text)
     if match is None:
         return None
-    writer, sequence, size, created, place, pid, started, claimant, number = match.groups()
+    writer, sequence, size, created, checksum, place, pid, started, claimant, number = match.groups()
     claim = None if place is None else Claim(Owner(place, int(pid, 16), int(started, 16)), BundleId(claimant, int(number, 16)))
-    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), claim)
+    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Added:
     bundle: BundleName
 
     def __str__(self) -> str:
-        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}"
+        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}-{self.bundle.checksum:x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class Found:
     bundle: BundleName
 
     def __str__(self) -> str:
-        writer, sequence, size, created_ms, _ = self.bundle
-        return f"f{writer}-{sequence:x}-{size:x}-{created_ms:x}"
+        writer, sequence, size, created_ms, checksum, _ = self.bundle
+        return f"f{writer}-{sequence:x}-{size:x}-{created_ms:x}-{checksum:x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,9 @@ class Unlisted:
 
 Event = Added | Removed | Found | Unlisted
 
-_ADDED = re.compile(f"a({_HEX})-({_HEX})")
+_ADDED = re.compile(f"a({_HEX})-({_HEX})-({_HEX})")
 _REMOVED = re.compile(f"r({WRITER_PATTERN})-({_HEX})")
-_FOUND = re.compile(f"f({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})")
+_FOUND = re.compile(f"f({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})-({_HEX})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +200,11 @@ def parse_marker(text: str) -> Marker | None:
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:
     if match := _ADDED.fullmatch(text):
-        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16)))
+        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16)))
     if match := _REMOVED.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
     if match := _FOUND.fullmatch(text):
-        return Found(BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16)))
+        return Found(BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16)))
     return None
 
 

@@ -133,7 +133,7 @@ def describe_interface(header: Header, interface: str, given: Collection[str]) -
     header.again = f"hicache conformance run {header.driver} --interface {interface}{options}"
     package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
     owners = packages_distributions().get(package, [])[:1]
-    header.distribution = ", ".join(f"{name} {version(name)}" for name in (*owners, *setup.clients))
+    header.distribution = ", ".join(f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients)))
     for rule in rules():
         with suppress(LookupError):
             reason = promises.rule(header.driver, rule)
