@@ -128,7 +128,7 @@ class Capacity:
             kept = list[Bundle]()
             while excess > 0 and (victim := self._queue.pop()) is not None:
                 freed = self._evict(victim, excess)
-                if not freed:
+                if not victim.gone:
                     kept.append(victim)
                 excess -= freed
             for bundle in kept:
@@ -140,7 +140,7 @@ class Capacity:
         try:
             freed = self._shrink(victim, excess)
         except FileNotFoundError:
-            return victim.name.size
+            return victim.name.size if victim.name.claim is None else 0
         except OSError as error:
             # A full disk, most likely, which has no room for a shorter copy.
             logger.debug("cannot shrink %s: %s", victim.path, error)
@@ -148,17 +148,26 @@ class Capacity:
         if freed:
             return freed
         try:
-            self._changes.remove(self._shelves.get(victim.namespace), victim)
+            removed = self._changes.remove(self._shelves.get(victim.namespace), victim)
         except OSError as error:
             logger.debug("cannot evict %s: %s", victim.path, error)
             return 0
+        if not removed:
+            # Somebody else has evicted it; or is replacing it, and its room is still used.
+            return victim.name.size if victim.name.claim is None else 0
         if (catalog := self._catalogs(victim.namespace)) is not None:
             self._evicted(catalog.namespace, len(victim.keys))
         return victim.name.size
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
         catalog, size = self._catalogs(victim.namespace), victim.name.size
-        if catalog is None or not victim.keys or size * SMALL_STORE_BUNDLES < self.limit or excess >= size:
+        if (
+            catalog is None
+            or not victim.keys
+            or victim.name.claim is not None
+            or size * SMALL_STORE_BUNDLES < self.limit
+            or excess >= size
+        ):
             return 0
         pages, bundle_bytes = len(victim.keys), catalog.shape.bundle_bytes
         dropped = -(-pages // SHRINK_SHARE)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_SECONDS = 3600.0
-"""A bundle that a process of another machine has claimed is taken to be nobody's after so long."""
-
 
 class Changes:
     """Makes changes and tells of them. Safe for many threads.
@@ -42,11 +39,17 @@ class Changes:
     Of several who remove or replace a bundle, one wins: the one who manages to unlink it, or to rename it so that its name
     says who replaces it by what (`Claim`). Until the other bundle is there the claimed one holds its pages, and from then
     on it is void. So what a loser has prepared is never seen, and whoever is killed at any instant loses nothing.
+
+    Args:
+        abandoned_seconds: a bundle that a process of another machine has claimed is taken to be nobody's after so long.
+            Until then it is read as ever, and neither removed nor evicted; others are evicted instead.
     """
 
-    def __init__(self, tree: Tree, board: Board, drafts: Drafts, *, asks_server: bool, syncs: bool) -> None:
+    def __init__(
+        self, tree: Tree, board: Board, drafts: Drafts, *, asks_server: bool, syncs: bool, abandoned_seconds: float
+    ) -> None:
         self._tree, self._board, self._drafts, self._syncs = tree, board, drafts, syncs
-        self._asks_server = asks_server
+        self._asks_server, self._abandoned_seconds = asks_server, abandoned_seconds
         self._owner = this_process()
         self._described: set[str] = set()
 
@@ -81,20 +84,31 @@ class Changes:
         Raises:
             OSError: it is still there.
         """
-        with shelf.lock, self._board.lock:
-            try:
-                self._expect_unclaimed(bundle)
-                os.unlink(bundle.path)
-            except FileNotFoundError:
-                shelf.distrust()
-                return False
+        name = bundle.name
+        path = self._tree.bundle(bundle.namespace, name)
+        try:
+            if name.claim is None:
+                # Without a lock: where it hangs, nobody else needs to. One who claims it meanwhile has renamed it.
+                os.unlink(path)
+            else:
+                with shelf.lock, self._board.lock:
+                    self._expect_unclaimed(bundle)
+                    os.unlink(path)
+        except FileNotFoundError:
+            shelf.distrust()
+            return False
+        with shelf.lock:
             bundle.gone = True
             shelf.remove([bundle])
-            self._board.queue(bundle.namespace, [Removed(bundle.name.id)])
+            self._board.queue(bundle.namespace, [Removed(name.id)])
         return True
 
-    def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index) -> Bundle:
+    def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index, *, size: int, checksum: int) -> Bundle:
         """Put a written file in the place of a bundle; others are told with the next announcement.
+
+        Args:
+            size: the file's length.
+            checksum: its `tail_checksum`.
 
         Raises:
             FileNotFoundError: someone else has removed the bundle or replaces it; what they do holds.
@@ -103,7 +117,7 @@ class Changes:
         shelf, namespace = catalog.shelf, old.namespace
         with shelf.lock, self._board.lock:
             sequence = self._board.next_sequence(namespace)
-            new = shelf.bundle(BundleName(self._board.writer, sequence, name.size, old.name.created_ms))
+            new = shelf.bundle(BundleName(self._board.writer, sequence, size, old.name.created_ms, checksum))
             claimed = self._claim(shelf, old, new)
             try:
                 os.rename(self._tree.temporary(name), new.path)
@@ -177,7 +191,7 @@ class Changes:
             return True
         if claim.owner.place == self._owner.place:
             return is_dead(claim.owner)
-        return time.time() - os.stat(bundle.path).st_ctime > ABANDONED_SECONDS
+        return time.time() - os.stat(bundle.path).st_ctime > self._abandoned_seconds
 
     def _publish(self, draft: Draft, call: Call) -> Bundle | None:
         shelf, index = draft.catalog.shelf, draft.index
@@ -188,7 +202,7 @@ class Changes:
                 self._drafts.discard(draft.name)
                 return None
             sequence = self._board.next_sequence(shelf.namespace)
-            name = BundleName(self._board.writer, sequence, draft.size, draft.created_ms)
+            name = BundleName(self._board.writer, sequence, draft.size, draft.created_ms, draft.checksum)
             bundle = shelf.bundle(name)
             try:
                 self._move(draft, bundle.path)

