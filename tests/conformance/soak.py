@@ -1,7 +1,7 @@
 """The long test of the suite itself: every mutant on many seeds, every right driver on more; `make soak` runs it.
 
-Every finished seed is a line in the record, so that an interrupted soak goes on where it stopped. A record belongs to one
-state of the sources; another state begins a new one.
+Every finished seed is a line in the record, so that an interrupted soak goes on where it stopped. A line counts for the state of
+the sources that it was made with; with another state its seed is run again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
 CONTROLS_HOME = Path(__file__).with_name("controls")
-SOURCES = (
-    "conformance",
-    "hicache_storage",
-    "backends/hicache_backends/file",
-    "tests/conformance/controls",
-    "examples/hicache-memory-driver",
-)
+SUITE = ("conformance", "hicache_storage", "tests/conformance/controls")
+SOURCES = {"mutants": SUITE, "right": (*SUITE, "backends/hicache_backends/file", "examples/hicache-memory-driver")}
+"""What the results of each kind depend on."""
 APART = tuple(
     ROOT / name
     for name in (
@@ -85,16 +85,15 @@ class Result:
 class Record:
     """The file of finished seeds."""
 
-    def __init__(self, path: Path, state: str) -> None:
-        self._path, self._lock = path, threading.Lock()
+    def __init__(self, path: Path, states: Mapping[str, str]) -> None:
+        self._path, self._states, self._lock = path, states, threading.Lock()
         self.results: list[Result] = []
         # A last line without an end is what an interrupted soak was about to write.
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-        begin = json.dumps({"state": state}) + "\n"
-        if not lines or lines[0] != begin:
-            lines = [begin]
-        for line in lines[1:]:
-            self.results += [Result(**result) for result in json.loads(line)]
+        for line in lines:
+            seed = json.loads(line)
+            if seed["state"] == states[seed["kind"]]:
+                self.results += [Result(**result) for result in seed["results"]]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines))
 
@@ -102,10 +101,11 @@ class Record:
         """Seeds that have been run."""
         return {result.seed for result in self.results if result.kind == kind}
 
-    def add(self, results: list[Result]) -> None:
+    def add(self, kind: str, results: list[Result]) -> None:
         """Take all results of one seed."""
+        line = {"kind": kind, "state": self._states[kind], "results": [asdict(result) for result in results]}
         with self._lock, self._path.open("a") as file:
-            file.write(json.dumps([asdict(result) for result in results]) + "\n")
+            file.write(json.dumps(line) + "\n")
             self.results += results
 
 
@@ -134,7 +134,7 @@ def _result(kind: str, seed: int, report: dict) -> Result:
     )
 
 
-def document(results: list[Result], state: str) -> str:
+def document(results: list[Result], states: Mapping[str, str]) -> str:
     """The page of the docs."""
     mutants, right = _by_driver(results, "mutants"), _by_driver(results, "right")
     killed = sum(all(result.is_as_meant for result in found) for found in mutants.values())
@@ -146,7 +146,7 @@ def document(results: list[Result], state: str) -> str:
         "`make soak` plants faults into drivers and looks whether the suite finds each by the rule that is meant for it, on every",
         "seed; and it runs drivers that are right, which the suite has to accept on every seed. This page is its result.",
         "",
-        f"Sources {state[:12]}, profile smoke, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
+        f"Sources {states['right'][:12]}, profile smoke, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
         "is found by each of them; `D` and a number name a fault of a driver in the field that it repeats.",
         "",
         f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
@@ -195,10 +195,10 @@ def _score(found: list[Result]) -> str:
     return f"{sum(result.is_as_meant for result in found)} of {len(found)}"
 
 
-def state_of_sources() -> str:
-    """Digest of everything that a result depends on."""
+def state_of_sources(kind: str) -> str:
+    """Digest of everything that a result of this kind depends on."""
     digest = hashlib.sha256()
-    files = sorted(path for top in SOURCES for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".toml"))
+    files = sorted(path for top in SOURCES[kind] for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".toml"))
     for path in (path for path in files if not any(path.is_relative_to(part) for part in APART)):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -214,8 +214,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=ROOT / "out" / "soak.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "soak.md")
     options = parser.parse_args()
-    state = state_of_sources()
-    record = Record(options.record, state)
+    states = {kind: state_of_sources(kind) for kind in SOURCES}
+    record = Record(options.record, states)
     wanted = [("mutants", seed) for seed in range(options.mutant_seeds)] + [
         ("right", seed) for seed in range(options.right_seeds)
     ]
@@ -229,14 +229,14 @@ def main() -> None:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"{job[0]} seed {job[1]}: {error}", flush=True)
                 return
-            record.add(results)
+            record.add(job[0], results)
             bad = [result for result in results if not result.is_as_meant]
             print(f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant", flush=True)
             for result in bad:
                 print(f"  {result.driver}: {'; '.join(result.errors or result.told)[:1000] or 'not found'}", flush=True)
 
         list(pool.map(one, missing))
-    options.document.write_text(document(record.results, state))
+    options.document.write_text(document(record.results, states))
     unfinished = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
     sys.exit(bool(unfinished) or any(not result.is_as_meant for result in record.results))
 

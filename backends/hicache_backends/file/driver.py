@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.catalog import Location, Run
 from hicache_backends.file.faults import kept
 from hicache_backends.file.inspection import Inspection
 from hicache_backends.file.store import Store
@@ -18,7 +17,7 @@ from hicache_storage.spec import Capabilities, Durability, Health, Sharing, Stor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.catalog import Catalog, Location, Run
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity

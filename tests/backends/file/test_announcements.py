@@ -30,7 +30,7 @@ class Party:
         self.shelf = Shelf(NAMESPACE, tree, self.board, asks_server=asks_server)
 
     def publish(self, *, announce: bool = True) -> BundleName:
-        name = BundleName(self.board.writer, self.board.next_sequence(NAMESPACE), 10, 1)
+        name = BundleName(self.board.writer, self.board.next_sequence(NAMESPACE), 10, 1, 7)
         path = Path(self.tree.bundle(NAMESPACE, name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -119,7 +119,7 @@ def test_garbage_under_a_bundles_name_is_ignored_and_counted(rig, garbage, caplo
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     for number in range(3):
-        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3.bundle").write_bytes(garbage)
+        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3-4.bundle").write_bytes(garbage)
     b = rig()
     assert b.holds(keys)
     assert b.store.ignored() == 3
