@@ -103,6 +103,14 @@ class Changes:
             self._board.queue(bundle.namespace, [Removed(name.id)])
         return True
 
+    def is_free(self, bundle: Bundle) -> bool:
+        """Whether a bundle can be removed, as far as can be told: nobody has claimed it, or nobody who lives."""
+        try:
+            self._expect_unclaimed(bundle)
+        except OSError:
+            return False
+        return True
+
     def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index, *, size: int, checksum: int) -> Bundle:
         """Put a written file in the place of a bundle; others are told with the next announcement.
 

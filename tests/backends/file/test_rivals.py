@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_backends.file.names import Found, parse_bundle
+from hicache_backends.file import rewriter as rewriter_module
+from hicache_backends.file.names import BundleId, Claim, Found, Owner, parse_bundle
 from tests.backends.file.harness import Rig, chain
 from tests.backends.file.test_processes import FORK
 
@@ -257,3 +258,88 @@ def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
     monkeypatch.setattr(a.store.board, "_move", move)
     a.storage.delete(KEYS)
     assert seen == [None, [False] * 3]
+
+
+def test_an_unlink_that_hangs_keeps_nobody_else(rigs, monkeypatch):
+    a = rigs()
+    others = chain("other", 3)
+    a.put(KEYS)
+    a.put(others)
+    hangs, go_on, real = threading.Event(), threading.Event(), os.unlink
+
+    def unlink(path):
+        if "/bundles/" in str(path):
+            hangs.set()
+            assert go_on.wait(30)
+        real(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    deleting = threading.Thread(target=lambda: a.storage.delete(KEYS))
+    deleting.start()
+    try:
+        assert hangs.wait(30)
+        answers = list[object]()
+        fresh = chain("fresh", 3)
+        going_on = threading.Thread(
+            target=lambda: answers.extend([a.hit(others), a.put(fresh), a.holds(fresh), a.holds(others)]), daemon=True
+        )
+        going_on.start()
+        going_on.join(30)
+        assert answers == [3, [True] * 3, True, True]
+    finally:
+        go_on.set()
+        deleting.join(30)
+    assert a.present(KEYS) == rigs().present(KEYS) == [False] * 3
+    assert a.holds(others)
+
+
+def claimed_elsewhere(path: Path) -> Path:
+    """Let a process of another machine claim a bundle, and say no more."""
+    name = parse_bundle(path.name)
+    assert name is not None
+    claimed = path.with_name(str(name._replace(claim=Claim(Owner("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
+    path.rename(claimed)
+    return claimed
+
+
+def test_what_another_machine_has_claimed_is_read_and_waited_for(rigs, monkeypatch):
+    a = rigs()
+    a.put(KEYS)
+    claimed = claimed_elsewhere(a.bundles()[0])
+    a.store.descriptors.close()
+    for rig in (a, rigs()):
+        assert rig.holds(KEYS)
+    monkeypatch.setattr(rewriter_module, "WAIT_SECONDS", 0.0)
+    assert a.storage.delete(KEYS[:1]) == [False]
+    assert claimed.exists()
+    assert a.holds(KEYS)
+    a.store.changes._abandoned_seconds = -1.0
+    assert a.storage.delete(KEYS[:1]) == [True]
+    for rig in (a, rigs()):
+        assert rig.present(KEYS) == [False, True, True]
+        assert rig.holds(KEYS[1:])
+
+
+def test_others_are_evicted_instead_of_what_another_machine_has_claimed(tmp_path):
+    probe = Rig(tmp_path / "probe")
+    a = Rig(tmp_path / "store", capacity=4 * probe.bundle_bytes(8) + 100)
+    try:
+        batches = [chain(str(number), 8) for number in range(10)]
+        for batch in batches[:3]:
+            assert a.put(batch) == [True] * 8
+        (oldest,) = [path for path in a.bundles() if parse_bundle(path.name).sequence == 1]
+        claimed = claimed_elsewhere(oldest)
+        for batch in batches[3:]:
+            assert a.put(batch) == [True] * 8
+            assert sum(path.stat().st_size for path in a.bundles_path.iterdir()) <= a.store.capacity.limit
+        assert claimed.exists()
+        assert a.holds(batches[0])
+        assert a.holds(batches[-1])
+        # Nobody does anything with it any more: it goes as any other.
+        a.store.changes._abandoned_seconds = -1.0
+        for number in range(10, 16):
+            assert a.put(chain(str(number), 8)) == [True] * 8
+        assert not claimed.exists()
+    finally:
+        a.storage.close()
+        probe.storage.close()
