@@ -31,7 +31,10 @@ APART = tuple(
     ROOT / name
     for name in (
         "conformance/hicache_conformance/cli.py",
+        "conformance/hicache_conformance/preflight.py",
+        "conformance/hicache_conformance/replay.py",
         "conformance/hicache_conformance/repro.py",
+        "conformance/hicache_conformance/runner.py",
         "conformance/hicache_conformance/foreign",
         "conformance/hicache_conformance/metadata",
         "conformance/hicache_conformance/report",
