@@ -28,7 +28,7 @@ def _controls():
 CONTROLS = _controls()
 OWN = ["file", "memory"]
 """The project's own drivers, which have to be conformant."""
-KINDS = ("mutants", "right")
+KINDS = ("mutants", "right", "own")
 RIGHT = [name for name, control in CONTROLS.items() if not control.breaks]
 WRONG = [name for name, control in CONTROLS.items() if control.breaks]
 
