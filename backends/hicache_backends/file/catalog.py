@@ -85,11 +85,16 @@ class Catalog:
             with self.shelf.lock:
                 again, self._unread = list(self._unread), {}
                 self.bundles_added(again)
-        if self._doubted and time.monotonic() >= self._doubt_at:
+        if self._doubted:
             with self.shelf.lock:
-                again, self._doubted = list(self._doubted), {}
-                self._doubts += 1
-                self.bundles_added(again)
+                self._look_again()
+
+    def _look_again(self) -> None:
+        """Try what was found to be no bundle, if it is time."""
+        if self._doubted and time.monotonic() >= self._doubt_at:
+            again, self._doubted = list(self._doubted), {}
+            self._doubts += 1
+            self.bundles_added(again)
 
     def note_service(self) -> None:
         """The file system has just served this namespace: what it would not let us read before is worth another try."""

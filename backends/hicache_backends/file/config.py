@@ -58,8 +58,9 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
-            description="When what a process of another machine was writing or replacing counts as left behind by one that was "
-            "killed; what one of this machine has left is noticed at once. Until then the pages can be read, and their room is used.",
+            description="Seconds after which what a process of another machine was writing or replacing counts as left behind by "
+            "one that was killed; what one of this machine has left is noticed at once. Until then the pages are read as ever, "
+            "and not removed or evicted; others are evicted instead.",
         ),
     ] = 3600.0
     open_files: Annotated[

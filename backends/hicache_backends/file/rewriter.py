@@ -127,13 +127,22 @@ class Rewriter:
                 # A page that is cut off leaves what the buffer held, which does not fit its envelope.
                 read_into(source.descriptor, [buffer[: number * page_bytes]], page * page_bytes)
                 copied = [(page + at, buffer[at * page_bytes : (at + 1) * page_bytes]) for at in range(number)]
-                whole = [(page, content) for page, content in copied if _is_sound(catalog.namespace, bundle, page, content)]
+                whole = [(page, content) for page, content in copied if self._is_sound(catalog.namespace, bundle, page, content)]
                 write_from(target, [content for _, content in whole], len(sound) * page_bytes)
                 sound += [page for page, _ in whole]
         return sound
 
+    def _is_sound(self, namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
+        """Whether this is the page; it is read a second time if it is not, from the file opened anew."""
+        if _fits(namespace, bundle, page, content):
+            return True
+        self._descriptors.forget(bundle.path)
+        source = self._descriptors.borrow(bundle.path)
+        whole = read_into(source.descriptor, [content], page * len(content))
+        return whole and _fits(namespace, bundle, page, content)
 
-def _is_sound(namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
+
+def _fits(namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
     read = ObjectRead(namespace, bundle.keys[page], [content])
     read.envelope = bundle.envelope(page)
     return read.verify()

@@ -251,7 +251,8 @@ class Shelf:
         """The names in a directory.
 
         A long listing takes several steps, between which a bundle that was not listed yet may move to a name that would
-        have been. So it is listed until nothing has disappeared since the time before.
+        have been. So it is listed until nothing has disappeared since the time before. A bundle that moves twice, each time
+        past a listing, is missed until who moves it tells of it: then everybody looks again.
         """
         names = list_directory(directory, asks_server=self._asks_server)
         for _ in range(SETTLING):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hicache_backends.file import catalog as catalog_module
 from hicache_backends.file import reader as reader_module
+from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.reader import Outcome
 from tests.backends.file.harness import Rig, chain
 
@@ -135,6 +136,26 @@ def test_a_damaged_page_is_not_written_anew_beside_those_that_stay(rig):
     assert a.stats().pages_damaged == 1
     assert a.put(keys, version=1) == [True] * 4
     assert rig().versions(keys, (0, 1)) == [1, 0, 1, 0]
+
+
+def test_a_page_that_is_misread_once_while_others_are_dropped_is_not_lost(rig, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    real, lies = rewriter_module.read_into, [None]
+
+    def misread(descriptor, buffers, offset):
+        whole = real(descriptor, buffers, offset)
+        if lies:
+            lies.pop()
+            buffers[0][7] ^= 1
+        return whole
+
+    monkeypatch.setattr(rewriter_module, "read_into", misread)
+    assert a.storage.delete(keys[:1]) == [True]
+    assert lies == []
+    for side in (a, rig()):
+        assert side.versions(keys) == [None, 0, 0, 0]
+    assert a.stats().pages_damaged == 0
 
 
 def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
