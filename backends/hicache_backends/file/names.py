@@ -154,21 +154,23 @@ class Marker:
     sequence: int
     events: tuple[str, ...]
     """Spelled as in the name: few are ever read."""
+    tag: int = 0
+    """Of the stamp's value that follows this marker."""
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{','.join(self.events)}"
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
 
-    def after(self, events: Sequence[Event]) -> Marker:
+    def after(self, events: Sequence[Event], tag: int) -> Marker:
         """The marker after more events: all that fit into a name, the newest first to stay."""
         texts = (*self.events, *map(str, events[-MAX_MARKER_BYTES:]))
-        room = MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}..") - 16
+        room = MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}...") - 16 - 6
         kept = 0
         for text in reversed(texts):
             room -= len(text) + 1
             if room < 0:
                 break
             kept += 1
-        return Marker(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :])
+        return Marker(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :], tag)
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None where they are no longer all known."""
@@ -184,7 +186,7 @@ class Marker:
         return events
 
 
-_MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.([a-z0-9,-]*)")
+_MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.({_HEX})\\.([a-z0-9,-]*)")
 
 
 def parse_marker(text: str) -> Marker | None:
@@ -192,10 +194,10 @@ def parse_marker(text: str) -> Marker | None:
     match = _MARKER.fullmatch(text)
     if match is None:
         return None
-    namespace, writer, last, listed = match.groups()
+    namespace, writer, last, tag, listed = match.groups()
     events = tuple(listed.split(",")) if listed else ()
     sequence = int(last, 16)
-    return Marker(namespace, writer, sequence, events) if len(events) <= sequence else None
+    return Marker(namespace, writer, sequence, events, int(tag, 16)) if len(events) <= sequence else None
 
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:
