@@ -28,7 +28,7 @@ def _controls():
 CONTROLS = _controls()
 OWN = ["file", "memory"]
 """The project's own drivers, which have to be conformant."""
-KINDS = ("mutants", "right", "own")
+KINDS = ("mutants", "own", "right")
 RIGHT = [name for name, control in CONTROLS.items() if not control.breaks]
 WRONG = [name for name, control in CONTROLS.items() if control.breaks]
 
@@ -41,7 +41,7 @@ def reports(site, results, tmp_path_factory):
     def run(kind):
         ran = site.controls(kind, 1, directory / kind, seconds=900)
         # Right drivers that promise little, or leave something out, are not blamed and yet no reason for status 0.
-        assert ran.status == 1, ran.output[-3000:]
+        assert ran.status == (0 if kind == "own" else 1), ran.output[-3000:]
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, KINDS))
