@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop benchmark soak fuzz clean
+.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -20,7 +20,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz"
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz" -n 2 --dist loadfile
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance
@@ -29,6 +29,11 @@ conformance: $(VENV)/.installed
 interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pytest -m interop tests/interop
+
+# Our drivers and SGLang's own, each judged for real; writes docs/matrix.md. Four minutes, and nothing of it is in `make test`.
+matrix:
+	scripts/make_sglang_env.sh $(SGLANG_VENV)
+	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix docs/matrix.md
 
 # The suite's own long test, an hour or more: every mutant on 20 seeds, every right driver on 100. Writes docs/soak.md.
 soak: $(VENV)/.installed

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Builds the environment that `make interop` tests in: a real SGLang, whose host pools, cache controllers and storage drivers
-# run on a machine without a GPU, and this project, editable. Takes about two minutes and 3 GB the first time, seconds later.
+# Builds the environment of `make interop` and `make matrix`: a real SGLang, whose host pools, cache controllers and storage
+# drivers run on a machine without a GPU, Mooncake with its server, and this project, editable, with its conformance suite.
+# On Debian and Ubuntu it also installs what apt has to bring, as root or with sudo. Takes about two minutes and 3 GB the first
+# time, a second later.
 #
 # usage: scripts/make_sglang_env.sh DIR
 set -euo pipefail
@@ -10,6 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 env_dir=$1
 python=$env_dir/bin/python
 sglang=0.5.23
+mooncake=0.3.13.post1
 
 # SGLang's own requirements ask for CUDA kernels that cannot be installed here, so it goes in alone, and these are the modules
 # that it imports on the way to its storage layer. Pinned, because nothing else says which versions that version of it meets;
@@ -19,7 +22,11 @@ needed=(
   msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow==13.0.0 psutil==7.2.2
   pybase64==1.5.1 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 triton
 )
-for_tests=(pluggy xxhash pytest pytest-timeout hypothesis mfusepy)
+for_tests=(pytest pytest-timeout mfusepy)
+
+# Libraries and programs that wheels expect of the machine, and the Debian packages that have them.
+libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)
+programs=(fusermount3:fuse3)
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -29,6 +36,31 @@ install() {
   if ! "$python" -m pip install --disable-pip-version-check --no-input --constraint "$root/constraints.txt" "$@" >"$log" 2>&1; then
     tail -n 40 "$log" >&2
     echo "make_sglang_env: pip install $* failed" >&2
+    exit 1
+  fi
+}
+
+# Mooncake's client and server are linked to the first three, whether or not there is RDMA; the suite's disks are FUSE.
+install_system_packages() {
+  local entry known packages=()
+  known=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p)
+  for entry in "${libraries[@]}"; do
+    [[ $known == *"${entry%%:*}"* ]] || packages+=("${entry##*:}")
+  done
+  for entry in "${programs[@]}"; do
+    command -v "${entry%%:*}" >/dev/null || packages+=("${entry##*:}")
+  done
+  ((${#packages[@]})) || return 0
+  if ! command -v apt-get >/dev/null; then
+    echo "make_sglang_env: there is no apt-get here; install what these Debian packages hold: ${packages[*]}" >&2
+    exit 1
+  fi
+  local as_root=()
+  ((EUID == 0)) || as_root=(sudo)
+  if ! { "${as_root[@]}" apt-get update -qq &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}"; } >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    echo "make_sglang_env: apt-get install ${packages[*]} failed" >&2
     exit 1
   fi
 }
@@ -132,14 +164,16 @@ for name in (
     "observability.metrics_collector",
 ):
     importlib.import_module(f"sglang.srt.{name}")
+importlib.import_module("mooncake.store")
 PY
   then
     cat "$log" >&2
-    echo "make_sglang_env: SGLang is installed and its storage layer cannot be imported" >&2
+    echo "make_sglang_env: SGLang and Mooncake are installed and cannot be imported" >&2
     exit 1
   fi
 }
 
+install_system_packages
 peer=$(digest "$root/constraints.txt" "${BASH_SOURCE[0]}")
 if ! is_done peer "$peer"; then
   rm -f "$env_dir/.hicache-peer" "$env_dir/.hicache-project"
@@ -148,6 +182,7 @@ if ! is_done peer "$peer"; then
   install torch
   install --no-deps "sglang==$sglang"
   install "${needed[@]}"
+  install "mooncake-transfer-engine-non-cuda==$mooncake"
   install "${for_tests[@]}"
   stand_in_for_torchvision
   check_imports
@@ -157,8 +192,8 @@ fi
 # Entry points and the packages' places are read at installation, so a changed pyproject.toml is installed again.
 project=$(digest "$root/pyproject.toml")
 if ! is_done project "$project"; then
-  install --no-deps --editable "$root"
-  "$python" -c 'import hicache_storage'
+  install --editable "$root[conformance,metrics]"
+  "$python" -c 'import hicache_conformance, hicache_storage'
   mark_done project "$project"
 fi
 echo "$env_dir: SGLang $sglang on CPU with $("$python" -c 'from importlib.metadata import version; print("hicache-storage", version("hicache-storage"))')"

@@ -198,9 +198,7 @@ def _profile(settings: Settings) -> Profile:
     return replace(profile, shrinks=True) if settings.shrinks else profile
 
 
-def _tell(
-    request: pytest.FixtureRequest, owner: DriverTarget, capabilities: Capabilities, options: Mapping[str, object]
-) -> None:
+def _tell(request: pytest.FixtureRequest, owner: DriverTarget, capabilities: Capabilities, options: Mapping[str, object]) -> None:
     services = owner.services
     record: dict[str, Any] = {
         "driver": owner.driver,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, Self
@@ -16,8 +17,11 @@ from hicache_conformance.manifest import Level, parse_levels, rules
 from hicache_conformance.metadata.command import list_protocol_rules, metadata
 from hicache_conformance.outcomes import Outcome, Stream
 from hicache_conformance.profiles import PROFILES
+from hicache_conformance.report.results import reproduction, shrinking
+from hicache_conformance.repro import repro
 from hicache_conformance.settings import Settings
 from hicache_conformance.verdict import Verdict, judge
+from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
     from hicache_conformance.verdict import Judgement, RuleResult
@@ -49,6 +53,14 @@ def run(
     ] = None,
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
+    serve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Start a server for the driver by this, with {port:NAME} and {tmp} filled in, here and in -c; it is killed and "
+            "restarted. In the place of the driver's own; may be repeated. Reports show it as it is.",
+        ),
+    ] = None,
     interface: Annotated[
         str,
         typer.Option(
@@ -63,10 +75,11 @@ def run(
     console = Console(stderr=True)
     try:
         levels = parse_levels(level)
-        options = dict(_option(text) for text in config or [])
+        options = parse_pairs(config or [])
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
         _check_interface(interface, driver, options)
+        _check_commands(serve or [])
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
@@ -74,9 +87,10 @@ def run(
     console.print(
         f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
     )
-    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, interface))
+    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, serve or None, interface))
 
 
+app.command()(repro)
 app.command()(metadata)
 
 
@@ -155,15 +169,17 @@ def _run(
     cases: list[str],
     case_seconds: float,
     report: Path | None,
-    interface: str = "",
+    services: list[str] | None,
+    interface: str,
 ) -> int:
     from hicache_conformance.catalogue import catalogue
     from hicache_conformance.runner import run as run_suite
 
     with Bar(console) as bar:
         ran = run_suite(
-            driver, options, settings, cases=cases, case_seconds=case_seconds, interface=interface, progress=bar.update
-        )
+            driver, options, settings, cases=cases, case_seconds=case_seconds, services=services, interface=interface,
+            progress=bar.update,
+        )  # fmt: skip
     stream = ran.stream
     if stream.broken or stream.header is None:
         console.print(Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red"))
@@ -174,7 +190,7 @@ def _run(
 
         write_report(report, stream.header, judgement)
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
-    show(console, judgement, stream)
+    show(console, judgement, stream, report and report / "results.json")
     if not stream.finished:
         console.print(Text(f"the run hung for {case_seconds:.0f} s and was ended" if ran.hung else ran.log[-1500:], "red"))
     if report is not None:
@@ -192,8 +208,15 @@ def exit_status(judgement: Judgement, stream: Stream) -> int:
     return BROKEN if suite_broke else NOT_CONFORMANT
 
 
-def show(console: Console, judgement: Judgement, stream: Stream) -> None:
-    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends."""
+def show(console: Console, judgement: Judgement, stream: Stream, results: Path | None = None) -> None:
+    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
+
+    Args:
+        console: where to.
+        judgement: of the run.
+        stream: the run.
+        results: its `results.json`, if it has been written.
+    """
     table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
     counted = [result for result in judgement.rules if result.selected]
     for result in counted:
@@ -204,15 +227,24 @@ def show(console: Console, judgement: Judgement, stream: Stream) -> None:
     for result in counted:
         if result.outcome is Outcome.FAIL:
             console.print(Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True)
+        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
+            console.print(Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True)
     counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
     seconds = sum(case.seconds for case in stream.outcomes)
     console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
     console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
 
 
+def _again(stream: Stream, result: RuleResult, results: Path | None) -> str:
+    """The command that repeats a failure: from the results, where they have been written, or of the first failing case."""
+    assert stream.header is not None
+    command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
+    return command or reproduction(stream.header, result.failing()[0].case)
+
+
 def _failure(result: RuleResult) -> str:
     """A broken rule in one line: what its first failing case said, and how many there are."""
-    first, *more = [case for case in result.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", result.rule.id)]
+    first, *more = result.failing()
     others = f" and {len(more)} more" if more else ""
     message = first.reason if first.broken_rule else f"{result.rule.id}: {first.reason}"
     return f"{message} [{first.case}{others}]"
@@ -232,11 +264,14 @@ def _check_interface(interface: str, driver: str, options: dict[str, str]) -> No
         setup_of(driver, options)
 
 
-def _option(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"-c {text!r} is not of the form key=value")
-    return name, value
+def _check_commands(commands: list[str]) -> None:
+    for command in commands:
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"--serve {command!r}: {error}") from error
+        if not words:
+            raise ValueError("--serve needs a command")
 
 
 class Bar:

@@ -45,16 +45,16 @@ def blank_header(
         profile=settings.profile,
         levels=[str(level) for level in settings.levels],
         spec_version=spec_version(),
-        suite_version=_version(SUITE),
+        suite_version=installed_version(SUITE),
         capabilities=asdict(declared) if capabilities else {},
         undeclared=undeclared(declared, all_needs()) if capabilities else [],
         options=dict(options or {}),
         environment={
             "cpus": str(os.cpu_count()),
             "platform": platform.platform(),
-            "pytest": _version("pytest"),
+            "pytest": installed_version("pytest"),
             "python": platform.python_version(),
-            "torch": _version("torch"),
+            "torch": installed_version("torch"),
         },
     )
 
@@ -66,7 +66,8 @@ def _distribution(driver: str) -> str:
     return f"{name} {names[name]}" if name in names else owner
 
 
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """Version of an installed distribution."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -51,9 +51,7 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
                 storage.close()
         shown = redacted(filled_config(run.driver, run.config, TMP))
         header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
-        header.replay = Replay(
-            run=run.settings.run, options=redacted(run.config), services=run.services, interface=run.interface
-        )
+        header.replay = Replay(run=run.settings.run, options=redacted(run.config), services=run.services, interface=run.interface)
         if run.interface:
             describe_interface(header, run.interface, run.config)
         writer.header(header)

@@ -30,6 +30,10 @@ class Profile:
     """Processes killed in each case that is about that."""
     shrinks: bool
     """Whether a failing history is made as short as possible."""
+    recovery_seconds: float
+    """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect needs a few of them."""
+    grace_seconds: float
+    """Time for what a closed storage had begun to end; a working driver needs none of it."""
 
 
 PROFILES = {
@@ -47,6 +51,8 @@ PROFILES = {
             process_calls=60,
             kills=4,
             shrinks=False,
+            recovery_seconds=5.0,
+            grace_seconds=2.0,
         ),
         Profile(
             name="default",
@@ -60,6 +66,8 @@ PROFILES = {
             process_calls=200,
             kills=16,
             shrinks=True,
+            recovery_seconds=15.0,
+            grace_seconds=5.0,
         ),
         Profile(
             name="soak",
@@ -73,6 +81,8 @@ PROFILES = {
             process_calls=2_000,
             kills=200,
             shrinks=True,
+            recovery_seconds=15.0,
+            grace_seconds=5.0,
         ),
     )
 }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from hicache_conformance.settings import Settings
 
 POLL_SECONDS: Final = 0.05
+STARTING_SECONDS: Final = 60.0
+"""Patience with a process in which no case runs: it starts, or opens the driver for the first time."""
 MOST_PROCESSES: Final = 20
 """How many processes a run may take before it is given up."""
 # What would make pytest read somebody else's configuration or load somebody else's plugins.
@@ -163,6 +165,6 @@ def _follow(
             progress(stream)
         if ended:
             return False
-        if time.monotonic() - heard > case_seconds:
+        if time.monotonic() - heard > (case_seconds if stream.running else max(case_seconds, STARTING_SECONDS)):
             return True
         time.sleep(POLL_SECONDS)

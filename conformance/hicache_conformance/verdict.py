@@ -46,6 +46,11 @@ class RuleResult:
         """Time that its cases took; a case of several rules counts in each."""
         return sum(case.seconds for case in self.cases)
 
+    def failing(self) -> list[CaseOutcome]:
+        """The cases that found it broken, or else those in which the suite broke."""
+        failed = [case for case in self.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)]
+        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
+
 
 @dataclass(slots=True)
 class Judgement:

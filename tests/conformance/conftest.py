@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import hicache_conformance
+
+SUITE = Path(hicache_conformance.__file__).with_name("suite")
 CONTROLS = Path(__file__).with_name("controls")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
 
@@ -50,6 +53,16 @@ class Site:
         return self._run(
             "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
         )
+
+    def controls(self, kind: str, seed: int, directory: Path, seconds: float) -> Ran:
+        """Run the suite against the controls of a kind, with a report of each below `directory`/report."""
+        directory.mkdir(exist_ok=True)
+        return self.pytest(
+            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", "--hicache-profile=smoke",
+            f"--hicache-seed={seed}", f"--hicache-report={directory}/report", "-c", str(SUITE / "pytest.ini"), "--rootdir=.",
+            "control_suite.py", cwd=CONTROLS, plugins="hicache_conformance.plugin,control_selection", seconds=seconds,
+            HICACHE_CONTROLS=kind,
+        )  # fmt: skip
 
     def _run(self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str) -> Ran:
         command = [sys.executable, "-P", *arguments]

@@ -1,7 +1,7 @@
 """The long test of the suite itself: every mutant on many seeds, every right driver on more; `make soak` runs it.
 
-Every finished seed is a line in the record, so that an interrupted soak goes on where it stopped. A record belongs to one
-state of the sources; another state begins a new one.
+Every finished seed is a line in the record, so that an interrupted soak goes on where it stopped. A line counts for the state of
+the sources that it was made with; with another state its seed is run again.
 """
 
 from __future__ import annotations
@@ -10,27 +10,57 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
 CONTROLS_HOME = Path(__file__).with_name("controls")
-SOURCES = ("conformance", "hicache_storage", "backends", "tests/conformance/controls", "examples/hicache-memory-driver")
+SUITE = ("conformance", "hicache_storage", "tests/conformance/controls")
+SOURCES = {
+    "mutants": SUITE,
+    "right": SUITE,
+    "own": (*SUITE, "backends/hicache_backends/file", "examples/hicache-memory-driver"),
+}
+"""What the results of each kind depend on."""
+APART = tuple(
+    ROOT / name
+    for name in (
+        "conformance/hicache_conformance/cli.py",
+        "conformance/hicache_conformance/preflight.py",
+        "conformance/hicache_conformance/replay.py",
+        "conformance/hicache_conformance/repro.py",
+        "conformance/hicache_conformance/runner.py",
+        "conformance/hicache_conformance/foreign",
+        "conformance/hicache_conformance/metadata",
+        "conformance/hicache_conformance/report",
+        "hicache_storage/cli",
+        "hicache_storage/tools",
+    )
+)
+"""What changes no verdict about a control."""
 
 sys.path[:0] = [str(CONTROLS_HOME), str(CONTROLS_HOME.parent)]
 from conftest import Site
 from control_plugin import CONTROLS
 
-import hicache_conformance
+from hicache_conformance.manifest import rules
 
-INI = Path(hicache_conformance.__file__).with_name("suite") / "pytest.ini"
 SEED_SECONDS = 1800
-CONFORMING = ("file", "memory")
-"""Right drivers that have to be conformant; the others promise too little for that on purpose, or leave something out."""
+DRIVERS = {
+    "mutants": [name for name, control in CONTROLS.items() if control.breaks],
+    "right": [name for name, control in CONTROLS.items() if not control.breaks],
+    "own": ["file", "memory"],
+}
+"""By kind. Our own are tried with everything and have to be conformant; right controls with the part that they are there for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +68,7 @@ class Result:
     """What one seed said about one driver."""
 
     kind: str
-    """`mutants` or `right`."""
+    """A key of `DRIVERS`."""
     seed: int
     driver: str
     verdict: str
@@ -54,45 +84,52 @@ class Result:
         """Whether the mutant was found by the rules meant for it, or the right driver was not blamed."""
         if self.errors:
             return False
-        if self.kind == "right":
-            return not self.failed and (self.driver not in CONFORMING or self.verdict == "conformant")
-        return set(CONTROLS[self.driver].breaks) <= set(self.failed)
+        match self.kind:
+            case "mutants":
+                return set(CONTROLS[self.driver].breaks) <= set(self.failed)
+            case "right":
+                return not self.failed
+            case _:
+                return self.verdict == "conformant"
 
 
 class Record:
     """The file of finished seeds."""
 
-    def __init__(self, path: Path, state: str) -> None:
-        self._path, self._lock = path, threading.Lock()
+    def __init__(self, path: Path, states: Mapping[str, str]) -> None:
+        self._path, self._states, self._lock = path, states, threading.Lock()
         self.results: list[Result] = []
-        lines = path.read_text().splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) == {"state": state}:
-            self.results = [Result(**json.loads(line)) for line in lines[1:]]
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"state": state}) + "\n")
+        # A last line without an end is what an interrupted soak was about to write.
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        for line in lines:
+            seed = json.loads(line)
+            if seed["state"] == states[seed["kind"]]:
+                self.results += [Result(**result) for result in seed["results"]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines))
 
     def done(self, kind: str) -> set[int]:
+        """Seeds that have been run."""
         return {result.seed for result in self.results if result.kind == kind}
 
-    def add(self, results: list[Result]) -> None:
+    def add(self, kind: str, results: list[Result]) -> None:
+        """Take all results of one seed."""
+        line = {"kind": kind, "state": self._states[kind], "results": [asdict(result) for result in results]}
         with self._lock, self._path.open("a") as file:
-            file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
+            file.write(json.dumps(line) + "\n")
             self.results += results
 
 
 def run_seed(site: Site, kind: str, seed: int) -> list[Result]:
     """One pytest over all drivers of a kind."""
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as directory:
-        ran = site.pytest(
-            "-q", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", "--hicache-profile=smoke", f"--hicache-seed={seed}",
-            f"--hicache-report={directory}/report", "-c", str(INI), "--rootdir=.", "control_suite.py", cwd=CONTROLS_HOME,
-            seconds=SEED_SECONDS, HICACHE_CONTROLS=kind,
-        )  # fmt: skip
+        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS)
         reports = sorted(Path(directory, "report").glob("*/results.json"))
-        if not reports:
-            raise RuntimeError(f"seed {seed} of the {kind} left no report:\n{ran.output[-3000:]}")
-        return [_result(kind, seed, json.loads(report.read_text())) for report in reports]
+        results = {result.driver: result for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)}
+        missing = [name for name in DRIVERS[kind] if name not in results]
+        if missing:
+            raise RuntimeError(f"seed {seed} of the {kind} left no report of {', '.join(missing)}:\n{ran.output[-3000:]}")
+        return [results[name] for name in DRIVERS[kind]]
 
 
 def _result(kind: str, seed: int, report: dict) -> Result:
@@ -108,34 +145,34 @@ def _result(kind: str, seed: int, report: dict) -> Result:
     )
 
 
-def document(results: list[Result], state: str) -> str:
+def document(results: list[Result], states: Mapping[str, str]) -> str:
     """The page of the docs."""
-    mutants, right = _by_driver(results, "mutants"), _by_driver(results, "right")
+    mutants, right = _by_driver(results, "mutants"), {**_by_driver(results, "own"), **_by_driver(results, "right")}
     killed = sum(all(result.is_as_meant for result in found) for found in mutants.values())
     accepted = sum(all(result.is_as_meant for result in found) for found in right.values())
-    seeds = {kind: len({result.seed for result in results if result.kind == kind}) for kind in ("mutants", "right")}
+    seeds = {kind: len({result.seed for result in results if result.kind == kind}) for kind in DRIVERS}
     lines = [
         "# The suite's own long test",
         "",
         "`make soak` plants faults into drivers and looks whether the suite finds each by the rule that is meant for it, on every",
         "seed; and it runs drivers that are right, which the suite has to accept on every seed. This page is its result.",
         "",
-        f"Sources {state[:12]}, profile smoke, {os.cpu_count()} cores.",
+        f"Sources {states['own'][:12]}, profile smoke, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
+        "is found by each of them; `D` and a number name a fault of a driver in the field that it repeats.",
         "",
         f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
-        f"- **{accepted} of {len(right)} right drivers accepted**, each on {seeds['right']} seeds.",
+        f"- **{accepted} of {len(right)} right drivers accepted**, each on {min(seeds['right'], seeds['own'])} seeds.",
         "",
-        "| mutant | rules meant for it | fault of the field | seeds |",
+        "| mutant | found by | fault of the field | seeds |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {name} | {', '.join(CONTROLS[name].breaks)} | {CONTROLS[name].field_fault} | {_score(mutants[name])} |"
-            for name in CONTROLS
-            if name in mutants
+            f"| {name} | {', '.join(_found_by(found))} | {CONTROLS[name].field_fault} | {_score(found)} |"
+            for name, found in mutants.items()
         ),
         "",
-        "| right driver | seeds |",
-        "| --- | --- |",
-        *(f"| {name} | {_score(found)} |" for name, found in sorted(right.items())),
+        "| right driver | tried with | accepted on seeds |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {_areas(name)} | {_score(found)} |" for name, found in right.items()),
     ]
     bad = [result for result in results if not result.is_as_meant]
     if bad:
@@ -147,21 +184,33 @@ def document(results: list[Result], state: str) -> str:
 
 
 def _by_driver(results: list[Result], kind: str) -> dict[str, list[Result]]:
-    found = dict[str, list[Result]]()
+    """In the order in which the controls are listed."""
+    found: dict[str, list[Result]] = {name: [] for name in DRIVERS[kind]}
     for result in results:
         if result.kind == kind:
-            found.setdefault(result.driver, []).append(result)
-    return found
+            found[result.driver].append(result)
+    return {name: some for name, some in found.items() if some}
+
+
+def _found_by(found: list[Result]) -> list[str]:
+    """The rules that a mutant was seen to break on every seed, in the order of the contract."""
+    return [rule for rule in rules() if all(rule in result.failed for result in found)]
+
+
+def _areas(name: str) -> str:
+    where = CONTROLS[name].where if name in CONTROLS else ()
+    return ", ".join(area.lower() for area in where) or "everything"
 
 
 def _score(found: list[Result]) -> str:
     return f"{sum(result.is_as_meant for result in found)} of {len(found)}"
 
 
-def state_of_sources() -> str:
-    """Digest of everything that a result depends on."""
+def state_of_sources(kind: str) -> str:
+    """Digest of everything that a result of this kind depends on."""
     digest = hashlib.sha256()
-    for path in sorted(path for top in SOURCES for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".toml")):
+    files = sorted(path for top in SOURCES[kind] for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".toml"))
+    for path in (path for path in files if not any(path.is_relative_to(part) for part in APART)):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -171,30 +220,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutant-seeds", type=int, default=20)
     parser.add_argument("--right-seeds", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--own-seeds", type=int, default=100)
+    # Half of the time is spent waiting for what hangs.
+    parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 1) // 2)
     parser.add_argument("--record", type=Path, default=ROOT / "out" / "soak.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "soak.md")
     options = parser.parse_args()
-    state = state_of_sources()
-    record = Record(options.record, state)
-    wanted = [("mutants", seed) for seed in range(options.mutant_seeds)] + [
-        ("right", seed) for seed in range(options.right_seeds)
-    ]
+    states = {kind: state_of_sources(kind) for kind in SOURCES}
+    record = Record(options.record, states)
+    counts = {"mutants": options.mutant_seeds, "right": options.right_seeds, "own": options.own_seeds}
+    wanted = [(kind, seed) for kind in DRIVERS for seed in range(counts[kind])]
     missing = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
     with tempfile.TemporaryDirectory(prefix="hicache-site-") as directory, ThreadPoolExecutor(options.jobs) as pool:
         site = Site(Path(directory))
 
         def one(job: tuple[str, int]) -> None:
-            results = run_seed(site, *job)
-            record.add(results)
+            try:
+                results = run_seed(site, *job)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"{job[0]} seed {job[1]}: {error}", flush=True)
+                return
+            record.add(job[0], results)
             bad = [result for result in results if not result.is_as_meant]
             print(f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant", flush=True)
             for result in bad:
                 print(f"  {result.driver}: {'; '.join(result.errors or result.told)[:1000] or 'not found'}", flush=True)
 
         list(pool.map(one, missing))
-    options.document.write_text(document(record.results, state))
-    sys.exit(any(not result.is_as_meant for result in record.results))
+    options.document.write_text(document(record.results, states))
+    unfinished = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
+    sys.exit(bool(unfinished) or any(not result.is_as_meant for result in record.results))
 
 
 if __name__ == "__main__":

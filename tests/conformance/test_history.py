@@ -169,12 +169,13 @@ def test_exists_is_held_to_the_same(scribe):
     assert kinds(scribe) == [Kind.CLAIMED, Kind.DENIED, Kind.CLAIMED]
 
 
-def test_exists_shows_a_page_to_be_there(scribe):
+def test_a_page_is_promised_to_nobody_before_its_set_has_answered(scribe):
     scribe.set(0, None, 7)
     scribe.exists(1, 2, 1)
+    scribe.get(1, 2, 7)
     scribe.set(3, 4, 8)
     scribe.get(5, 6, 8)
-    assert kinds(scribe) == [Kind.REWRITTEN]
+    assert kinds(scribe) == []
 
 
 def test_only_the_first_missing_page_is_denied(scribe):
@@ -250,7 +251,8 @@ class Definition:
         if self.acknowledges(wrote, key) and any(before(wrote, gone) and before(gone, get) for gone in self.removals(key)):
             return Kind.REMOVED
         if self.keeps and any(
-            before(shows, wrote) and not self.removable_since(shows, get, key) for shows in self.events if self.shows(shows, key)
+            self.acknowledges(event, key) and before(event, wrote) and not self.removable_since(event, get, key)
+            for event in self.sets(key)
         ):
             return Kind.REWRITTEN
         return None
@@ -275,22 +277,6 @@ class Definition:
             )
         ]
         return None if standing else Kind.CLAIMED
-
-    def shows(self, event, key):
-        if event.ended is None or key not in event.keys:
-            return False
-        index = event.keys.index(key)
-        match event.call:
-            case Call.SET:
-                return event.ended.done[index]
-            case Call.GET:
-                # Values that cannot be are no evidence.
-                found = event.ended.found[index]
-                return isinstance(found, int)
-            case Call.EXISTS:
-                return index < event.ended.hit and self.of_claim(event, key) is None
-            case _:
-                return False
 
     def sets(self, key):
         return [event for event in self.events if event.call is Call.SET and key in event.keys]

@@ -3,6 +3,10 @@
 Every storage that writes has, for each namespace, one marker: an empty file whose *name* tells how many events it has
 announced and the last of them. An announcement renames the marker, then renews the stamp. Who asks looks at the stamp
 (one request); only if it is new, it lists the markers, and mostly knows then all that has happened.
+
+A listing can find a marker whose stamp is still to come, or never comes because its writer was killed. Nobody else would know
+of it, and whoever found it would promise what others deny. So a marker names the stamp that follows it, and who has not seen
+that one renews the stamp before it believes the marker.
 """
 
 from __future__ import annotations
@@ -11,14 +15,16 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.names import Event, Marker, parse_marker
+from hicache_backends.file.stamp import new_value, tag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_backends.file.attributes import Attributes
     from hicache_backends.file.stamp import Stamp
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 
 MANY_MARKERS = 128
 FORGOTTEN_SECONDS = 24 * 3600.0
+
+RECENT_TAGS = 64
 
 NOTHING: Mapping[str, Marker] = {}
 
@@ -58,6 +66,8 @@ class Board:
         self.lock = threading.RLock()
         self._tree, self._stamp, self._asks_server = tree, stamp, asks_server
         self._listing = threading.Lock()
+        self._tags: deque[int] = deque(maxlen=RECENT_TAGS)
+        """Of the stamp's latest values."""
         self._known: Attributes | None = None
         self._parsed: dict[str, Marker | None] = {}
         self._notices = Notices()
@@ -83,11 +93,22 @@ class Board:
             return self._notices
         with self._listing:
             # Before the listing, so that an announcement after it gives another value than the one kept here.
-            value = self._stamp_value()
+            value = self._note_stamp()
             if value != self._known:
-                self._notices = self._list(value)
+                known, self._notices = self._parsed, self._list(value)
+                self._vouch(marker for name, marker in self._parsed.items() if marker is not None and name not in known)
                 self._known = value
             return self._notices
+
+    def _vouch(self, fresh: Iterable[Marker]) -> None:
+        """Make sure that everyone who asks from now on finds these markers."""
+        tags = {marker.tag for marker in fresh if marker.writer != self.writer}
+        if tags and not tags.issubset(self._tags):
+            self._note_stamp()
+            if not tags.issubset(self._tags):
+                # Where this storage must not write, its knowledge may be ahead of others'.
+                with contextlib.suppress(OSError):
+                    self._stamp.renew()
 
     def next_sequence(self, namespace: str) -> int:
         """The number of this writer's next event in a namespace."""
@@ -105,14 +126,19 @@ class Board:
             if show is not None:
                 self._unshown.append(show)
 
-    def announce(self) -> None:
+    def announce(self, *, insist: bool = False) -> None:
         """Tell everyone of the queued events.
+
+        Args:
+            insist: make sure too that everyone knows what this storage knows. It may have seen the marker of another whose
+                stamp is still to come.
 
         Raises:
             OSError: they stay queued; others may not know of them.
         """
         with self._telling:
             with self.lock:
+                self._unstamped |= insist
                 self._announce()
                 shown, self._unshown = self._unshown, []
             # Without `lock`: they take that of their shelf, which comes before it.
@@ -120,15 +146,16 @@ class Board:
                 show()
 
     def _announce(self) -> None:
+        value = new_value()
         for namespace in list(self._queued):
             before = self._announced.get(namespace)
-            after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace])
+            after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace], tag_of(value))
             self._move(before, after)
             self._announced[namespace] = after
             del self._queued[namespace]
             self._unstamped = True
         if self._unstamped:
-            self._stamp.renew()
+            self._stamp.renew(value)
             self._unstamped = False
 
     def collect_forgotten(self) -> None:
@@ -145,6 +172,13 @@ class Board:
         with contextlib.suppress(FileNotFoundError):
             return self._stamp.read()
         return None
+
+    def _note_stamp(self) -> Attributes | None:
+        """The stamp's value, its tag remembered; under `_listing`."""
+        value = self._stamp_value()
+        if value is not None:
+            self._tags.append(tag_of(value.mtime_ns))
+        return value
 
     def _list(self, value: Attributes | None) -> Notices:
         names = list_directory(self._tree.writers, asks_server=self._asks_server) if value else []

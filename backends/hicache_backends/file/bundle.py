@@ -17,7 +17,8 @@ footer    64 bytes:
   56  8   xxh3_64 of the footer up to here
 ```
 
-A file that ends in a footer which fits its length holds all of its pages: the footer is written last.
+A file that ends in a footer which fits its length holds all of its pages: the footer is written last. The file's name tells
+the footer's checksum, so that a footer and an index are never taken for those of another bundle, whatever a disk answers.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ class Shape:
         )
         return body + footer + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(footer))
 
-    def tail_bytes(self, end: bytes, size: int) -> int:
-        """How long the tail of a bundle of `size` bytes is, from its last bytes.
+    def tail_bytes(self, end: bytes, size: int, checksum: int) -> int:
+        """How long the tail of a bundle of `size` bytes and of this `tail_checksum` is, from its last bytes.
 
         Raises:
             NotABundleError: there is no footer that fits.
         """
         if len(end) < FOOTER_BYTES:
             raise NotABundleError(f"too short for a footer: {len(end)} bytes")
+        if tail_checksum(end) != checksum:
+            raise NotABundleError("the footer is damaged, or another bundle's")
         footer = end[-FOOTER_BYTES : -_CHECKSUM.size]
         if xxhash.xxh3_64_intdigest(footer) != _CHECKSUM.unpack(end[-_CHECKSUM.size :])[0]:
             raise NotABundleError("the footer is damaged")
@@ -107,6 +110,11 @@ class Shape:
         if len(keys) != pages:
             raise NotABundleError(f"the index names {len(keys)} of {pages} pages")
         return Index(keys, envelopes)
+
+
+def tail_checksum(tail: bytes) -> int:
+    """What the name of a bundle with that tail tells about it: 32 bits of the footer's checksum."""
+    return int.from_bytes(tail[-4:], "little")
 
 
 def index_bytes(keys: Sequence[str]) -> int:

@@ -36,6 +36,9 @@ right after publishing leaves a bundle that nobody has been told of."""
 SMALL_STORE_BUNDLES = 64
 """In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its loss does not matter."""
 
+MAX_RACES = 8
+"""So many times the bundles are listed again when others have been faster; then a bundle that they took is believed gone."""
+
 SHRINK_SHARE = 8
 """At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for each."""
 
@@ -124,23 +127,40 @@ class Capacity:
             OSError: the store could not be listed.
         """
         with self._lock:
-            excess = self.used() - self.limit
-            kept = list[Bundle]()
-            while excess > 0 and (victim := self._queue.pop()) is not None:
-                freed = self._evict(victim, excess)
-                if not freed:
-                    kept.append(victim)
-                excess -= freed
-            for bundle in kept:
-                self._queue.put_back(bundle)
+            excess, races = self.used() - self.limit, 0
+            tried = list[Bundle]()
+            try:
+                while excess > 0 and (victim := self._queue.pop()) is not None:
+                    tried.append(victim)
+                    freed = self._evict(victim, excess)
+                    if freed is not None:
+                        excess -= freed
+                    elif races < MAX_RACES:
+                        races += 1
+                        excess = self.used() - self.limit
+                    elif victim.name.claim is None:
+                        excess -= victim.name.size
+            finally:
+                for bundle in tried:
+                    if not bundle.gone:
+                        self._queue.put_back(bundle)
             return max(0, excess)
 
-    def _evict(self, victim: Bundle, excess: int) -> int:
-        """Remove a bundle, or its last pages if these are enough; how many bytes that has freed."""
+    def _evict(self, victim: Bundle, excess: int) -> int | None:
+        """Remove a bundle, or its last pages if these are enough.
+
+        Returns:
+            How many bytes that has freed; None where somebody else has removed it, or is replacing it: a listing tells.
+        """
+        shelf = self._shelves.get(victim.namespace)
+        if victim.name.claim is not None and not self._changes.is_free(victim):
+            # Being replaced, or about to be when its claimant was killed; others go instead.
+            return 0
         try:
             freed = self._shrink(victim, excess)
         except FileNotFoundError:
-            return victim.name.size
+            shelf.distrust()
+            return None
         except OSError as error:
             # A full disk, most likely, which has no room for a shorter copy.
             logger.debug("cannot shrink %s: %s", victim.path, error)
@@ -148,17 +168,25 @@ class Capacity:
         if freed:
             return freed
         try:
-            self._changes.remove(self._shelves.get(victim.namespace), victim)
+            removed = self._changes.remove(shelf, victim)
         except OSError as error:
             logger.debug("cannot evict %s: %s", victim.path, error)
             return 0
+        if not removed:
+            return None
         if (catalog := self._catalogs(victim.namespace)) is not None:
             self._evicted(catalog.namespace, len(victim.keys))
         return victim.name.size
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
         catalog, size = self._catalogs(victim.namespace), victim.name.size
-        if catalog is None or not victim.keys or size * SMALL_STORE_BUNDLES < self.limit or excess >= size:
+        if (
+            catalog is None
+            or not victim.keys
+            or victim.name.claim is not None
+            or size * SMALL_STORE_BUNDLES < self.limit
+            or excess >= size
+        ):
             return 0
         pages, bundle_bytes = len(victim.keys), catalog.shape.bundle_bytes
         dropped = -(-pages // SHRINK_SHARE)

@@ -30,6 +30,9 @@ RETRY_SECONDS = 1.0
 MAX_HURRIES = 8
 """But so many times it is, as soon as others of its namespace can be read or written: the fault may be gone."""
 
+MAX_DOUBTS = 6
+"""What is no bundle is looked at again so many times, each time after twice as long: the disk may have lied."""
+
 BUNDLES_A_TASK = 16
 
 Location = tuple["Bundle", int]
@@ -63,9 +66,11 @@ class Catalog:
         self._copies: dict[str, list[Location]] = {}
         self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
         self._unread: dict[Bundle, None] = {}
+        self._doubted: dict[Bundle, None] = {}
+        self._doubt_at = 0.0
+        self._doubts = 0
         self._retry_at = 0.0
         self._hurries = 0
-        self._missed = False
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
 
@@ -76,15 +81,20 @@ class Catalog:
             OSError: the bundles could not be listed.
         """
         self.shelf.catch_up(notices)
-        if self._missed:
-            # An announced bundle is gone: its writer may have been killed after putting another in its place.
-            self._missed = False
-            self.shelf.distrust()
-            self.shelf.catch_up(notices)
         if self._unread and time.monotonic() >= self._retry_at:
             with self.shelf.lock:
                 again, self._unread = list(self._unread), {}
                 self.bundles_added(again)
+        if self._doubted:
+            with self.shelf.lock:
+                self._look_again()
+
+    def _look_again(self) -> None:
+        """Try what was found to be no bundle, if it is time."""
+        if self._doubted and time.monotonic() >= self._doubt_at:
+            again, self._doubted = list(self._doubted), {}
+            self._doubts += 1
+            self.bundles_added(again)
 
     def note_service(self) -> None:
         """The file system has just served this namespace: what it would not let us read before is worth another try."""
@@ -161,13 +171,14 @@ class Catalog:
         gone = [bundle for bundle in unread if bundle.gone]
         if gone:
             self.shelf.remove(gone)
-            self._missed = True
+            self.shelf.distrust()
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:
             self._descriptors.forget(bundle.path)
             self._touched.pop(bundle, None)
             self._unread.pop(bundle, None)
+            self._doubted.pop(bundle, None)
             for key in bundle.keys:
                 self._forget(key, bundle)
 
@@ -213,6 +224,9 @@ class Catalog:
                     bundle.gone = True
                 else:
                     bundle.keys, bundle.envelopes = index.keys, index.envelopes
+                    if bundle.useless:
+                        bundle.useless = False
+                        self.ignored -= 1
 
     def _read_index(self, bundle: Bundle) -> Index | None:
         """A bundle's index; None if there is no such file any more."""
@@ -224,16 +238,25 @@ class Catalog:
         try:
             # A longer or shorter file has no footer there that would fit the length in its name.
             end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
-            length = self.shape.tail_bytes(end, size)
+            length = self.shape.tail_bytes(end, size, bundle.name.checksum)
             if length > len(end):
                 end = os.pread(descriptor, length, size - length)
-            if length > len(end):
-                raise NotABundleError("shorter than its name says")
+                # Both reads must have been served from this file, and the second one whole.
+                if length > len(end) or self.shape.tail_bytes(end, size, bundle.name.checksum) != length:
+                    raise NotABundleError("shorter than its name says")
             return self.shape.parse(end[-length:])
         finally:
             os.close(descriptor)
 
     def _ignore(self, bundle: Bundle, error: NotABundleError) -> None:
+        fresh = not bundle.useless
+        if fresh:
+            self._doubts = 0
+        if self._doubts < MAX_DOUBTS:
+            self._doubted[bundle] = None
+            self._doubt_at = time.monotonic() + RETRY_SECONDS * (1 << self._doubts)
+        if not fresh:
+            return
         bundle.useless = True
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1

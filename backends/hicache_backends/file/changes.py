@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.faults import kept
-from hicache_backends.file.names import Added, BundleName, Removed
+from hicache_backends.file.names import Added, BundleName, Claim, Removed, bundles_among
+from hicache_backends.file.owner import is_dead, this_process
 from hicache_backends.file.tree import sync_directory
 
 if TYPE_CHECKING:
@@ -32,10 +35,22 @@ class Changes:
     """Makes changes and tells of them. Safe for many threads.
 
     Locks are taken in the order shelf, board; none of them is held when an announcement begins.
+
+    Of several who remove or replace a bundle, one wins: the one who manages to unlink it, or to rename it so that its name
+    says who replaces it by what (`Claim`). Until the other bundle is there the claimed one holds its pages, and from then
+    on it is void. So what a loser has prepared is never seen, and whoever is killed at any instant loses nothing.
+
+    Args:
+        abandoned_seconds: a bundle that a process of another machine has claimed is taken to be nobody's after so long.
+            Until then it is read as ever, and neither removed nor evicted; others are evicted instead.
     """
 
-    def __init__(self, tree: Tree, board: Board, drafts: Drafts, *, syncs: bool) -> None:
+    def __init__(
+        self, tree: Tree, board: Board, drafts: Drafts, *, asks_server: bool, syncs: bool, abandoned_seconds: float
+    ) -> None:
         self._tree, self._board, self._drafts, self._syncs = tree, board, drafts, syncs
+        self._asks_server, self._abandoned_seconds = asks_server, abandoned_seconds
+        self._owner = this_process()
         self._described: set[str] = set()
 
     def publish(self, drafts: Sequence[Draft], call: Call) -> list[tuple[Draft, Bundle]]:
@@ -63,44 +78,70 @@ class Changes:
         """Remove a bundle; others are told with the next announcement.
 
         Returns:
-            Whether it was there. If not, somebody else has removed it, or has put another with some of its pages in its place.
+            Whether it was there. If not, somebody else has removed it, or puts another with some of its pages in its place;
+            the shelf's next listing tells.
 
         Raises:
             OSError: it is still there.
         """
+        name = bundle.name
+        path = self._tree.bundle(bundle.namespace, name)
         try:
-            os.unlink(bundle.path)
-            there = True
+            if name.claim is None:
+                # Without a lock: where it hangs, nobody else needs to. One who claims it meanwhile has renamed it.
+                os.unlink(path)
+            else:
+                with shelf.lock, self._board.lock:
+                    self._expect_unclaimed(bundle)
+                    os.unlink(path)
         except FileNotFoundError:
-            there = False
-        bundle.gone = True
-        shelf.remove([bundle])
-        self._board.queue(bundle.namespace, [Removed(bundle.name.id)])
-        return there
+            shelf.distrust()
+            return False
+        with shelf.lock:
+            bundle.gone = True
+            shelf.remove([bundle])
+            self._board.queue(bundle.namespace, [Removed(name.id)])
+        return True
 
-    def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index) -> Bundle:
+    def is_free(self, bundle: Bundle) -> bool:
+        """Whether a bundle can be removed, as far as can be told: nobody has claimed it, or nobody who lives."""
+        try:
+            self._expect_unclaimed(bundle)
+        except OSError:
+            return False
+        return True
+
+    def replace(self, catalog: Catalog, old: Bundle, name: TemporaryName, index: Index, *, size: int, checksum: int) -> Bundle:
         """Put a written file in the place of a bundle; others are told with the next announcement.
 
+        Args:
+            size: the file's length.
+            checksum: its `tail_checksum`.
+
         Raises:
-            FileNotFoundError: someone else has removed or replaced the bundle; what they did holds.
+            FileNotFoundError: someone else has removed the bundle or replaces it; what they do holds.
             OSError: nothing has changed.
         """
         shelf, namespace = catalog.shelf, old.namespace
         with shelf.lock, self._board.lock:
             sequence = self._board.next_sequence(namespace)
-            new = shelf.bundle(BundleName(self._board.writer, sequence, name.size, old.name.created_ms))
-            os.rename(self._tree.temporary(name), new.path)
+            new = shelf.bundle(BundleName(self._board.writer, sequence, size, old.name.created_ms, checksum))
+            claimed = self._claim(shelf, old, new)
             try:
+                os.rename(self._tree.temporary(name), new.path)
                 if self._syncs:
                     sync_directory(self._tree.bundles(namespace))
-                # Of several who replace a bundle, the one who manages to remove it wins.
-                os.unlink(old.path)
-            except OSError as error:
+                with contextlib.suppress(FileNotFoundError):
+                    # Whoever has listed the two has removed it.
+                    os.unlink(claimed)
+            except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(new.path)
+                with contextlib.suppress(OSError):
+                    os.rename(claimed, old.path)
+                # The number is used up: it must never stand for a bundle that voids the claimed one.
                 self._board.queue(namespace, [Removed(new.name.id)])
-                if isinstance(error, FileNotFoundError):
-                    shelf.remove([old])
+                shelf.distrust()
                 raise
             self._board.queue(namespace, [Added(new.name), Removed(old.name.id)])
             new.touched, new.modified = old.touched, old.modified
@@ -108,13 +149,57 @@ class Changes:
             shelf.remove([old])
         return new
 
-    def announce(self) -> None:
-        """Tell everyone of what has changed.
+    def announce(self, *, insist: bool = False) -> None:
+        """Tell everyone of what has changed; of all that is known here, if this `insist`s.
 
         Raises:
             OSError: they could not be told now; they will be with the next announcement.
         """
-        self._board.announce()
+        self._board.announce(insist=insist)
+
+    def _claim(self, shelf: Shelf, old: Bundle, new: Bundle) -> str:
+        """Win a bundle; the path that it has from now on.
+
+        Raises:
+            FileNotFoundError: someone else has won it.
+            OSError: nothing has changed.
+        """
+        name = old.name._replace(claim=Claim(self._owner, new.name.id))
+        path = self._tree.bundle(old.namespace, name)
+        try:
+            self._expect_unclaimed(old)
+            os.rename(old.path, path)
+        except FileNotFoundError:
+            shelf.distrust()
+            raise
+        return path
+
+    def _expect_unclaimed(self, bundle: Bundle) -> None:
+        """Make sure that nobody who lives is about to replace a bundle.
+
+        Raises:
+            FileNotFoundError: somebody is, or has been.
+            OSError: it could not be told.
+        """
+        claim = bundle.name.claim
+        if claim is None:
+            return
+        if self._is_abandoned(bundle, claim):
+            # Nobody does anything any more: now it can be told how far they came.
+            directory = self._tree.bundles(bundle.namespace)
+            if all(
+                name.id != claim.replacement for name in bundles_among(list_directory(directory, asks_server=self._asks_server))
+            ):
+                return
+        raise FileNotFoundError(f"{bundle.path} is being replaced")
+
+    def _is_abandoned(self, bundle: Bundle, claim: Claim) -> bool:
+        if claim.replacement.writer == self._board.writer:
+            # This storage's own, which failed: it claims and replaces under a lock that is held now.
+            return True
+        if claim.owner.place == self._owner.place:
+            return is_dead(claim.owner)
+        return time.time() - os.stat(bundle.path).st_ctime > self._abandoned_seconds
 
     def _publish(self, draft: Draft, call: Call) -> Bundle | None:
         shelf, index = draft.catalog.shelf, draft.index
@@ -125,7 +210,7 @@ class Changes:
                 self._drafts.discard(draft.name)
                 return None
             sequence = self._board.next_sequence(shelf.namespace)
-            name = BundleName(self._board.writer, sequence, draft.size, draft.created_ms)
+            name = BundleName(self._board.writer, sequence, draft.size, draft.created_ms, draft.checksum)
             bundle = shelf.bundle(name)
             try:
                 self._move(draft, bundle.path)
@@ -133,6 +218,7 @@ class Changes:
                 draft.fault = kept(error)
                 self._drafts.discard(draft.name)
                 return None
+            shelf.expect(bundle)
             self._board.queue(shelf.namespace, [Added(name)], partial(_show, draft.catalog, bundle, index))
         return bundle
 
@@ -160,6 +246,7 @@ class Changes:
 
 
 def _show(catalog: Catalog, bundle: Bundle, index: Index) -> None:
-    """Let this process find a bundle, unless it was taken back."""
-    if not bundle.gone:
-        catalog.publish([(bundle, index)])
+    """Let this process find a bundle, unless it was taken back or removed."""
+    with catalog.shelf.lock:
+        if catalog.shelf.arrive(bundle):
+            catalog.publish([(bundle, index)])

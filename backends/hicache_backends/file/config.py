@@ -54,6 +54,15 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway."),
     ] = True
     metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    abandoned_seconds: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="Seconds after which what a process of another machine was writing or replacing counts as left behind by "
+            "one that was killed; what one of this machine has left is noticed at once. Until then the pages are read as ever, "
+            "and not removed or evicted; others are evicted instead.",
+        ),
+    ] = 3600.0
     open_files: Annotated[
         int,
         Meta(

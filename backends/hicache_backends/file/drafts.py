@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.tree import Tree
 
-FORGOTTEN_SECONDS = 3600.0
-"""A temporary file of another machine, of which nobody here can tell whether its writer lives, is collected so long
-after its last byte was written. A writer that is slower fails to publish, and nothing worse."""
-
 
 class Drafts:
-    """The temporary files of one store. Safe for many threads."""
+    """The temporary files of one store. Safe for many threads.
 
-    def __init__(self, tree: Tree, writer: str, descriptors: Descriptors, *, asks_server: bool) -> None:
+    Args:
+        abandoned_seconds: a temporary file of another machine, of which nobody here can tell whether its writer lives, is
+            collected so long after its last byte was written. A writer that is slower fails to publish, and nothing worse.
+    """
+
+    def __init__(self, tree: Tree, writer: str, descriptors: Descriptors, *, asks_server: bool, abandoned_seconds: float) -> None:
         self._tree, self._writer, self._asks_server = tree, writer, asks_server
-        self._descriptors = descriptors
+        self._descriptors, self._abandoned_seconds = descriptors, abandoned_seconds
         self._owner = this_process()
         self._numbers = itertools.count()
 
@@ -78,7 +79,7 @@ class Drafts:
         if name.owner.place == self._owner.place:
             return is_dead(name.owner)
         try:
-            return time.time() - os.stat(self._tree.temporary(name)).st_mtime > FORGOTTEN_SECONDS
+            return time.time() - os.stat(self._tree.temporary(name)).st_mtime > self._abandoned_seconds
         except OSError:
             return False
 

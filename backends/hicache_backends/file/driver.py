@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.catalog import Location, Run
 from hicache_backends.file.faults import kept
+from hicache_backends.file.inspection import Inspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import Draft
 from hicache_storage.objects import ObjectStorage
@@ -17,15 +17,15 @@ from hicache_storage.spec import Capabilities, Durability, Health, Sharing, Stor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.catalog import Catalog, Location, Run
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3
-"""A bundle that is rewritten while a call uses it is looked up again."""
+ATTEMPTS = 12
+"""A bundle that is rewritten while a call uses it is looked up again; others may rewrite it as often as there are of them."""
 
 CLEARING_ATTEMPTS = 8
 
@@ -68,7 +68,7 @@ class FileStorage(ObjectStorage):
         return self._store
 
     def connect(self) -> None:
-        self._store = Store(self._config, self._count_evicted)
+        self._store = Store(self._config, self._count_evicted, self._count_damaged)
         # Known only now: a path says nothing about where it leads.
         self._capabilities = replace(
             self._capabilities,
@@ -108,7 +108,7 @@ class FileStorage(ObjectStorage):
             if not outcome.gone:
                 break
             # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
-            store.forget({run.bundle for run in outcome.gone})
+            store.distrust([run.bundle for run in outcome.gone])
             catalogs = store.catalogs(namespaces)
             again = {read for run in outcome.gone for read in run.reads}
             outcome = store.reader.read(
@@ -148,6 +148,8 @@ class FileStorage(ObjectStorage):
         found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
         for catalog, batch in zip(catalogs, batches, strict=True):
             store.rewriter.drop_all(catalog, partial(_places, catalog, batch.keys))
+            catalog.shelf.share_knowledge()
+        store.changes.announce(insist=not all(map(all, found)))
         return found
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -160,10 +162,13 @@ class FileStorage(ObjectStorage):
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        store = self.store
+        store, certain = self.store, True
         for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
-            store.rewriter.drop_all(catalog, partial(_damaged_places, catalog, batch.reads))
-        return True
+            inspection = Inspection(catalog, store.reader, store.descriptors, call, verifies=self._config.verify_checksums)
+            store.rewriter.drop_all(catalog, partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)))
+            certain &= inspection.certain
+        # Where some copy may still be damaged, the SDK hides the page until the next set has written it anew.
+        return certain
 
     def _clear_listed(self, catalogs: Sequence[Catalog]) -> bool:
         """Remove all bundles that are known; `False` where another may have taken one's place meanwhile.
@@ -179,7 +184,8 @@ class FileStorage(ObjectStorage):
                     removed &= self.store.changes.remove(catalog.shelf, bundle)
                 except OSError as error:
                     fault = kept(error)
-        self.store.changes.announce()
+            catalog.shelf.share_knowledge()
+        self.store.changes.announce(insist=True)
         if fault is not None:
             raise fault
         return removed
@@ -225,6 +231,10 @@ class FileStorage(ObjectStorage):
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
 
+    def _count_damaged(self, namespace: Namespace, pages: int) -> None:
+        self.recorder.count(namespace.pool, pages_damaged=pages)
+        logger.warning("%d more damaged pages in pool %s; they are misses until they are set again", pages, namespace.pool)
+
     def _note_partial_fault(self, faults: Sequence[OSError], served: bool) -> None:
         """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
         if not faults:
@@ -251,13 +261,3 @@ def _other_places(catalog: Catalog, envelopes: Mapping[str, bytes]) -> list[Loca
         for bundle, page in catalog.copies(key)
         if bundle.envelope(page) != envelope
     ]
-
-
-def _damaged_places(catalog: Catalog, reads: Sequence[ObjectRead]) -> list[Location]:
-    """The copies that were read; where the file was too short to read one, the copy that is found first."""
-    places = list[Location]()
-    for read in reads:
-        copies = catalog.copies(read.key)
-        same = [(bundle, page) for bundle, page in copies if bundle.envelope(page) == read.envelope]
-        places += same if any(read.envelope) else copies[:1]
-    return places

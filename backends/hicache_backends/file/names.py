@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WRITER_PATTERN = "[a-z2-7]{10}"
 NAMESPACE_PATTERN = "[0-9a-f]{32}"
+PLACE_PATTERN = "[a-z2-7]{8}"
 _HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
 
 MAX_MARKER_BYTES = 240
@@ -28,11 +29,28 @@ def random_writer() -> str:
     return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
 
 
+class Owner(NamedTuple):
+    """A process, told apart from every other one of any machine at any time."""
+
+    place: str
+    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
+
+
 class BundleId(NamedTuple):
     """What tells a bundle from all others of its namespace; never used twice."""
 
     writer: str
     sequence: int
+
+
+class Claim(NamedTuple):
+    """Who is about to replace a bundle, and by which other one: from that one's appearance on the claimed bundle is void."""
+
+    owner: Owner
+    replacement: BundleId
 
 
 class BundleName(NamedTuple):
@@ -44,16 +62,27 @@ class BundleName(NamedTuple):
     """Length of the file, in bytes."""
     created_ms: int
     """Milliseconds since 1970 by the writer's clock; kept when the bundle is rewritten."""
+    checksum: int
+    """Half of the one that ends the file: what is read from here and ends otherwise is another file's."""
+    claim: Claim | None = None
+    """Who replaces it. Until that is done the bundle stays what it is, under this longer name."""
 
     @property
     def id(self) -> BundleId:
         return BundleId(self.writer, self.sequence)
 
     def __str__(self) -> str:
-        return f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}.bundle"
+        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}-{self.checksum:x}.bundle"
+        if self.claim is None:
+            return plain
+        (place, pid, started), (writer, sequence) = self.claim
+        return f"{plain}.{place}-{pid:x}-{started:x}-{writer}-{sequence:x}.claimed"
 
 
-_BUNDLE = re.compile(f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})\\.bundle")
+_BUNDLE = re.compile(
+    f"({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})-({_HEX})\\.bundle"
+    f"(?:\\.({PLACE_PATTERN})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})\\.claimed)?"
+)
 
 
 def parse_bundle(text: str) -> BundleName | None:
@@ -61,8 +90,9 @@ def parse_bundle(text: str) -> BundleName | None:
     match = _BUNDLE.fullmatch(text)
     if match is None:
         return None
-    writer, sequence, size, created = match.groups()
-    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16))
+    writer, sequence, size, created, checksum, place, pid, started, claimant, number = match.groups()
+    claim = None if place is None else Claim(Owner(place, int(pid, 16), int(started, 16)), BundleId(claimant, int(number, 16)))
+    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +102,7 @@ class Added:
     bundle: BundleName
 
     def __str__(self) -> str:
-        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}"
+        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}-{self.bundle.checksum:x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +115,30 @@ class Removed:
         return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
 
 
-Event = Added | Removed
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Another writer's bundle is there, of which it has not told; it may have been killed before it could."""
 
-_ADDED = re.compile(f"a({_HEX})-({_HEX})")
+    bundle: BundleName
+
+    def __str__(self) -> str:
+        writer, sequence, size, created_ms, checksum, _ = self.bundle
+        return f"f{writer}-{sequence:x}-{size:x}-{created_ms:x}-{checksum:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """More has changed than can be told: all who read this list the namespace."""
+
+    def __str__(self) -> str:
+        return "u"
+
+
+Event = Added | Removed | Found | Unlisted
+
+_ADDED = re.compile(f"a({_HEX})-({_HEX})-({_HEX})")
 _REMOVED = re.compile(f"r({WRITER_PATTERN})-({_HEX})")
+_FOUND = re.compile(f"f({WRITER_PATTERN})-({_HEX})-({_HEX})-({_HEX})-({_HEX})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +154,23 @@ class Marker:
     sequence: int
     events: tuple[str, ...]
     """Spelled as in the name: few are ever read."""
+    tag: int = 0
+    """Of the stamp's value that follows this marker."""
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{','.join(self.events)}"
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
 
-    def after(self, events: Sequence[Event]) -> Marker:
+    def after(self, events: Sequence[Event], tag: int) -> Marker:
         """The marker after more events: all that fit into a name, the newest first to stay."""
         texts = (*self.events, *map(str, events[-MAX_MARKER_BYTES:]))
-        room = MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}..") - 16
+        room = MAX_MARKER_BYTES - len(f"{self.namespace}.{self.writer}...") - 16 - 6
         kept = 0
         for text in reversed(texts):
             room -= len(text) + 1
             if room < 0:
                 break
             kept += 1
-        return Marker(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :])
+        return Marker(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :], tag)
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None where they are no longer all known."""
@@ -134,7 +186,7 @@ class Marker:
         return events
 
 
-_MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.([a-z0-9,-]*)")
+_MARKER = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({_HEX})\\.({_HEX})\\.([a-z0-9,-]*)")
 
 
 def parse_marker(text: str) -> Marker | None:
@@ -142,28 +194,20 @@ def parse_marker(text: str) -> Marker | None:
     match = _MARKER.fullmatch(text)
     if match is None:
         return None
-    namespace, writer, last, listed = match.groups()
+    namespace, writer, last, tag, listed = match.groups()
     events = tuple(listed.split(",")) if listed else ()
     sequence = int(last, 16)
-    return Marker(namespace, writer, sequence, events) if len(events) <= sequence else None
+    return Marker(namespace, writer, sequence, events, int(tag, 16)) if len(events) <= sequence else None
 
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:
     if match := _ADDED.fullmatch(text):
-        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16)))
+        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16)))
     if match := _REMOVED.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
+    if match := _FOUND.fullmatch(text):
+        return Found(BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16)))
     return None
-
-
-class Owner(NamedTuple):
-    """A process, told apart from every other one of any machine at any time."""
-
-    place: str
-    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
-    pid: int
-    started: int
-    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
 
 
 class TemporaryName(NamedTuple):
@@ -179,7 +223,7 @@ class TemporaryName(NamedTuple):
         return f"{place}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
 
 
-_TEMPORARY = re.compile(f"([a-z2-7]{{8}})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})-({_HEX})\\.temporary")
+_TEMPORARY = re.compile(f"({PLACE_PATTERN})-({_HEX})-({_HEX})-({WRITER_PATTERN})-({_HEX})-({_HEX})\\.temporary")
 
 
 def parse_temporary(text: str) -> TemporaryName | None:

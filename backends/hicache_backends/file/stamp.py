@@ -51,16 +51,21 @@ class Stamp:
             raise
         return found if found.links else self._attributes(self._open(now).descriptor)
 
-    def renew(self) -> None:
+    def renew(self, value: int | None = None) -> None:
         """Give the stamp a new value; what changed is in place and visible.
+
+        Args:
+            value: one that `new_value` has drawn; another one if not given.
 
         Raises:
             OSError: it could not be set; others may not notice the change.
         """
+        if value is None:
+            value = new_value()
         try:
-            os.utime(self._path, ns=(_random_time(), _random_time()))
+            os.utime(self._path, ns=(value, value))
         except PermissionError:
-            self._replace()
+            self._replace(value)
 
     def close(self) -> None:
         """Let go of the descriptor. The stamp can be used again."""
@@ -72,19 +77,25 @@ class Stamp:
         self._handle, self._opened = handle, now
         return handle
 
-    def _replace(self) -> None:
+    def _replace(self, value: int) -> None:
         # Only the owner may set the times of a directory; of one that takes its place, whoever makes it.
         fresh = f"{self._path}.{os.urandom(8).hex()}"
         os.mkdir(fresh)
         try:
-            os.utime(fresh, ns=(_random_time(), _random_time()))
+            os.utime(fresh, ns=(value, value))
             os.rename(fresh, self._path)
         except OSError:
             os.rmdir(fresh)
             raise
 
 
-def _random_time() -> int:
+def new_value() -> int:
+    """A value for the stamp: a time in nanoseconds since 1970, at random."""
     # Between 1978 and 2038, so that every file system can keep it; 31 bits remain where it keeps whole seconds.
     bits = int.from_bytes(os.urandom(8), "little")
     return ((1 << 28) + bits % ((1 << 31) - (1 << 28))) * 1_000_000_000 + (bits >> 34) % 1_000_000_000
+
+
+def tag_of(value: int) -> int:
+    """24 bits of a value that every file system keeps; never 0."""
+    return value // 1_000_000_000 & 0xFFFFFF | 1

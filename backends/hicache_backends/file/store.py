@@ -59,13 +59,19 @@ class Store:
     Args:
         config: the storage's options.
         evicted: told the namespace and the number of pages that were evicted.
+        damaged: told the namespace and the number of pages that were found damaged while others were copied.
 
     Raises:
         ConfigError: the path is no directory.
         StorageUnavailableError: the directory cannot be made, listed or written to.
     """
 
-    def __init__(self, config: FileConfig, evicted: Callable[[Namespace, int], None]) -> None:
+    def __init__(
+        self,
+        config: FileConfig,
+        evicted: Callable[[Namespace, int], None],
+        damaged: Callable[[Namespace, int], None],
+    ) -> None:
         self.path = os.path.abspath(config.path)
         self.tree = Tree(self.path)
         self._create(syncs=config.fsync)
@@ -79,9 +85,14 @@ class Store:
         self._stamp = Stamp(self.tree.stamp, asks_server=asks_server)
         self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server)
         self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
-        self.drafts = Drafts(self.tree, writer_name, self.descriptors, asks_server=asks_server)
-        self.changes = Changes(self.tree, self.board, self.drafts, syncs=config.fsync)
-        self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, syncs=config.fsync)
+        self.drafts = Drafts(
+            self.tree, writer_name, self.descriptors, asks_server=asks_server, abandoned_seconds=config.abandoned_seconds
+        )
+        self.changes = Changes(
+            self.tree, self.board, self.drafts,
+            asks_server=asks_server, syncs=config.fsync, abandoned_seconds=config.abandoned_seconds,
+        )  # fmt: skip
+        self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, damaged, syncs=config.fsync)
         buffered = not mount.is_local if config.stuck_reads == "auto" else config.stuck_reads == "buffered"
         self.buffers = Buffers(READ_BYTES) if buffered else None
         self.reader = Reader(
@@ -129,12 +140,10 @@ class Store:
         """The namespaces' catalogs as they are, which costs no request."""
         return [self._catalogs.get(namespace.name) or self._open(namespace) for namespace in namespaces]
 
-    def forget(self, bundles: Iterable[Bundle]) -> None:
-        """Take bundles off their shelves, whose files seem to be gone; the next listing tells."""
-        for bundle in bundles:
-            shelf = self.shelves.get(bundle.namespace)
-            shelf.remove([bundle])
-            shelf.distrust()
+    def distrust(self, bundles: Iterable[Bundle]) -> None:
+        """List the namespaces of bundles again, whose files seem to be gone."""
+        for namespace in {bundle.namespace for bundle in bundles}:
+            self.shelves.get(namespace).distrust()
 
     def after_call(self) -> None:
         """Do now and then what must not make a call wait."""

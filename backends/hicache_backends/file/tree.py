@@ -6,7 +6,7 @@
     writers/                      one empty file a writer and namespace, whose name tells its last events
     temporary/                    what is being written
     <namespace>/namespace.json    whose pages these are, for people
-    <namespace>/bundles/          the pages
+    <namespace>/bundles/          the pages; a bundle that is just being replaced has a name that ends in .claimed
 ```
 """
 

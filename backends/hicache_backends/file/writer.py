@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle import Index
+from hicache_backends.file.bundle import Index, tail_checksum
 from hicache_backends.file.faults import NO_ROOM, kept
 from hicache_backends.file.vectored import write_from
 from hicache_storage.objects import running_checksum
@@ -53,6 +53,8 @@ class Draft:
     descriptor: int = -1
     index: Index | None = None
     """Once all bytes are in the file."""
+    checksum: int = 0
+    """Its `tail_checksum`, then."""
     fault: OSError | None = None
 
     @property
@@ -143,14 +145,15 @@ class Writer:
                 os.posix_fallocate(draft.descriptor, 0, draft.size)
             end = self._write_pages(draft, call)
             index = Index(draft.keys, b"".join([write.envelope for write in draft.writes]))
-            write_from(draft.descriptor, [memoryview(draft.catalog.shape.tail(index))], end)
+            tail = draft.catalog.shape.tail(index)
+            write_from(draft.descriptor, [memoryview(tail)], end)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             draft.fault = kept(error)
             os.ftruncate(draft.descriptor, 0)
             return len(draft.writes) < 2
-        draft.index = index
+        draft.index, draft.checksum = index, tail_checksum(tail)
         return True
 
     def _write_pages(self, draft: Draft, call: Call) -> int:

@@ -11,7 +11,6 @@ from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.faults.scene import (
     DEADLINE_SECONDS,
-    RECOVERY_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
     check_hits,
@@ -41,7 +40,7 @@ AnswerT = TypeVar("AnswerT")
 
 FAULTS: Final = (Level.FAULTS,)
 IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
-CLOSING_SECONDS: Final = 1.0
+CLOSING_SECONDS: Final = 0.6
 """Deadline of the storages that are closed while their calls hang; they have to work with it before."""
 INFO: Final = HiCacheStorageExtraInfo(deadline_seconds=DEADLINE_SECONDS)
 LATE_SECONDS: Final = 0.3
@@ -70,7 +69,7 @@ class DeadlineCases:
         if not _may_wait(subject):
             check_hits(subject, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
         ground.heal()
-        check_hits(subject, keys, _come_back(reading, "batch_get_v2", plan), plan)
+        check_hits(subject, keys, _come_back(lab, reading, "batch_get_v2", plan), plan)
         hurry(subject, None)
         wait_until_serving(lab, subject, plan)
         check_kept(lab, subject, keys, plan)
@@ -90,12 +89,11 @@ class DeadlineCases:
             raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
         ground.heal()
         # Now with a deadline that a busy machine keeps.
-        until = time.monotonic() + RECOVERY_SECONDS
+        allowed = lab.profile.recovery_seconds
+        until = time.monotonic() + allowed
         while subject.set(lab.keys(1)) != [True]:
             if time.monotonic() > until:
-                raise Violation(
-                    "FT-4", f"a storage that was opened while the store hung stores nothing {RECOVERY_SECONDS:.0f} s later"
-                )
+                raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later")
 
     @covers("FT-3", levels=FAULTS)
     def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
@@ -122,7 +120,7 @@ class DeadlineCases:
             if not _may_wait(subject):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
             ground.heal()
-            _come_back(reading, "batch_get_v2", plan)
+            _come_back(lab, reading, "batch_get_v2", plan)
         blank = canary(1, memory.page_bytes)
         for page in range(memory.pages):
             memory.write(page, blank)
@@ -176,13 +174,14 @@ class DeadlineCases:
         _life_under_hang(lab, ground)
         before = Residue.now()
         _life_under_hang(lab, ground)
-        until = time.monotonic() + RECOVERY_SECONDS
+        allowed = lab.profile.recovery_seconds
+        until = time.monotonic() + allowed
         while (left := Residue.now().beyond(before)) and time.monotonic() < until:
             time.sleep(0.05)
         if left:
             raise Violation(
                 "LC-2",
-                f"a storage was closed while calls hung, and {RECOVERY_SECONDS:.0f} s after the store came back there is still {left}",
+                f"a storage was closed while calls hung, and {allowed:.0f} s after the store came back there is still {left}",
             )
 
 
@@ -206,7 +205,7 @@ def _life_under_hang(lab: Lab, ground: Ground) -> None:
         closing = Pending(partial(subject.call, name, subject.storage.close))
         if not closing.ended(allowed):
             ground.heal()
-            closing.comes_back(RECOVERY_SECONDS)
+            closing.comes_back(lab.profile.recovery_seconds)
             raise Violation(
                 "LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s"
             )
@@ -220,7 +219,7 @@ def _life_under_hang(lab: Lab, ground: Ground) -> None:
         raise Violation("LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}")
     ground.heal()
     for call in calls:
-        _come_back(call, "a call that hung when the storage was closed", plan)
+        _come_back(lab, call, "a call that hung when the storage was closed", plan)
 
 
 def _until_closed(ask: Callable[[], object]) -> None:
@@ -252,9 +251,10 @@ def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: floa
     return call.answer()
 
 
-def _come_back(call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
-    if not call.comes_back(RECOVERY_SECONDS):
-        raise Violation("FT-4", f"{name} has not come back {RECOVERY_SECONDS:.0f} s after the fault was gone ({plan})")
+def _come_back(lab: Lab, call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
+    allowed = lab.profile.recovery_seconds
+    if not call.comes_back(allowed):
+        raise Violation("FT-4", f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})")
     return call.answer()
 
 

@@ -154,7 +154,7 @@ class FaultCases:
         hurry(subject, None)
         wait_until_serving(lab, subject, plan)
 
-    @covers("SET-6", "GET-3", levels=FAULTS)
+    @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
     def test_one_page_fails(self, lab: Lab, ground: Ground) -> None:
         """One page of a batch cannot be moved: the others are stored and delivered, each answer at its own place."""
         subject, keys = working(lab, ground)

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from hicache_conformance.bystanders import watched
 from hicache_conformance.catalogue import covers
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
-
-GRACE_SECONDS: Final = 5.0
-"""Time for threads that are on their way out; a working driver needs none of it."""
 
 
 class LifecycleCases:
@@ -98,14 +95,14 @@ class LifecycleCases:
         before = Residue.now()
         for _ in range(5):
             _live_once(lab)
-        left = _after_grace(lambda: Residue.now().beyond(before))
+        left = _after_grace(lab, lambda: Residue.now().beyond(before))
         if left:
             raise Violation("LC-2", f"5 storages were opened, used and closed; they left {left}")
 
     @covers("LC-2")
     def test_the_host_pool_is_let_go(self, lab: Lab) -> None:
         """When a closed storage is dropped, nothing keeps its host pool's memory registered."""
-        kept = _after_grace(partial(_still_alive, _live_and_forget(lab)))
+        kept = _after_grace(lab, partial(_still_alive, _live_and_forget(lab)))
         if kept:
             raise Violation("LC-2", "the storage is closed and gone, and something still holds its host pool")
 
@@ -182,9 +179,9 @@ def _still_alive(reference: weakref.ref[GuardedPool]) -> str:
     return "" if reference() is None else "alive"
 
 
-def _after_grace(look: Callable[[], str]) -> str:
+def _after_grace(lab: Lab, look: Callable[[], str]) -> str:
     """What `look` still says when things have had time to settle."""
-    end = time.monotonic() + GRACE_SECONDS
+    end = time.monotonic() + lab.profile.grace_seconds
     while (found := look()) and time.monotonic() < end:
         time.sleep(0.05)
     return found

@@ -27,11 +27,11 @@ class PlanCases:
     def test_random_faults(self, lab: Lab, ground: Ground) -> None:
         """Random faults under random calls: each hit is right, nothing raises, and what was acknowledged outlives what did not destroy it."""
         rehearsal = Rehearsal(lab, ground)
-        hangs = rehearsal.may_hang()
+        hangs, engines = rehearsal.may_hang(), rehearsal.has_others()
         for number in range(lab.profile.plans):
             random = lab.chance(f"plan {number}")
             # A hang costs its deadlines, so that only some plans have one.
-            plan = drawn_plan(ground.name, random, hangs=hangs and number % 4 == 3)
+            plan = drawn_plan(ground.name, random, hangs=hangs and number % 4 == 3, engines=engines)
             steps = drawn_steps(random, lab.profile.plan_steps)
             violation = rehearsal.play(plan, steps)
             if violation is not None:

@@ -9,15 +9,18 @@ import pytest
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.decay import Decay, let_rot
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import UNGUARDED, check_hits, working
+from hicache_conformance.faults.scene import UNGUARDED, check_hits, hurry, working
 from hicache_conformance.grounds.disk import DiskGround
+from hicache_conformance.grounds.services import ServicesGround
 from hicache_conformance.manifest import Level
 from hicache_conformance.needs import declares
 from hicache_conformance.pages import Page, short
-from hicache_conformance.violation import Untestable, Violation
+from hicache_conformance.violation import NotPromised, Untestable, Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
+    from random import Random
+
     from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
@@ -41,7 +44,9 @@ class RotCases:
         check_hits(subject, keys, subject.get(keys), f"{ground.name}: {decay}")
         found = subject.get(keys)
         check_hits(subject, keys, found, f"{ground.name}: {decay}")
-        if decay is Decay.FLIPPED and None in found and subject.stats().pages_damaged == before:
+        # What is lost on its way, or by a server that looks itself, the driver never sees.
+        sees = ground.name in ("disk", "objects")
+        if sees and decay is Decay.FLIPPED and None in found and subject.stats().pages_damaged == before:
             raise Violation(
                 "GET-7",
                 f"stored bytes were changed below the driver, a get answers {found.count(None)} misses and counts none as damaged",
@@ -62,25 +67,40 @@ class RotCases:
 
 def _damaged(lab: Lab, ground: Ground, subject: Subject, keys: list[str], decay: Decay) -> Subject:
     """The storage, or another one of its identity, over pages that have rotted."""
+    if isinstance(ground, ServicesGround):
+        with ground.stopped() as directory:
+            if not let_rot(directory, _contents(lab, subject, keys), decay, lab.chance("rot")):
+                raise NotPromised("its servers keep no page in a file as it is, so that none can be damaged for certain")
+        return subject
     if not isinstance(ground, DiskGround):
         # What can rot is what the store keeps: here it is written wrong from the start, and answered as written.
-        kind = {"objects": FaultKind.BIT_FLIP if decay is Decay.FLIPPED else FaultKind.TORN_WRITE}.get(ground.name)
-        plan = FaultPlan(ground.name, () if kind is None else (Fault(kind=kind, operations=("write",)),))
         keys[:] = lab.keys(PAGES)
-        ground.strike(plan)
+        hurry(subject)
+        ground.strike(FaultPlan(ground.name, (_on_its_way(ground, decay, lab.chance("rot")),)))
         subject.set(keys)
         ground.heal()
+        hurry(subject, None)
         return subject
     reopens = declares(lab.capabilities, "durability>=reopen")
     if reopens:
         subject.call("close", subject.storage.close)
-    memory = subject.memories[PoolName.KV]
-    contents = [lab.book.render(Page(subject.identity, PoolName.KV, key), memory.page_bytes) for key in keys]
-    if not let_rot(ground.backing, contents, decay, lab.chance("rot")):
+    if not let_rot(ground.backing, _contents(lab, subject, keys), decay, lab.chance("rot")):
         raise Untestable("no file of the store contains the bytes of a page as they are, so that none can be damaged for certain")
     if reopens:
         subject = lab.storage(subject.identity, options=UNGUARDED)
     return subject
+
+
+def _contents(lab: Lab, subject: Subject, keys: list[str]) -> list[bytes]:
+    memory = subject.memories[PoolName.KV]
+    return [lab.book.render(Page(subject.identity, PoolName.KV, key), memory.page_bytes) for key in keys]
+
+
+def _on_its_way(ground: Ground, decay: Decay, random: Random) -> Fault:
+    """What does to pages that are being written what a decay does to those that were."""
+    flips, objects = decay is Decay.FLIPPED, ground.name == "objects"
+    kind = FaultKind.BIT_FLIP if flips else FaultKind.TORN_WRITE if objects else FaultKind.CUT
+    return Fault(kind=kind, operations=("write" if objects else "request",), place=round(random.uniform(0.2, 0.95), 4))
 
 
 def _check_verified(subject: Subject) -> None:

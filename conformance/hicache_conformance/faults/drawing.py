@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from msgspec import structs
+
+from hicache_conformance.faults.plan import UNTIMED, Fault, FaultKind, FaultPlan
 
 if TYPE_CHECKING:
     from random import Random
@@ -27,7 +29,10 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),
         Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),
         Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
-        Fault(kind=FaultKind.LOST_DESCRIPTOR),
+        *(
+            Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=sorts)
+            for sorts in (("read",), ("write",), ("read", "write", "sync"))
+        ),
     ),
     "network": (
         Fault(kind=FaultKind.DELAY),
@@ -57,27 +62,32 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
 }
 """What can go wrong on each ground. A lookup that lies is not there: no driver could tell, and nothing it said would hold."""
 
-LONG: Final = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.LOST_DESCRIPTOR)
-"""Kinds that strike at once and last until the ground is healed."""
+KILLED_ENGINE: Final = Fault(kind=FaultKind.ENGINE)
+"""On every ground, where another process may use the store."""
 
 
-def drawn_plan(ground: str, random: Random, *, hangs: bool = True, most: int = 4) -> FaultPlan:
+def drawn_plan(ground: str, random: Random, *, hangs: bool = True, engines: bool = False, most: int = 4) -> FaultPlan:
     """A plan of one to `most` faults.
 
     Args:
         ground: name of the ground.
         random: decides.
         hangs: whether operations may hang.
+        engines: whether another engine may be killed.
         most: largest number of faults.
     """
     menu = [fault for fault in MENU[ground] if hangs or fault.kind is not FaultKind.HANG]
-    chosen = [_drawn(random.choice(menu), random) for _ in range(random.randint(1, most))]
-    once = {fault.kind: fault for fault in chosen if fault.kind in LONG}
-    return FaultPlan(ground, tuple([fault for fault in chosen if fault.kind not in LONG] + list(once.values())))
+    menu += [KILLED_ENGINE] if engines else []
+    chosen = [_drawn(ground, random.choice(menu), random) for _ in range(random.randint(1, most))]
+    once = {fault.kind: fault for fault in chosen if fault.kind in UNTIMED}
+    return FaultPlan(ground, tuple([fault for fault in chosen if fault.kind not in UNTIMED] + list(once.values())))
 
 
-def _drawn(fault: Fault, random: Random) -> Fault:
-    if fault.kind in LONG:
+def _drawn(ground: str, fault: Fault, random: Random) -> Fault:
+    if fault.kind is FaultKind.ENGINE:
+        return structs.replace(fault, place=round(random.random(), 4))
+    # What is done to a server has no operations to count.
+    if fault.kind in UNTIMED or ground == "services":
         return fault
     return Fault(
         kind=fault.kind,

@@ -29,7 +29,7 @@ class FaultKind(StrEnum):
     BIT_FLIP = "bit flip"
     """One bit of the bytes differs, at the fraction `place` of them."""
     WRONG_KEY = "wrong key"
-    """The bytes of another page arrive."""
+    """The bytes of another page of the same length arrive."""
     DUPLICATE = "duplicate"
     """The operation is done twice."""
     REORDERED = "reordered results"
@@ -39,7 +39,8 @@ class FaultKind(StrEnum):
     MALFORMED = "malformed answer"
     """The answer is for another number of pages."""
     LOST_DESCRIPTOR = "lost descriptors"
-    """Files that were open when the ground was struck answer ESTALE for good."""
+    """Files that are open when the ground is struck, and those that an operation strikes, answer ESTALE for good. Opened again,
+    they are as they were."""
     CUT = "cut"
     """The connection is reset in the middle of the bytes."""
     REFUSE = "refuse"
@@ -48,7 +49,13 @@ class FaultKind(StrEnum):
     """The servers are killed, and started again when the ground is healed."""
     STALE = "restart from a stale snapshot"
     """As a killed server, and what it finds on its disk is older than what it has acknowledged."""
+    ENGINE = "killed engine"
+    """Another engine of the same model, at work in the same store, is killed at the fraction `place` of a set. What it takes with
+    it is level durable's to find out; here the others have to go on."""
 
+
+UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.ENGINE)
+"""Kinds that strike once, when the ground is struck, whatever the operations; a server is back when it is healed."""
 
 DESTRUCTIVE = frozenset(
     {FaultKind.SHORT_READ, FaultKind.BIT_FLIP, FaultKind.WRONG_KEY, FaultKind.TORN_WRITE, FaultKind.STALE, FaultKind.REORDERED}
@@ -75,6 +82,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         what = {FaultKind.ERROR: self.error, FaultKind.DELAY: f"a delay of {self.seconds * 1000:.0f} ms"}.get(
             self.kind, str(self.kind)
         )
+        if self.kind in UNTIMED:
+            return what
         where = " or ".join(self.operations) or "any operation"
         if not self.count:
             return f"{what} at {where}" + (f" from number {self.first + 1} on" if self.first else "")

@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.faults.plan import FaultKind
 from hicache_conformance.faults.scene import bounded, check_hits, check_kept, hurry, wait_until_serving
+from hicache_conformance.faults.strike import struck
+from hicache_conformance.history.events import Call
+from hicache_conformance.needs import declares
+from hicache_conformance.peers.messages import PoolShape
+from hicache_conformance.peers.stage import Stage
+from hicache_conformance.peers.watching import Strike
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import StuckReads
+from hicache_storage.spec import PoolName, StuckReads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from random import Random
 
     from hicache_conformance.faults.plan import FaultPlan
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
 KEYS: Final = 20
 GUARDED: Final = StorageOptions(breaker_threshold=4, breaker_cooldown_seconds=0.05)
+OTHERS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=16, components=(3_000, 5_000))}
 STRIKE, HEAL = "the faults begin", "the faults end"
 
 
@@ -61,6 +69,10 @@ class Rehearsal:
         promised = self.lab.storage().storage.capabilities
         return promised.stuck_reads is StuckReads.BUFFERED and (self.ground.name != "objects" or promised.may_hang)
 
+    def has_others(self) -> bool:
+        """Whether other engines may be at work in the same store."""
+        return declares(self.lab.capabilities, "sharing>=processes")
+
     def play(self, plan: FaultPlan, steps: Sequence[Step]) -> Violation | None:
         """Make the calls; the rule that was broken, if one was."""
         subject, keys = self.lab.storage(options=GUARDED), self.lab.keys(KEYS)
@@ -78,6 +90,15 @@ class Rehearsal:
         found = self.play(plan, steps)
         return found is not None and found.rule == violation.rule
 
+    def _kill_another(self, subject: Subject, place: float) -> None:
+        """Let another engine of the same identity set pages of its own, and kill it in the middle."""
+        stage = Stage(self.lab, OTHERS)
+        stage.identity = subject.identity
+        engine = stage.peer("another")
+        work = stage.work(stage.new_keys(8), {Call.SET: 1}, calls=8, longest=4)
+        stage.play({engine: work}, {engine: Strike(1 + int(place * 4), place)})
+        engine.close()
+
     def _play(self, subject: Subject, keys: Sequence[str], plan: FaultPlan, steps: Sequence[Step]) -> None:
         stored = set[str]()
         for step in steps:
@@ -92,6 +113,9 @@ class Rehearsal:
                 case "exists":
                     bounded(self.ground, plan, "batch_exists_v2", partial(subject.exists, chain))
                 case _ if step.what == STRIKE:
+                    engine = struck(plan.faults, FaultKind.ENGINE)
+                    if engine is not None:
+                        self._kill_another(subject, engine.place)
                     hurry(subject)
                     self.ground.strike(plan)
                 case _:

@@ -27,8 +27,6 @@ DEADLINE_SECONDS: Final = 0.4
 """Of calls under a fault. A working store is given more, because the machine may be busy."""
 SLACK_SECONDS: Final = 1.0
 """What FT-3 allows beyond the deadline."""
-RECOVERY_SECONDS: Final = 15.0
-"""How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect needs a few of them."""
 PATIENCE_SECONDS: Final = 10.0
 """How long a call may take that nothing holds up."""
 
@@ -88,7 +86,8 @@ def wait_until_serving(lab: Lab, subject: Subject, plan: object) -> None:
     Raises:
         Violation: FT-4, it does not.
     """
-    until, tries = time.monotonic() + RECOVERY_SECONDS, 0
+    allowed, tries = lab.profile.recovery_seconds, 0
+    until = time.monotonic() + allowed
     while True:
         key, tries = lab.keys(1), tries + 1
         if subject.set(key) == [True]:
@@ -99,7 +98,7 @@ def wait_until_serving(lab: Lab, subject: Subject, plan: object) -> None:
         if time.monotonic() > until:
             raise Violation(
                 "FT-4",
-                f"{RECOVERY_SECONDS:.0f} s and {tries} tries after the fault was gone ({plan}), a new page cannot be stored and read",
+                f"{allowed:.0f} s and {tries} tries after the fault was gone ({plan}), a new page cannot be stored and read",
             )
         time.sleep(0.02)
 

@@ -16,7 +16,7 @@ TROUBLES: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "full-halfway": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",), first=1),),
         "read-only": (Fault(kind=FaultKind.ERROR, error="EROFS", operations=_WRITING),),
         "no-descriptors": (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create")),),
-        "lost-descriptors": (Fault(kind=FaultKind.LOST_DESCRIPTOR),),
+        "lost-descriptors": (Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),),
         "stale": (Fault(kind=FaultKind.ERROR, error="ESTALE"),),
         "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
         "short-write": (Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),),

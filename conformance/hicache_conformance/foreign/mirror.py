@@ -56,10 +56,7 @@ class Mirror:
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
         """Pages that a set reads; their host pages are used for something else as soon as it has returned."""
-        with self._lock:
-            self._borrowed.update(pages)
-            for page in pages:
-                self._put(page, self._read_source(page))
+        self._borrow(pages)
         try:
             yield
         finally:
@@ -68,10 +65,7 @@ class Mirror:
     @contextmanager
     def destinations(self, pages: Sequence[int]) -> Generator[None]:
         """Pages that a get writes; afterwards the case has what they hold."""
-        with self._lock:
-            self._borrowed.update(pages)
-            for page in pages:
-                self._put(page, self._read_source(page))
+        self._borrow(pages)
         try:
             yield
         finally:
@@ -80,6 +74,12 @@ class Mirror:
                     self._write_source(page, self.content(page))
                 self._show_touched()
             self._give_back(pages, self._idle)
+
+    def _borrow(self, pages: Sequence[int]) -> None:
+        with self._lock:
+            self._borrowed.update(pages)
+            for page in pages:
+                self._put(page, self._read_source(page))
 
     def content(self, page: int) -> bytes:
         """The bytes of a page of the engine's pool."""

@@ -48,12 +48,12 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             LookupError: nothing is said about one of its rules.
         """
-        entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
+        entries = self._about(driver)
         for name in (case, case.partition("[")[0]):
             for entry in entries:
                 if name in entry.cases:
                     return "" if entry.declared else entry.reason
-        reasons = [self._about(entries, "levels", level) for level in levels]
+        reasons = [_level_reason(entries, level) for level in levels]
         if all(reasons):
             return reasons[0]
         reasons = [self.rule(driver, rule) for rule in rules]
@@ -65,16 +65,19 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             LookupError: nothing is said about it.
         """
-        entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
-        # What is said about one driver comes before what is said about all.
-        for entry in sorted(entries, key=lambda entry: not entry.drivers):
+        for entry in self._about(driver):
             if rule in entry.rules:
                 return "" if entry.declared else entry.reason
         raise LookupError(f"nothing is written down about whether {self.interface} promises {rule}")
 
-    @staticmethod
-    def _about(entries: list[Entry], field: str, name: str) -> str:
-        return next((entry.reason for entry in entries if name in getattr(entry, field) and not entry.declared), "")
+    def _about(self, driver: str) -> list[Entry]:
+        """What is said about one driver comes before what is said about all."""
+        entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
+        return sorted(entries, key=lambda entry: not entry.drivers)
+
+
+def _level_reason(entries: list[Entry], level: str) -> str:
+    return next((entry.reason for entry in entries if level in entry.levels and not entry.declared), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class Dialect:
     patience_seconds: float | None = None
     """How long a call may take on a store that hangs; None for the storage's own deadline and a second."""
     told_fields: frozenset[str] | None = None
-    """Fields of the identity that the driver is told; None for all."""
+    """Fields of the identity that the driver is told, whatever the pool; None for all."""
 
     def tells(self, change: Mapping[str, object]) -> bool:
         """Whether a driver can know of this difference between two identities."""
@@ -104,10 +107,8 @@ class Dialect:
 
 PATIENCE_SECONDS: Final = 11.0
 """SGLang gives a call 10 s when it detaches its driver; and a second."""
-SGLANG_FIELDS: Final = frozenset(
-    {"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "kv_dtype", "layout"}
-)
-"""What `HiCacheStorageConfig` and the registered pools tell a driver."""
+SGLANG_FIELDS: Final = frozenset({"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"})
+"""What `HiCacheStorageConfig` tells a driver. Element type and layout it has from each pool, and Mamba states have their own."""
 
 
 @cache
@@ -131,8 +132,8 @@ def describe_interface(header: Header, interface: str, given: Collection[str]) -
     options = "".join(f" -c '{name}={header.options[name]}'" for name in given)
     header.again = f"hicache conformance run {header.driver} --interface {interface}{options}"
     package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
-    owners = packages_distributions().get(package, [])
-    header.distribution = f"{owners[0]} {version(owners[0])}" if owners else ""
+    owners = packages_distributions().get(package, [])[:1]
+    header.distribution = ", ".join(f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients)))
     for rule in rules():
         with suppress(LookupError):
             reason = promises.rule(header.driver, rule)

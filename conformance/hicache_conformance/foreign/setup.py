@@ -63,6 +63,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A server keeps for each rank the capacity that it was first told, so that a smaller store needs a rank of its own."""
     lingers: bool = False
     """Its end takes seconds, and the engine leaves it to the end of the process. A run takes a new process now and then."""
+    clients: tuple[str, ...] = ()
+    """Distributions whose code it calls, and whose versions belong to what is judged."""
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 

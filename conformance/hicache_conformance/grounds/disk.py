@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
+from hicache_conformance.faults.plan import FaultKind
+from hicache_conformance.faults.strike import struck
 from hicache_conformance.grounds.ground import Ground
 from hicache_conformance.grounds.mount import unmount
 from hicache_conformance.violation import Untestable
@@ -84,6 +86,8 @@ class DiskGround(Ground):
         return self._process.poll() is None
 
     def apply(self, plan: FaultPlan) -> None:
+        if struck(plan.faults, FaultKind.LOST_DESCRIPTOR):
+            self._make_the_kernel_forget()
         self._ask("strike", plan.as_json())
 
     def heal(self) -> None:
@@ -110,6 +114,12 @@ class DiskGround(Ground):
                 stream.close()
         unmount(self._home / "disk")
         shutil.rmtree(self._home, ignore_errors=True)
+
+    def _make_the_kernel_forget(self) -> None:
+        """See to it that reads of files that are open now come here, and are not answered from memory: opening them anew does."""
+        for path in msgspec.convert(self._ask("open"), list[str]):
+            with contextlib.suppress(OSError):
+                os.close(os.open(f"{self._home}/disk{path}", os.O_RDONLY))
 
     def _ask(self, command: str, content: str = "") -> object:
         process = self._process

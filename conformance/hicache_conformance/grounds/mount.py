@@ -7,6 +7,7 @@ and HOME away then; so nothing stays behind of a suite that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,9 +57,11 @@ class Control:
                 plan = FaultPlan.from_json(content)
                 if struck(plan.faults, FaultKind.LOST_DESCRIPTOR):
                     self.lost |= frozenset(self.open)
-                self.strike = Strike([fault for fault in plan.faults if fault.kind is not FaultKind.LOST_DESCRIPTOR])
+                self.strike = Strike(plan.faults)
             case "heal":
                 self.strike.heal()
+            case "open":
+                return list(set(self.open.values()))
             case "requests":
                 return self.requests
             case "struck":
@@ -72,7 +76,9 @@ class Control:
         strike = self.strike
         faults = strike.at(operation)
         strike.hold_up(faults)
-        if handle is not None and handle in self.lost:
+        if handle is not None and struck(faults, FaultKind.LOST_DESCRIPTOR):
+            self.lost |= {handle}
+        if handle in self.lost:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return faults
 
@@ -84,6 +90,8 @@ class Passthrough:
 
     def __init__(self, root: str, control: Control) -> None:
         self._root, self._control = root, control
+        self._lately: deque[str] = deque(maxlen=64)
+        """Files that were opened or got their names, the last one last."""
 
     def _at(self, operation: str, path: str) -> str:
         self._control.begin(operation)
@@ -124,6 +132,7 @@ class Passthrough:
 
     def _opened(self, handle: int, path: str) -> int:
         self._control.open[handle] = path
+        self._lately.append(path)
         # A number that was lost may be given out again.
         self._control.lost -= {handle}
         return handle
@@ -183,6 +192,7 @@ class Passthrough:
 
     def rename(self, old: str, new: str) -> int:
         os.rename(self._at("name", old), self._root + new)
+        self._lately.append(new)
         return 0
 
     def link(self, target: str, source: str) -> int:
@@ -214,14 +224,14 @@ class Passthrough:
         return 0
 
     def _neighbours_bytes(self, path: str, content: bytes, offset: int) -> bytes:
-        """As many bytes of another file of the same length in this directory, if there is one."""
-        own = Path(self._root + path)
-        size = own.stat().st_size
-        for other in sorted(own.parent.iterdir()):
-            if other != own and other.is_file() and other.stat().st_size == size:
-                with other.open("rb") as file:
-                    file.seek(offset)
-                    return file.read(len(content))
+        """As many bytes of another file of the same length, if one was open lately."""
+        size = os.stat(self._root + path).st_size
+        for other in reversed(tuple(self._lately)):
+            if other != path:
+                with contextlib.suppress(OSError), Path(self._root + other).open("rb") as file:
+                    if os.fstat(file.fileno()).st_size == size:
+                        file.seek(offset)
+                        return file.read(len(content))
         return content
 
 

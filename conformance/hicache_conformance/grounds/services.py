@@ -20,7 +20,7 @@ from hicache_conformance.grounds.placeholders import filled, port_names
 from hicache_conformance.violation import Untestable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from hicache_conformance.faults.plan import FaultPlan
 
@@ -165,6 +165,15 @@ class ServicesGround(Ground):
             self._stale = False
         self._services.resume()
         self._services.start()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Generator[Path]:
+        """Kill the servers, hand out their directory, and start them again."""
+        self._services.kill()
+        try:
+            yield self._services.tmp
+        finally:
+            self._services.start()
 
     def requests(self) -> int:
         """Not known here; the ground `network` counts them."""

@@ -10,16 +10,16 @@ against all sets and removals, and not against the values that other gets saw: c
 
 - a get whose bytes are no value (`FOREIGN`), or a value whose set began after the get had ended (`UNBEGUN`);
 - a get of value v, with a removal so that v's set, answered `True`, < removal < get (`REMOVED`);
-- a get of value v, with an event e < v's set, where e shows the page to be there (a set answered `True`, a delivery, a
-  positive exists), and no removal that can have come after e (`REWRITTEN`, rule SET-3);
+- a get of value v, with a set e, answered `True`, < v's set, and no removal that can have come after e (`REWRITTEN`, rule
+  SET-3). Until a set of it has answered, a page is promised to nobody, though some may find it;
 - a get that misses, or an exists that denies, with a set, answered `True`, < get, and no removal that can have come after
   that set (`LOST`, `DENIED`, rule SET-1). Where pages may be evicted, neither this nor the one before is concluded;
 - an exists that finds a page whose every set began later or was removed (`CLAIMED`).
 
 **Why linear.** The two ends of all calls are visited once, in the order of time. Each lane's are in order already, and
 Python's sort merges such runs, so that an end costs as many comparisons as the few lanes have binary digits. At each end, for each key of the call, a fixed number of fields of
-the page's state is read and written: the latest beginning among the acknowledged sets, among the events that show the page,
-and among the removals that have ended, and the latest end of a removal. "There is a set with ..." is then one comparison
+the page's state is read and written: the latest beginning among the acknowledged sets and among the removals that have ended,
+and the latest end of a removal. "There is a set with ..." is then one comparison
 with the latest. A clear is one state that all pages of its pool share, so it costs the same however many there are.
 """
 
@@ -77,8 +77,8 @@ class _Set:
     """One page's share of a set."""
 
     event: Event
-    shown: _Latest
-    """What had shown the page to be there before this set began."""
+    acknowledged: _Latest
+    """Of those that had answered before this set began."""
     acknowledged_at: int | None = None
 
 
@@ -93,7 +93,6 @@ class _Page:
     last_acknowledgement: int = BEFORE_ALL
     last_acknowledged: Event | None = None
     acknowledged: _Latest = field(default_factory=_Latest)
-    shown: _Latest = field(default_factory=_Latest)
     deletes: _Removals = field(default_factory=_Removals)
 
 
@@ -142,7 +141,7 @@ class HistoryChecker:
         match event.call:
             case Call.SET:
                 for page in pages:
-                    page.sets[event.begun.value] = _Set(event, page.shown.copy())
+                    page.sets[event.begun.value] = _Set(event, page.acknowledged.copy())
                     page.unsettled += 1
             case Call.DELETE:
                 for page in pages:
@@ -182,7 +181,6 @@ class HistoryChecker:
             self._find(Kind.FOREIGN, event, index)
         else:
             self._judge_value(event, index, page, before, found)
-            page.shown.tell(event)
 
     def _judge_value(self, event: Event, index: int, page: _Page, before: _Before, value: int) -> None:
         written = page.sets.get(value)
@@ -193,8 +191,8 @@ class HistoryChecker:
         removal = max(before.removals, key=lambda latest: latest.at)
         if written.acknowledged_at is not None and removal.event and removal.at > written.acknowledged_at:
             self._find(Kind.REMOVED, event, index, written.event, removal.event)
-        elif self._keeps and written.shown.event and not self._may_be_removed_since(page, written.shown.at):
-            self._find(Kind.REWRITTEN, event, index, written.shown.event, written.event)
+        elif (earlier := written.acknowledged.event) and self._keeps and not self._may_be_removed_since(page, earlier.began_at):
+            self._find(Kind.REWRITTEN, event, index, earlier, written.event)
 
     def _judge_miss(self, event: Event, index: int, page: _Page, before: _Before, kind: Kind) -> None:
         acknowledged = before.acknowledged
@@ -206,8 +204,6 @@ class HistoryChecker:
         if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
             self._find(Kind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
-        else:
-            page.shown.tell(event)
 
     def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
         """Whether a removal that has begun by now did not end before `moment`."""
@@ -242,7 +238,6 @@ def _acknowledge(page: _Page, event: Event) -> None:
     written.acknowledged_at = page.last_acknowledgement = ended_at
     page.last_acknowledged = event
     page.acknowledged.tell(event)
-    page.shown.tell(event)
 
 
 def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:

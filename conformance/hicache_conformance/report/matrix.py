@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from hicache_conformance.foreign.setup import known
 from hicache_conformance.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -26,15 +27,17 @@ NOT_RUN: Final = "·"
 LEGEND: Final = (
     ("pass", "every case of the rule held"),
     ("**FAIL**", "a case found the rule broken; what was found stands below"),
-    ("n/d", "not declared: the driver, or its interface, does not promise it; why stands below"),
-    ("untested", "nobody found out; why stands below"),
+    ("n/d", "not declared: the driver, or its interface, does not promise it; why stands at the end"),
+    ("untested", "nobody found out; why stands below, with the driver"),
     ("**error**", "the suite itself broke"),
     (NOT_RUN, "the rule's level was not run"),
 )
 MESSAGE_LIMIT: Final = 400
 PREFACE: Final = (
     "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them all again. What each rule asks "
-    "is in [spec.md](spec.md), and what a foreign interface promises, and why, in [foreign-drivers.md](foreign-drivers.md)."
+    "is in [spec.md](spec.md), and what a foreign interface promises, and why, in [foreign-drivers.md](foreign-drivers.md). "
+    "The command under a finding shows it again; with `--interface sglang` it needs the environment that "
+    "`scripts/make_sglang_env.sh` builds."
 )
 
 
@@ -114,6 +117,8 @@ def matrix(runs: Sequence[Run]) -> str:
     ]
     for run in runs:
         parts += _findings(run)
+    parts += _not_declared(runs)
+    parts += _not_judged(runs)
     return "\n\n".join(parts) + "\n"
 
 
@@ -140,18 +145,68 @@ def _findings(run: Run) -> Iterable[str]:
     if not broken:
         yield "No rule that it is bound to was found broken."
     for rule in broken:
-        cases = rule.failing()
-        others = f" ({len(cases)} cases)" if len(cases) > 1 else ""
-        command = f"\n  `{cases[0].reproduce}`" if cases[0].reproduce else ""
-        yield f"- **{rule.id}**{others}: {_sentence(cases[0].reason, rule.id)}{command}"
-    for outcome, title in ((Outcome.UNTESTED, "Untested"), (Outcome.NOT_DECLARED, "Not declared")):
-        reasons = dict[str, list[str]]()
+        first, *more = rule.failing()
+        command = f"\n  `{first.reproduce}`" if first.reproduce else ""
+        others = f"\n  Also found by {_cases(case.name for case in more)}." if more else ""
+        yield f"- **{rule.id}**: {_sentence(first.reason, rule.id)}{command}{others}"
+    untested = dict[str, list[str]]()
+    for rule in run.rules:
+        if rule.selected and rule.outcome is Outcome.UNTESTED:
+            untested.setdefault(rule.reason, []).append(rule.id)
+    if untested:
+        yield "Untested:"
+        yield "\n".join(f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items())
+
+
+def _not_declared(runs: Sequence[Run]) -> Iterable[str]:
+    """Why a rule, or a case of a rule that counts, was not asked of which drivers; each reason once."""
+    rules, cases, drivers = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
+    for run in runs:
         for rule in run.rules:
-            if rule.selected and rule.outcome is outcome:
-                reasons.setdefault(rule.reason, []).append(rule.id)
-        if reasons:
-            yield f"{title}:"
-            yield "\n".join(f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in reasons.items())
+            if not rule.selected:
+                continue
+            whole = rule.outcome is Outcome.NOT_DECLARED
+            left_out = [] if whole else [case for case in rule.cases if case.outcome is Outcome.NOT_DECLARED]
+            if whole:
+                rules.setdefault(rule.reason, []).append(rule.id)
+            for case in left_out:
+                cases.setdefault(case.reason, []).append(case.name)
+            for reason in {rule.reason} if whole else {case.reason for case in left_out}:
+                drivers.setdefault(reason, []).append(run.driver.name)
+    if drivers:
+        yield "## Not declared"
+        yield "Of a rule that is answered above, the cases named here were not asked."
+        yield _table(
+            ("rules", "cases", "drivers", "why"),
+            (
+                (", ".join(_once(rules.get(reason, ()))), _cases(cases.get(reason, ())), ", ".join(_once(names)), _plain(reason))
+                for reason, names in sorted(drivers.items(), key=lambda item: (item[0] not in rules, item[0]))
+            ),
+        )
+
+
+def _not_judged(runs: Sequence[Run]) -> Iterable[str]:
+    """Drivers of the same engine that no run can be about."""
+    reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
+    if reasons and any(run.interface for run in runs):
+        yield "## Not judged"
+        yield _table(("driver", "why"), ((f"`{name}`", _plain(reason)) for name, reason in reasons.items()))
+
+
+def _cases(names: Iterable[str]) -> str:
+    """Cases, with the parametrisations of one together."""
+    found = dict[str, list[str]]()
+    for name in _once(names):
+        function, _, parameters = name.removesuffix("]").partition("[")
+        found.setdefault(function, []).extend([parameters] if parameters else [])
+    return ", ".join(
+        f"`{function}`" + (f" [{', '.join(map(_plain, parameters))}]" if parameters else "")
+        for function, parameters in found.items()
+    )
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _sentence(message: str, rule: str) -> str:
@@ -165,7 +220,7 @@ def _plain(text: str) -> str:
 
 
 def _one(values: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(values))
+    return " and ".join(_once(values))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

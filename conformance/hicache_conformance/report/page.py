@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from hicache_conformance.catalogue import catalogue
 from hicache_conformance.manifest import Level
 from hicache_conformance.outcomes import Outcome
-from hicache_conformance.report.results import reproduction
+from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,9 +52,15 @@ def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
     for result in judgement.rules:
         mine = [case for case in judgement.failures() if (case.broken_rule or case.rules[0]) == result.rule.id]
         for outcome in (Outcome.FAIL, Outcome.ERROR):
-            cases = [(case, reproduction(header, case.case)) for case in mine if case.outcome is outcome]
+            cases = [
+                (case, reproduction(header, case.case), [str(plan) for plan in case.plans])
+                for case in mine
+                if case.outcome is outcome
+            ]
+            # Only of failures that the rule is about; the file lies beside the page.
+            again = shrinking(header, result.rule.id, "results.json") if mine == result.failing() else ""
             if cases:
-                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases})
+                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases, "shrinking": again})
     return groups
 
 

@@ -64,7 +64,7 @@ def reproduction(header: Header, case: str) -> str:
     begin = [header.again] if header.again else ["hicache conformance run", quote(header.driver), *options]
     if header.replay is not None:
         begin += [f"--serve {quote(command)}" for command in header.replay.services or ()]
-    parts = [*begin, f"--seed {header.seed}", f"--case {quote(case)}"]
+    parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
         parts.append(f"--run-id {quote(header.replay.run)}")

@@ -30,7 +30,7 @@ class Party:
         self.shelf = Shelf(NAMESPACE, tree, self.board, asks_server=asks_server)
 
     def publish(self, *, announce: bool = True) -> BundleName:
-        name = BundleName(self.board.writer, self.board.next_sequence(NAMESPACE), 10, 1)
+        name = BundleName(self.board.writer, self.board.next_sequence(NAMESPACE), 10, 1, 7)
         path = Path(self.tree.bundle(NAMESPACE, name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -274,3 +274,25 @@ def test_without_statx_the_kernels_attributes_are_used(tmp_path, monkeypatch):
         assert server_attributes(descriptor).inode == os.fstat(descriptor).st_ino
     finally:
         os.close(descriptor)
+
+
+def test_who_finds_a_marker_whose_writer_was_killed_before_the_stamp_tells_everyone(party, monkeypatch):
+    a, b = party(), party()
+    a.publish()
+    assert len(b.sees()) == 1
+    with monkeypatch.context() as killed:
+        killed.setattr(a.stamp, "renew", lambda value: None)
+        last = a.publish()
+    assert last not in b.sees()
+    # Whatever it promises of the bundle, the others keep.
+    assert last in party().sees()
+    assert last in b.sees()
+
+
+def test_a_marker_whose_stamp_was_seen_is_believed_without_another(party, monkeypatch):
+    a, b = party(), party()
+    a.publish()
+    b.sees()
+    monkeypatch.setattr(b.stamp, "renew", lambda value=None: pytest.fail("renewed the stamp"))
+    for _ in range(5):
+        assert a.publish() in b.sees()

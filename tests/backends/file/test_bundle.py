@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.file.bundle import FOOTER_BYTES, Index, NotABundleError, Shape
+from hicache_backends.file.bundle import FOOTER_BYTES, Index, NotABundleError, Shape, tail_checksum
 
 KEYS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), min_size=1, max_size=12)
 SHAPE = Shape(7, b"0123456789abcdef")
@@ -17,8 +17,8 @@ def bundle(keys: list[str]) -> tuple[bytes, Index]:
     return b"p" * (SHAPE.page_bytes * len(keys)) + SHAPE.tail(index), index
 
 
-def read(data: bytes, shape: Shape = SHAPE, size: int | None = None) -> Index:
-    length = shape.tail_bytes(data, len(data) if size is None else size)
+def read(data: bytes, shape: Shape = SHAPE, size: int | None = None, checksum: int | None = None) -> Index:
+    length = shape.tail_bytes(data, len(data) if size is None else size, tail_checksum(data) if checksum is None else checksum)
     return shape.parse(data[-length:])
 
 
@@ -64,6 +64,14 @@ def test_a_bundle_of_another_namespace_is_none_of_ours(shape):
         read(data, shape)
 
 
+def test_a_bundle_is_not_taken_for_another_one_of_the_same_length():
+    (mine, index), (others, _) = bundle(["a", "b"]), bundle(["c", "d"])
+    assert len(mine) == len(others)
+    assert read(mine, checksum=tail_checksum(mine)) == index
+    with pytest.raises(NotABundleError, match="another bundle's"):
+        read(others, checksum=tail_checksum(mine))
+
+
 def test_the_tail_is_found_from_the_end_of_the_file():
     data, _ = bundle(["a", "b"])
-    assert SHAPE.tail_bytes(data[-FOOTER_BYTES:], len(data)) == len(data) - 2 * SHAPE.page_bytes
+    assert SHAPE.tail_bytes(data[-FOOTER_BYTES:], len(data), tail_checksum(data)) == len(data) - 2 * SHAPE.page_bytes

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hicache_backends.file import capacity as capacity_module
-from hicache_backends.file import drafts as drafts_module
 from hicache_backends.file import eviction, store
 from hicache_backends.file import writer as writer_module
 from hicache_backends.file.names import Owner, TemporaryName
@@ -258,7 +257,7 @@ def test_strangers_and_look_alikes_are_never_evicted(room):
 def test_a_file_that_is_no_bundle_goes_first(room):
     a = room(3)
     a.put(chain("a", 8))
-    junk = a.bundles_path / f"aaaaaaaaaa-1-{a.bundle_bytes(8):x}-fffffffffff.bundle"
+    junk = a.bundles_path / f"aaaaaaaaaa-1-{a.bundle_bytes(8):x}-fffffffffff-5.bundle"
     junk.write_bytes(b"x" * a.bundle_bytes(8))
     b = room(3)
     b.put(chain("b", 8))
@@ -296,7 +295,7 @@ def test_leftovers_of_a_dead_process_are_collected_and_until_then_counted(room, 
 
 
 def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch):
-    a = room(2)
+    a = room(2, abandoned_seconds=600.0)
     a.put(chain("a", 8))
     foreign = TemporaryName(Owner("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, a.bundle_bytes(8))
     path = Path(a.store.tree.temporary(foreign))
@@ -304,7 +303,7 @@ def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch
     a.put(chain("b", 8))
     assert path.exists()
     assert [a.hit(chain(name, 8)) for name in "ab"] == [0, 8]
-    old = time.time() - drafts_module.FORGOTTEN_SECONDS - 10
+    old = time.time() - 610
     os.utime(path, (old, old))
     a.put(chain("c", 8))
     assert not path.exists()

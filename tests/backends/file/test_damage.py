@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_backends.file import catalog as catalog_module
+from hicache_backends.file import reader as reader_module
+from hicache_backends.file import rewriter as rewriter_module
+from hicache_backends.file.reader import Outcome
 from tests.backends.file.harness import Rig, chain
 
 
@@ -87,6 +92,184 @@ def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
     assert rig().holds(keys)
 
 
+def put_again(side, keys, version, monkeypatch):
+    """Write pages that are there already, as after a lookup that has failed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(side.storage, "objects_exist", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")))
+        assert side.put(keys, version=version) == [True] * len(keys)
+
+
+def test_of_several_damaged_copies_none_takes_the_others_place(rig, monkeypatch):
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    put_again(a, keys, 1, monkeypatch)
+    for path in a.bundles():
+        flip(path, a.page_bytes + 7)
+    assert a.versions(keys, (0, 1)) == [1, None, 1]
+    for side in (a, rig()):
+        assert side.present(keys) == [True, False, True]
+    assert a.put(keys, version=2) == [True] * 3
+    assert a.versions(keys, (0, 1, 2)) == [1, 2, 1]
+    assert rig().versions(keys, (0, 1, 2)) == [1, 2, 1]
+
+
+def test_an_older_copy_that_is_in_order_takes_a_damaged_ones_place(rig, monkeypatch):
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    older = a.bundles()
+    put_again(a, keys, 1, monkeypatch)
+    (newer,) = set(a.bundles()) - set(older)
+    flip(newer, a.page_bytes + 7)
+    assert a.versions(keys, (0, 1)) == [1, None, 1]
+    assert a.put(keys, version=2) == [True] * 3
+    for side in (a, rig()):
+        assert side.versions(keys, (0, 1, 2)) == [1, 0, 1]
+
+
+def test_a_damaged_page_is_not_written_anew_beside_those_that_stay(rig):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    flip(a.bundles()[0], 2 * a.page_bytes + 7)
+    assert a.storage.delete(keys[:1]) == [True]
+    for side in (a, rig()):
+        assert side.present(keys) == [False, True, False, True]
+    assert a.stats().pages_damaged == 1
+    assert a.put(keys, version=1) == [True] * 4
+    assert rig().versions(keys, (0, 1)) == [1, 0, 1, 0]
+
+
+def test_a_page_that_is_misread_once_while_others_are_dropped_is_not_lost(rig, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    real, lies = rewriter_module.read_into, [None]
+
+    def misread(descriptor, buffers, offset):
+        whole = real(descriptor, buffers, offset)
+        if lies:
+            lies.pop()
+            buffers[0][7] ^= 1
+        return whole
+
+    monkeypatch.setattr(rewriter_module, "read_into", misread)
+    assert a.storage.delete(keys[:1]) == [True]
+    assert lies == []
+    for side in (a, rig()):
+        assert side.versions(keys) == [None, 0, 0, 0]
+    assert a.stats().pages_damaged == 0
+
+
+def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    for page in (1, 2):
+        flip(a.bundles()[0], page * a.page_bytes + 7)
+    assert a.storage.delete(keys[:1]) == [True]
+    assert a.bundles() == []
+    assert os.listdir(a.store.tree.temporaries) == []
+    assert a.put(keys, version=1) == [True] * 3
+    assert rig().holds(keys, version=1)
+
+
+@pytest.mark.parametrize("stuck_reads", ["waits", "buffered"])
+def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, stuck_reads):
+    a, keys = rig(stuck_reads=stuck_reads), chain("a", 4)
+    a.put(keys)
+    real, lies = reader_module.read_into, [None]
+
+    def misread(descriptor, buffers, offset):
+        whole = real(descriptor, buffers, offset)
+        if lies:
+            lies.pop()
+            buffers[0][7] ^= 1
+        return whole
+
+    monkeypatch.setattr(reader_module, "read_into", misread)
+    before = a.bundles()
+    assert a.versions(keys) == [None, 0, 0, 0]
+    assert a.present(keys) == [True] * 4
+    assert a.bundles() == before
+    assert a.put(keys, version=1) == [True] * 4
+    assert a.holds(keys)
+
+
+def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_written_anew(rig, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    flip(a.bundles()[0], 2 * a.page_bytes)
+    real, calls = a.store.reader.read, []
+
+    def once(runs, call):
+        calls.append(None)
+        return real(runs, call) if len(calls) == 1 else Outcome(faults=[OSError(errno.EIO, "EIO")])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store.reader, "read", once)
+        assert a.versions(keys) == [0, 0, None, 0]
+    assert len(calls) == 2
+    assert a.present(keys) == [True, True, False, True]
+    assert a.put(keys, version=1) == [True] * 4
+    for side in (a, rig()):
+        assert side.versions(keys, (0, 1)) == [0, 0, 1, 0]
+
+
+def test_a_repair_by_another_is_not_dropped_for_the_copy_that_was_damaged(rig, monkeypatch):
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(keys)
+    flip(a.bundles()[0], 2 * a.page_bytes)
+    real = a.storage.discard_objects
+
+    def late(batches, call):
+        assert b.versions(keys) == [0, 0, None, 0]
+        assert b.put(keys) == [True] * 4
+        return real(batches, call)
+
+    monkeypatch.setattr(a.storage, "discard_objects", late)
+    assert a.versions(keys) == [0, 0, None, 0]
+    for side in (a, b, rig()):
+        assert side.holds(keys)
+
+
+def test_the_index_of_another_bundle_is_not_taken_for_a_bundles_own(rig, monkeypatch):
+    a, one, other = rig(), chain("one", 3), chain("other", 3)
+    a.put(one)
+    (first,) = a.bundles()
+    a.put(other)
+    (second,) = set(a.bundles()) - {first}
+    fresh, real = rig(), os.pread
+
+    def lie(descriptor, count, offset):
+        if os.readlink(f"/proc/self/fd/{descriptor}") != str(first):
+            return real(descriptor, count, offset)
+        with second.open("rb") as file:
+            return real(file.fileno(), count, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lie)
+        assert fresh.hit(other) == 3
+        assert fresh.holds(other)
+        assert fresh.present(one) == [False] * 3
+        assert fresh.store.ignored() == 1
+    # The disk had lied: the bundle itself is in order, and found so before long.
+    monkeypatch.setattr(fresh.store._catalogs[fresh.namespace], "_doubt_at", 0.0)
+    assert fresh.holds(one)
+    assert fresh.store.ignored() == 0
+    assert fresh.holds(other)
+    assert sorted(a.bundles()) == sorted([first, second])
+
+
+def test_what_is_no_bundle_is_looked_at_again_only_so_often(rig, monkeypatch):
+    a, keys = rig(), chain("a", 2)
+    (a.bundles_path).mkdir(parents=True)
+    (a.bundles_path / "aaaaaaaaaa-1-64-3-4.bundle").write_bytes(b"x" * 100)
+    monkeypatch.setattr(catalog_module, "RETRY_SECONDS", 0.0)
+    asked, real = [], catalog_module.Catalog._read_index
+    monkeypatch.setattr(catalog_module.Catalog, "_read_index", lambda self, bundle: asked.append(bundle) or real(self, bundle))
+    for _ in range(3 * catalog_module.MAX_DOUBTS):
+        assert a.hit(keys) == 0
+    assert len(asked) == 1 + catalog_module.MAX_DOUBTS
+    assert a.store.ignored() == 1
+
+
 @pytest.mark.parametrize("cut", [0, 1, 63, 64, 1000, 4096, 10_000, 16_384, -1, -63, -64, -65, -200])
 def test_a_torn_file_is_a_miss_and_the_next_set_repairs(rig, cut):
     a, keys = rig(), chain("a", 4)
@@ -119,7 +302,7 @@ def test_garbage_under_a_bundles_name_is_ignored_and_counted(rig, garbage, caplo
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     for number in range(3):
-        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3.bundle").write_bytes(garbage)
+        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3-4.bundle").write_bytes(garbage)
     b = rig()
     assert b.holds(keys)
     assert b.store.ignored() == 3

@@ -11,10 +11,13 @@ from hicache_backends.file.names import (
     Added,
     BundleId,
     BundleName,
+    Claim,
+    Found,
     Marker,
     Owner,
     Removed,
     TemporaryName,
+    Unlisted,
     is_namespace,
     parse_bundle,
     parse_marker,
@@ -27,7 +30,11 @@ WRITERS = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=10, max_size=10)
 NAMESPACE = "0123456789abcdef" * 2
 
 
-@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS))
+PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
+CLAIMS = st.builds(Claim, st.builds(Owner, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
+
+
+@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | CLAIMS))
 def test_a_bundle_name_is_read_back(name):
     assert parse_bundle(str(name)) == name
 
@@ -40,7 +47,7 @@ def test_a_temporary_name_is_read_back(name):
 
 
 EVENTS = st.one_of(
-    st.builds(lambda size, created: ("added", size, created), NUMBERS, NUMBERS),
+    st.builds(lambda size, created, checksum: ("added", size, created, checksum), NUMBERS, NUMBERS, NUMBERS),
     st.builds(lambda writer, number: Removed(BundleId(writer, number)), WRITERS, NUMBERS),
 )
 
@@ -54,7 +61,7 @@ def test_a_marker_tells_the_last_events(writer, batches):
             number = len(told) + offset + 1
             events.append(Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event)
         told += events
-        marker = marker.after(events)
+        marker = marker.after(events, 0xABCDEF)
         assert len(str(marker)) <= MAX_MARKER_BYTES
     again = parse_marker(str(marker))
     assert again == marker
@@ -69,7 +76,7 @@ def test_a_marker_tells_the_last_events(writer, batches):
 def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
     marker = Marker(NAMESPACE, random_writer(), 0, ())
     for number in range(100):
-        marker = marker.after([Added(BundleName(marker.writer, number + 1, 2**26, 2**41))])
+        marker = marker.after([Added(BundleName(marker.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF)
     assert marker.since(0) is None
     assert len(marker.since(95)) == 5
 
@@ -79,7 +86,7 @@ def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
 ])  # fmt: skip
 def test_names_that_look_alike_are_strangers(change):
     writer = random_writer()
-    bundle = str(BundleName(writer, 1, 2, 3))
+    bundle = str(BundleName(writer, 1, 2, 3, 4))
     temporary = str(TemporaryName(Owner("abcdefgh", 1, 2), writer, 3, 4))
     assert parse_bundle(change.format(bundle)) is None
     assert parse_temporary(change.format(temporary)) is None
@@ -88,7 +95,9 @@ def test_names_that_look_alike_are_strangers(change):
 
 def test_one_bundle_has_one_spelling():
     writer = random_writer()
-    for text in (f"{writer}-01-2-3.bundle", f"{writer}-1-2-A.bundle", f"{writer}-1-+2-3.bundle", f"{writer}-1-2.bundle"):
+    assert parse_bundle(f"{writer}-1-2-3-a.bundle") == BundleName(writer, 1, 2, 3, 10)
+    for rest in ("01-2-3-a", "1-2-3-A", "1-+2-3-a", "1-2-3"):
+        text = f"{writer}-{rest}.bundle"
         assert parse_bundle(text) is None
 
 
@@ -100,15 +109,27 @@ def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
 
 
 @pytest.mark.parametrize("text", [
-    f"{NAMESPACE}.aaaaaaaaaa.1.a1-2,a1-2",   # more events than there were
-    f"{NAMESPACE}.aaaaaaaaaa.1.A1-2",
+    f"{NAMESPACE}.aaaaaaaaaa.1.a1-2-3,a1-2-3",   # more events than there were
+    f"{NAMESPACE}.aaaaaaaaaa.1.A1-2-3",
     f"{NAMESPACE}.aaaaaaaaaa.",
 ])  # fmt: skip
 def test_a_marker_that_cannot_be_is_a_stranger(text):
     assert parse_marker(text) is None
 
 
-@pytest.mark.parametrize("events", ["b1-2", "a1", "rshort-1", "a1-2-3", ",a1-2"])
+@pytest.mark.parametrize("events", ["b1-2-3", "a1-2", "rshort-1", "a1-2-3-4", ",a1-2-3"])
 def test_events_that_make_no_sense_make_the_reader_list(events):
-    marker = parse_marker(f"{NAMESPACE}.aaaaaaaaaa.9.{events}")
+    marker = parse_marker(f"{NAMESPACE}.aaaaaaaaaa.9.1.{events}")
     assert marker is None or marker.since(9 - len(marker.events)) is None
+
+
+def test_what_a_writer_has_found_is_read_back():
+    found = Found(BundleName("b" * 10, 2**62, 2**63, 2**41, 2**32 - 1))
+    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1)
+    assert parse_marker(str(marker)).since(1) == [found]
+
+
+def test_who_cannot_be_told_one_by_one_lists():
+    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Removed(BundleId("b" * 10, 7)), Unlisted()], 1)
+    read = parse_marker(str(marker))
+    assert (read.since(0), read.since(1), read.since(2)) == (None, None, [])

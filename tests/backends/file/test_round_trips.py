@@ -248,11 +248,11 @@ def test_clear_removes_this_identitys_pages_and_nothing_else(rig):
     a, other, b = rig(), rig(who=identity(model="a_m")), rig()
     a.put(chain("a", 4))
     other.put(chain("o", 4))
-    strangers = [a.path / "precious", a.bundles_path / "notes.txt", a.bundles_path / "aaaaaaaaaa-1-2-3.bundle.bak",
-                 a.bundles_path / "x-1-2-3.bundle", a.bundles_path.parent / "mine", a.path / "hicache-file-1" / "also mine"]  # fmt: skip
+    strangers = [a.path / "precious", a.bundles_path / "notes.txt", a.bundles_path / "aaaaaaaaaa-1-2-3-4.bundle.bak",
+                 a.bundles_path / "x-1-2-3-4.bundle", a.bundles_path.parent / "mine", a.path / "hicache-file-1" / "also mine"]  # fmt: skip
     for path in strangers:
         path.write_text("do not touch")
-    directory = a.bundles_path / "bbbbbbbbbb-1-2-3.bundle"
+    directory = a.bundles_path / "bbbbbbbbbb-1-2-3-4.bundle"
     directory.mkdir()
     assert b.hit(chain("a", 4)) == 4
     a.storage.clear()
@@ -336,7 +336,7 @@ def test_fsync_syncs_the_bytes_before_the_name_and_the_name_before_the_answer(ri
     assert steps[:3] == ["sync file", "rename .bundle", "sync directory"]
     steps.clear()
     a.storage.delete(chain("a", 1))
-    assert steps[:3] == ["sync file", "rename .bundle", "sync directory"]
+    assert steps[:4] == ["sync file", "rename .claimed", "rename .bundle", "sync directory"]
 
 
 def test_a_page_costs_its_bytes_and_its_name(rig):

@@ -26,7 +26,11 @@ class Control:
     where: tuple[str, ...] = ()
     """Classes of cases to try it with, without their `Cases`; empty for the whole suite."""
     cases: tuple[str, ...] = ()
-    """The only cases to try it with, where a fault costs each of them its patience; empty for all of `where`."""
+    """The only cases to try it with, with their parameters or without, where each costs its patience; empty for all of `where`."""
+    grounds: tuple[str, ...] = ()
+    """The only grounds to try it on; empty for all that it has."""
+    every_case: bool = False
+    """Whether a mutant is tried further when it has been found."""
     field_fault: str = ""
     """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
     target: str = ""

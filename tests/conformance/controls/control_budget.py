@@ -169,7 +169,7 @@ class HashesForMetrics(Objects):
             for batch, done in zip(batches, filled, strict=True):
                 for read, ok in zip(batch.reads, done, strict=True):
                     if ok:
-                        hashlib.sha256(read.buffers[0]).digest()
+                        hashlib.sha3_512(b"".join(read.buffers)).digest()
         return filled
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from control_server import receive, send
 
-from hicache_storage.objects import Call, ObjectStorage
+from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
     DriverConfig,
@@ -141,6 +141,17 @@ class Networked(ObjectStorage):
             raise StorageTimeoutError("too late to store anything")
         return self.asked(call, "put", pages, [name for name, write in writes if write.replaces])
 
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        for batch in batches:
+            names = [self.name(batch.namespace, read.key) for read in batch.reads]
+            pages = self.asked(call, "get", names)
+            found = zip(names, batch.reads, pages, strict=True)
+            # What is dropped is what was looked at, and not what somebody puts in its place meanwhile.
+            self.asked(
+                call, "drop", [(name, page) for name, read, page in found if page is not None and not _is_whole(read, page)]
+            )
+        return True
+
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
         return _split(self.asked(call, "delete", _joined(names)), names)
@@ -159,6 +170,11 @@ def _split(answers: list[Any], shape: Sequence[Sequence[object]]) -> list[list[A
         raise StorageUnavailableError("the server answered for another number of pages")
     told = iter(answers)
     return [[next(told) for _ in some] for some in shape]
+
+
+def _is_whole(read: ObjectRead, page: bytes) -> bool:
+    again = ObjectRead(read.namespace, read.key, [memoryview(bytearray(len(buffer))) for buffer in read.buffers])
+    return again.fill(page) and again.verify()
 
 
 class NeverReconnects(Networked):
@@ -190,12 +206,17 @@ class AsksAgainAndAgain(Networked):
 
     promises = WaitsForEver.promises
 
+    def seconds(self, call: Call) -> float | None:
+        return 1.0
+
     def asked(self, call: Call, *request: Any) -> Any:
+        # Not for good, so that the suite's own patience decides how long the control takes.
+        until = time.monotonic() + 12.0
         while True:
             try:
                 return super().asked(call, *request)
             except (OSError, StorageUnavailableError):
-                if self.gone:
+                if self.gone or time.monotonic() > until:
                     raise
                 time.sleep(0.02)
 

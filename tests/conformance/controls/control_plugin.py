@@ -14,7 +14,9 @@ _HOME = Path(__file__).parent
 CONTROLS: dict[str, Control] = {}
 """By name. The drivers of the command-line tests (`Dies`, `Hangs`, `CannotOpen`) are registered beside them."""
 for _module in sorted(_HOME.glob("mutants_*.py")):
-    CONTROLS.update(importlib.import_module(_module.stem).CONTROLS)
+    _more = importlib.import_module(_module.stem).CONTROLS
+    assert CONTROLS.keys().isdisjoint(_more), f"{_module.name} gives a name again: {CONTROLS.keys() & _more.keys()}"
+    CONTROLS.update(_more)
 
 
 @hookimpl

@@ -77,6 +77,8 @@ class Pages:
                     return [self._put(name, page, name in replace) for name, page in pages]
                 case "delete", [names]:
                     return [self._remove(name) for name in names]
+                case "drop", [pages]:
+                    return [self._pages.get(name) == page and self._remove(name) for name, page in pages]
                 case "clear", [prefix]:
                     return [self._remove(name) for name in list(self._pages) if name.startswith(prefix)]
         raise ValueError(f"unknown operation {operation!r}")

@@ -342,7 +342,7 @@ class SlotFiles(ObjectStorage):
                 del known[name]
 
 
-class ReusesSlots(SlotFiles):
+class LooksUpAndReads(SlotFiles):
     """A reader goes to the place that it has looked up, whoever has got it meanwhile."""
 
 
@@ -418,7 +418,7 @@ class WritesBehind(SharedFiles):
         self.thread.join()
 
 
-class LeavesDrafts(SharedFiles):
+class CollectsNoDrafts(SharedFiles):
     """Never looks for what killed writers have left."""
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
@@ -426,7 +426,8 @@ class LeavesDrafts(SharedFiles):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.draft(path)
         draft.write_bytes(write.tobytes())
-        time.sleep(0.01)
+        # Nearly all the time that a set takes, so that nearly every kill meets it here.
+        time.sleep(0.02)
         draft.rename(path)
         return True
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from control import NOTHING, PATH, Control
 
+_BASIC = (
+    "Existence", "Reading", "Writing", "Damage", "HostPool", "Pool", "Key", "Identity", "Replication", "Clearing", "History",
+    "Concurrency", "Misuse", "Stats",
+)  # fmt: skip
+
 CONTROLS = {
-    "Plain": Control(),
-    "Objects": Control(),
-    "PromisesNothing": Control(capabilities=NOTHING),
-    "PromisesTooLittle": Control(capabilities=NOTHING),
+    "Plain": Control(where=_BASIC),
+    "Objects": Control(where=("Budget", "Staging", "Metrics")),
+    "PromisesNothing": Control(capabilities=NOTHING, where=("Identity", "Clearing", "Sharing", "Durability")),
+    "PromisesTooLittle": Control(capabilities=NOTHING, where=("Identity", "Sharing")),
     "LeavesChecksumsOut": Control(where=("Damage",)),
     "Misses": Control(field_fault="D11", breaks=("SET-1",), told="page 0 key"),
     "AlwaysTrue": Control(breaks=("GET-1", "EX-2"), told="was not written"),
@@ -16,7 +21,7 @@ CONTROLS = {
     "Raises": Control(field_fault="D10", breaks=("GET-1", "SET-7"), told="batch_get_v2 raised OSError: the disk is gone"),
     "ShortAnswers": Control(field_fault="D18", breaks=("GET-3",), told="keys were answered with", where=("Reading",)),
     "SwappedKeys": Control(field_fault="D2", breaks=("GET-1",), told="holds bytes of key", where=("Reading",)),
-    "CompactsHoles": Control(field_fault="D7", breaks=("GET-1",), told="page 1 key", where=("Reading",)),
+    "CompactsHoles": Control(field_fault="D7", breaks=("GET-1",), told="was not written at byte 0", where=("Reading",)),
     "DropsLastPage": Control(breaks=("SET-1",), told="was stored (True), and a get answers False", where=("Writing", "History")),
     "TruncatesPages": Control(field_fault="D12", breaks=("GET-1",), told="was not written at byte 48", where=("Reading",)),
     "LosesV": Control(field_fault="D13", breaks=("GET-1", "GET-4"), told="was not written at byte 96", where=("Reading",)),
@@ -29,6 +34,7 @@ CONTROLS = {
         breaks=("ID-1", "ID-3", "ID-4", "LC-4"),
         told="holds bytes written under",
         where=("Identity", "Replication", "Clearing"),
+        every_case=True,
     ),
     "IgnoresDtype": Control(
         field_fault="D9", breaks=("ID-1",), told="kv_dtype 'bfloat16' (expected 'float16')", where=("Identity",)
@@ -98,7 +104,7 @@ CONTROLS = {
     "HidesDamage": Control(field_fault="D10", breaks=("GET-7", "EX-9"), told="counted 0 damaged pages", where=("Damage",)),
     "FlattensPages": Control(field_fault="D11", breaks=("GET-8",), told="was not written", where=("HostPool",)),
     "AllOrNothing": Control(
-        breaks=("SET-6",), told="was answered with False in a batch of existing and new pages", where=("Writing",)
+        breaks=("SET-6",), told="of a batch of existing, repeated and new pages was refused", where=("Writing",)
     ),
     "KeepsDamage": Control(field_fault="D10", breaks=("SET-3",), told="and a get answers False", where=("Damage",)),
 }

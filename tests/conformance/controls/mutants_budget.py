@@ -8,18 +8,21 @@ from mutants_faults import SERVER
 
 _WHERE = {"EX-10": ("Budget",), "BU-1": ("Budget",), "BU-2": ("Staging",), "OB-2": ("Metrics",)}
 
+_ONE_QUESTION = "test_one_question_for_all_pools"
 
-def _costly(name: str, rule: str, told: str) -> Control:
-    return Control(breaks=(rule,), told=told, where=_WHERE[rule], target=f"control_budget:{name}")
+
+def _costly(name: str, rule: str, told: str, *cases: str) -> Control:
+    return Control(breaks=(rule,), told=told, where=_WHERE[rule], cases=cases, target=f"control_budget:{name}")
 
 
 CONTROLS = {
-    "AsksForEachPool": _costly("AsksForEachPool", "EX-10", "called objects_exist 3 times"),
-    "AsksForEachKey": _costly("AsksForEachKey", "EX-10", "called objects_exist 384 times"),
+    "AsksForEachPool": _costly("AsksForEachPool", "EX-10", "called objects_exist 3 times", _ONE_QUESTION),
+    "AsksForEachKey": _costly("AsksForEachKey", "EX-10", "called objects_exist 384 times", _ONE_QUESTION),
     "AsksTheServerForEachPool": Control(
         breaks=("EX-10",),
         told="took 3 round trips",
         where=("Budget",),
+        cases=("test_one_round_trip[network]",),
         target="control_budget:AsksTheServerForEachPool",
         config="control_networked:NetworkedConfig",
         trial_config={"port": "{port:pages}"},

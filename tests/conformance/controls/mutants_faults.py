@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 SERVER = (sys.executable, "-P", str(Path(__file__).with_name("control_server.py")), "{port:pages}", "{tmp}/pages.log")
 
 
+_BELOW = ("Fault", "Deadline", "Plan", "Rot")
+
+
 def _files(
     name: str,
     *breaks: str,
     told: str = "",
     where: tuple[str, ...] = (),
     cases: tuple[str, ...] = (),
+    grounds: tuple[str, ...] = (),
     fault: str = "",
     capabilities: Capabilities = BUFFERED,
 ) -> tuple[str, Control]:
@@ -30,6 +34,7 @@ def _files(
         told=told,
         where=where,
         cases=cases,
+        grounds=grounds,
         field_fault=fault,
         target=f"control_faults:{name}",
         config="control_files:SharedFilesConfig",
@@ -44,6 +49,7 @@ def _networked(
     told: str = "",
     where: tuple[str, ...] = (),
     cases: tuple[str, ...] = (),
+    grounds: tuple[str, ...] = (),
     fault: str = "",
     capabilities: Capabilities = ACROSS,
 ) -> tuple[str, Control]:
@@ -52,6 +58,7 @@ def _networked(
         told=told,
         where=where,
         cases=cases,
+        grounds=grounds,
         field_fault=fault,
         target=f"control_networked:{name}",
         config="control_networked:NetworkedConfig",
@@ -63,8 +70,8 @@ def _networked(
 
 CONTROLS = dict(
     [
-        _files("SteadyFiles"),
-        _networked("Networked"),
+        _files("SteadyFiles", where=(*_BELOW, "Process"), grounds=("disk",)),
+        _networked("Networked", where=(*_BELOW, "Sharing", "Budget"), grounds=("network", "services")),
         _files(
             "RaisesWhatTheDiskRaises",
             "FT-1",

@@ -21,7 +21,6 @@ def _mutant(name: str, rule: str, where: str, told: str, **more: Any) -> Control
 
 
 CONTROLS = {
-    "SharedFiles": Control(target="control_files:SharedFiles", **SHARED),
     "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "process reader"),
     "RenamesTooSoon": _mutant("RenamesTooSoon", "SET-2", "Process", "holds zeros in bytes"),
     "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "SET-4: "),
@@ -33,7 +32,8 @@ CONTROLS = {
     "ClearsItsOwnView": _mutant("ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"),
     "SaltsItsKeys": _mutant("SaltsItsKeys", "ID-2", "Sharing", "answers False"),
     "NeverForgetsDamage": _mutant("NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"),
-    "ReusesSlots": _mutant("ReusesSlots", "CC-2", "Process", "holds bytes of key", field_fault="D2"),
+    # Whether a reader meets another's bytes or a page half written is up to the moment.
+    "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "CC-2: ", field_fault="D2"),
     "SavesItsIndexLate": _mutant(
         "SavesItsIndexLate",
         "FT-5",
@@ -45,6 +45,12 @@ CONTROLS = {
     "WritesBehind": _mutant(
         "WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody", capabilities=ONE_PROCESS
     ),
-    "LeavesDrafts": _mutant("LeavesDrafts", "FT-5", "Durability", "killed writers made the store grow by"),
+    "CollectsNoDrafts": _mutant(
+        "CollectsNoDrafts",
+        "FT-5",
+        "Durability",
+        "killed writers made the store grow by",
+        cases=("test_killed_writers_leave_no_litter",),
+    ),
     "LeavesItsLock": _mutant("LeavesItsLock", "FT-5", "Durability", "was refused to process"),
 }

@@ -1,0 +1,345 @@
+"""Several who remove and replace the same bundle at a time: nothing is lost, and nothing comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_backends.file import rewriter as rewriter_module
+from hicache_backends.file.names import BundleId, Claim, Found, Owner, parse_bundle
+from tests.backends.file.harness import Rig, chain
+from tests.backends.file.test_processes import FORK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEYS = chain("k", 3)
+
+REPLACED = 3
+"""The step at which the new bundle is there."""
+
+
+@pytest.fixture
+def rigs(tmp_path):
+    made = []
+
+    def make() -> Rig:
+        made.append(Rig(tmp_path))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.storage.close()
+
+
+class Steps:
+    """Does something before and after each rename and unlink of a bundle; what it does itself is left alone."""
+
+    def __init__(self, monkeypatch, between: Callable[[int], None]):
+        self.count, self._between, self._thread, self._busy = 0, between, threading.get_ident(), False
+        for name in ("rename", "unlink"):
+            monkeypatch.setattr(os, name, self._around(getattr(os, name)))
+
+    def _around(self, real):
+        def step(*paths):
+            if self._busy or threading.get_ident() != self._thread or "/bundles/" not in str(paths[-1]):
+                return real(*paths)
+            self._look()
+            try:
+                return real(*paths)
+            finally:
+                self._look()
+
+        return step
+
+    def _look(self) -> None:
+        self._busy = True
+        try:
+            self._between(self.count)
+        finally:
+            self._busy = False
+            self.count += 1
+
+
+def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rigs, monkeypatch):
+    a, knows = rigs(), rigs()
+    a.put(KEYS)
+    assert knows.holds(KEYS)
+
+    def look(step):
+        # One that has to list, one that knows the bundle, and one that knows it and has no file open.
+        assert rigs().holds(KEYS[1:]), step
+        knows.store.descriptors.close()
+        assert knows.present(KEYS[1:]) == [True, True], step
+        assert knows.holds(KEYS[1:]), step
+
+    steps = Steps(monkeypatch, look)
+    assert a.storage.delete(KEYS[:1]) == [True]
+    assert steps.count == 6
+    assert [rigs().present(KEYS), knows.present(KEYS)] == [[False, True, True]] * 2
+
+
+def test_what_a_loser_has_prepared_is_never_seen(rigs, monkeypatch):
+    a, b = rigs(), rigs()
+    a.put(KEYS)
+    assert b.holds(KEYS)
+    deleted = []
+
+    def look(step):
+        if step == 0:
+            # Wins the bundle that the other has already copied.
+            deleted.extend(b.storage.delete(KEYS[1:2]))
+        assert rigs().present(KEYS[1:2]) == [False], step
+
+    steps = Steps(monkeypatch, look)
+    assert a.storage.delete(KEYS[:1]) == [True]
+    assert deleted == [True]
+    assert steps.count > 2
+    assert rigs().present(KEYS) == a.present(KEYS) == b.present(KEYS) == [False, False, True]
+
+
+@pytest.mark.parametrize("last", range(6))
+def test_whoever_is_killed_while_rewriting_loses_nothing_and_leaves_nothing(rigs, tmp_path, last):
+    a = rigs()
+    a.put(KEYS)
+    child = FORK.Process(target=_die_while_deleting, args=(tmp_path, last))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+    a.store.descriptors.close()
+    b = rigs()
+    for rig in (a, b):
+        assert rig.holds(KEYS[1:])
+    # Neither the claim nor what it was to be replaced by is in the way, and neither comes back.
+    assert b.storage.delete(KEYS) == [last < REPLACED, True, True]
+    assert a.present(KEYS) == b.present(KEYS) == rigs().present(KEYS) == [False] * 3
+    assert list(a.bundles_path.iterdir()) == []
+
+
+def _die_while_deleting(path: Path, last: int) -> None:
+    def between(step: int) -> None:
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rig = Rig(path)
+    with pytest.MonkeyPatch.context() as patch:
+        Steps(patch, between)
+        rig.storage.delete(KEYS[:1])
+
+
+def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rigs, monkeypatch):
+    a, b = rigs(), rigs()
+    a.put(chain("other", 1))
+    b.hit(KEYS)
+    announce = a.store.board.announce
+
+    def late(*, insist=False):
+        b.storage.clear()
+        # Takes in what the other has told, as another thread of this process may at any time.
+        a.store.shelves.get(a.namespace).catch_up(a.store.board.read())
+        announce(insist=insist)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store.board, "announce", late)
+        a.put(KEYS)
+    assert a.hit(KEYS) == 0
+    assert a.put(KEYS) == [True] * 3
+    assert a.holds(KEYS)
+    assert b.holds(KEYS)
+
+
+def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rigs, monkeypatch):
+    a, b, knows = rigs(), rigs(), rigs()
+    a.put(KEYS)
+    assert b.holds(KEYS)
+    assert knows.holds(KEYS)
+    announce = a.store.board.announce
+    seen = []
+
+    def late(*, insist=False):
+        if not seen:
+            seen.append(None)
+            b.storage.delete(KEYS)
+            seen.append(knows.present(KEYS))
+        announce(insist=insist)
+
+    monkeypatch.setattr(a.store.board, "announce", late)
+    a.storage.delete(KEYS)
+    assert seen == [None, [False] * 3]
+
+
+def test_a_page_that_was_found_by_listing_is_found_by_everybody(rigs, monkeypatch):
+    a, b, c = rigs(), rigs(), rigs()
+    a.put(chain("other", 1))
+    for rig in (b, c):
+        rig.hit(KEYS)
+    announce = a.store.board.announce
+
+    def late(*, insist=False):
+        b.store.shelves.get(b.namespace).distrust()
+        assert b.holds(KEYS)
+        assert c.holds(KEYS)
+        announce(insist=insist)
+
+    monkeypatch.setattr(a.store.board, "announce", late)
+    assert a.put(KEYS) == [True] * 3
+
+
+def test_a_bundle_that_two_tell_of_is_on_the_shelf_once(rigs):
+    a, b = rigs(), rigs()
+    b.hit(KEYS)
+    a.put(KEYS)
+    (path,) = a.bundles()
+    c = rigs()
+    c.store.board.queue(c.namespace, [Found(parse_bundle(path.name))])
+    c.store.changes.announce()
+    assert b.hit(KEYS) == 3
+    a.storage.clear()
+    assert b.present(KEYS) == [False] * 3
+
+
+def test_new_bundles_arrive_before_old_ones_go(rigs):
+    a, b = rigs(), rigs()
+    a.put(KEYS)
+    b.hit(KEYS)
+    shelf, seen = b.store.shelves.get(b.namespace), []
+
+    class Listener:
+        def bundles_added(self, bundles):
+            seen.append("added")
+
+        def bundles_removed(self, bundles):
+            seen.append("removed")
+
+    listener = Listener()
+    shelf.listen(listener)
+    seen.clear()
+    a.storage.delete(KEYS[:1])
+    shelf.distrust()
+    assert b.hit(KEYS[1:]) == 2
+    assert seen == ["added", "removed"]
+
+
+def test_after_a_listing_a_delete_makes_everyone_list(rigs):
+    a, b, c = rigs(), rigs(), rigs()
+    a.put(KEYS)
+    assert c.hit(KEYS) == 3
+    # Somebody has removed it and does not say so.
+    a.bundles()[0].unlink()
+    assert b.storage.delete(KEYS) == [False] * 3
+    assert c.present(KEYS) == [False] * 3
+    told = a.store.board.read().of(a.namespace)[b.store.board.writer]
+    assert b.storage.delete(KEYS) == [False] * 3
+    assert a.store.board.read().of(a.namespace)[b.store.board.writer] == told
+
+
+def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
+    a, b, knows = rigs(), rigs(), rigs()
+    a.put(KEYS)
+    for rig in (b, knows):
+        assert rig.holds(KEYS)
+    seen = []
+    moved = a.store.board._move
+
+    def move(before, after):
+        moved(before, after)
+        if not seen:
+            seen.append(None)
+            # Whatever makes one look at the markers now: the stamp is still to be renewed.
+            b.store.board._known = None
+            b.storage.delete(KEYS)
+            seen.append(knows.present(KEYS))
+
+    monkeypatch.setattr(a.store.board, "_move", move)
+    a.storage.delete(KEYS)
+    assert seen == [None, [False] * 3]
+
+
+def test_an_unlink_that_hangs_keeps_nobody_else(rigs, monkeypatch):
+    a = rigs()
+    others = chain("other", 3)
+    a.put(KEYS)
+    a.put(others)
+    hangs, go_on, real = threading.Event(), threading.Event(), os.unlink
+
+    def unlink(path):
+        if "/bundles/" in str(path):
+            hangs.set()
+            assert go_on.wait(30)
+        real(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    deleting = threading.Thread(target=lambda: a.storage.delete(KEYS))
+    deleting.start()
+    try:
+        assert hangs.wait(30)
+        answers = list[object]()
+        fresh = chain("fresh", 3)
+        going_on = threading.Thread(
+            target=lambda: answers.extend([a.hit(others), a.put(fresh), a.holds(fresh), a.holds(others)]), daemon=True
+        )
+        going_on.start()
+        going_on.join(30)
+        assert answers == [3, [True] * 3, True, True]
+    finally:
+        go_on.set()
+        deleting.join(30)
+    assert a.present(KEYS) == rigs().present(KEYS) == [False] * 3
+    assert a.holds(others)
+
+
+def claimed_elsewhere(path: Path) -> Path:
+    """Let a process of another machine claim a bundle, and say no more."""
+    name = parse_bundle(path.name)
+    assert name is not None
+    claimed = path.with_name(str(name._replace(claim=Claim(Owner("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
+    path.rename(claimed)
+    return claimed
+
+
+def test_what_another_machine_has_claimed_is_read_and_waited_for(rigs, monkeypatch):
+    a = rigs()
+    a.put(KEYS)
+    claimed = claimed_elsewhere(a.bundles()[0])
+    a.store.descriptors.close()
+    for rig in (a, rigs()):
+        assert rig.holds(KEYS)
+    monkeypatch.setattr(rewriter_module, "WAIT_SECONDS", 0.0)
+    assert a.storage.delete(KEYS[:1]) == [False]
+    assert claimed.exists()
+    assert a.holds(KEYS)
+    a.store.changes._abandoned_seconds = -1.0
+    assert a.storage.delete(KEYS[:1]) == [True]
+    for rig in (a, rigs()):
+        assert rig.present(KEYS) == [False, True, True]
+        assert rig.holds(KEYS[1:])
+
+
+def test_others_are_evicted_instead_of_what_another_machine_has_claimed(tmp_path):
+    probe = Rig(tmp_path / "probe")
+    a = Rig(tmp_path / "store", capacity=4 * probe.bundle_bytes(8) + 100)
+    try:
+        batches = [chain(str(number), 8) for number in range(10)]
+        for batch in batches[:3]:
+            assert a.put(batch) == [True] * 8
+        (oldest,) = [path for path in a.bundles() if parse_bundle(path.name).sequence == 1]
+        claimed = claimed_elsewhere(oldest)
+        for batch in batches[3:]:
+            assert a.put(batch) == [True] * 8
+            assert sum(path.stat().st_size for path in a.bundles_path.iterdir()) <= a.store.capacity.limit
+        assert claimed.exists()
+        assert a.holds(batches[0])
+        assert a.holds(batches[-1])
+        # Nobody does anything with it any more: it goes as any other.
+        a.store.changes._abandoned_seconds = -1.0
+        for number in range(10, 16):
+            assert a.put(chain(str(number), 8)) == [True] * 8
+        assert not claimed.exists()
+    finally:
+        a.storage.close()
+        probe.storage.close()

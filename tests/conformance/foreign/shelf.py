@@ -1,0 +1,144 @@
+"""Drivers with SGLang's storage interface, each a class that a command line names: a right one, and wrong ones made of it.
+
+They need no SGLang: what they import of the contract has the names and fields of SGLang's own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import ClassVar
+
+from hicache_storage.spec import PoolHitPolicy, PoolTransferResult
+
+
+class Shelf:
+    """Keeps pages in this process, under names that hold everything the driver is told."""
+
+    pages: ClassVar[dict] = {}
+    lock = threading.Lock()
+
+    def __init__(self, storage_config, kwargs):
+        c = storage_config
+        self.replicated = c.is_mla_model
+        self.owner = (c.model_name, c.pp_rank, c.pp_size, c.attn_cp_rank, c.attn_cp_size, c.is_mla_model)
+        self.rank = (c.tp_rank, c.tp_size)
+        self.pools = {}
+
+    def register_mem_pool_host(self, mem_pool_host):
+        self.pools["kv"] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
+        self.pools[str(host_pool_name)] = host_pool
+
+    def on_host_pools_registered(self):
+        pass
+
+    def batch_exists(self, keys, extra_info=None):
+        return self.leading("kv", keys)
+
+    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
+        kv = self.leading("kv", keys)
+        legal, told = set(range(1, kv + 1)), {"kv": kv}
+        for transfer in pool_transfers or ():
+            pool = str(transfer.name)
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                ends = set(range(1, self.leading(pool, keys) + 1))
+            else:
+                window = max(1, len(transfer.keys or ()))
+                there = [self.has(pool, key) for key in keys]
+                ends = {end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end])}
+            told |= {pool: max(ends)} if ends else {}
+            legal &= ends
+        return PoolTransferResult(max(legal, default=0), told, sorted(legal))
+
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        return self.read("kv", keys, host_indices)
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        return self.write("kv", keys, host_indices)
+
+    def batch_get_v2(self, transfers, extra_info=None):
+        return {t.name: self.read(str(t.name), t.keys, t.host_indices) for t in transfers}
+
+    def batch_set_v2(self, transfers, extra_info=None):
+        return {t.name: self.write(str(t.name), t.keys, t.host_indices) for t in transfers}
+
+    def clear(self):
+        with self.lock:
+            own = {self.name(pool, "")[:-1] for pool in self.pools}
+            for name in [name for name in self.pages if name[:-1] in own]:
+                del self.pages[name]
+
+    def name(self, pool, key):
+        host, shared = self.pools[pool], self.replicated and pool == "kv"
+        page = host.get_data_page(0, flat=True)
+        geometry = (host.layout, str(page.dtype), str(host.dtype), page.numel(), host.page_size)
+        return (self.owner, () if shared else self.rank, pool, geometry, key)
+
+    def has(self, pool, key):
+        return self.name(pool, key) in self.pages
+
+    def leading(self, pool, keys):
+        return next((index for index, key in enumerate(keys) if not self.has(pool, key)), len(keys))
+
+    def read(self, pool, keys, host_indices):
+        host, answers = self.pools[pool], []
+        for index, key in enumerate(keys):
+            page = self.pages.get(self.name(pool, key))
+            if page is not None:
+                host.set_from_flat_data_page(int(host_indices[index * host.page_size]), page)
+            answers.append(page is not None)
+        return answers
+
+    def write(self, pool, keys, host_indices):
+        host = self.pools[pool]
+        for index, key in enumerate(keys):
+            page = host.get_data_page(int(host_indices[index * host.page_size]), flat=True).clone()
+            with self.lock:
+                self.pages.setdefault(self.name(pool, key), page)
+        return [True] * len(keys)
+
+
+class Copies(Shelf):
+    """The same in the older interface, where KV is handed over in copies."""
+
+    batch_get_v1 = batch_set_v1 = None
+
+    def batch_get(self, keys, target_locations=None, target_sizes=None):
+        return [self.pages.get(self.name("kv", key)) for key in keys]
+
+    def batch_set(self, keys, values=None, target_locations=None, target_sizes=None):
+        for key, value in zip(keys, values, strict=True):
+            with self.lock:
+                self.pages.setdefault(self.name("kv", key), value.clone())
+        return True
+
+
+class Compacts(Shelf):
+    """Reads the pages that are there into the first places, and reports them in their own."""
+
+    def read(self, pool, keys, host_indices):
+        there = [key for key in keys if self.has(pool, key)]
+        super().read(pool, there, host_indices)
+        return [self.has(pool, key) for key in keys]
+
+
+class Fragile(Shelf):
+    """Takes the process down when it is asked to clear, and does not come back from a key that climbs directories."""
+
+    def clear(self):
+        os._exit(7)
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        if any(".." in key for key in keys):
+            time.sleep(600)
+        return super().batch_set_v1(keys, host_indices, extra_info)
+
+
+class Ends(Shelf):
+    """Ends the process while it is constructed."""
+
+    def __init__(self, storage_config, kwargs):
+        raise SystemExit("no server")

@@ -1,0 +1,139 @@
+"""Drivers beside each other, from the results of several runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hicache_conformance.catalogue import catalogue
+from hicache_conformance.foreign.promises import sglang_promises
+from hicache_conformance.foreign.setup import known
+from hicache_conformance.manifest import Level, rules
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.report.matrix import CaseRow, DriverName, RuleRow, Run, matrix, read_run
+
+SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
+AGAIN = "hicache conformance run wrong --seed 4 --case 'test_holes'"
+
+
+def case(name, outcome, reason="", broken="", again=""):
+    return CaseRow(name, outcome, reason, broken, again)
+
+
+def rule(name, outcome, *cases, reason="", selected=True):
+    return RuleRow(name, f"what {name} asks", selected, outcome, reason, list(cases))
+
+
+def run(driver, *found, interface="", verdict="conformant"):
+    return Run(DriverName(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface)
+
+
+RIGHT = run("right", rule("GET-1", Outcome.PASS), rule("EX-1", Outcome.PASS), rule("ST-1", Outcome.UNTESTED, selected=False))
+WRONG = run(
+    "wrong",
+    rule(
+        "GET-1",
+        Outcome.FAIL,
+        case("test_histories", Outcome.FAIL, "SET-1: refused", "SET-1"),
+        case("test_holes", Outcome.FAIL, SAID, "GET-1", AGAIN),
+        case("test_damage[short]", Outcome.FAIL, SAID, "GET-1", AGAIN),
+        case("test_damage[long]", Outcome.FAIL, SAID, "GET-1", AGAIN),
+        case("test_components[7]", Outcome.NOT_DECLARED, "no such pages"),
+    ),
+    rule("EX-1", Outcome.NOT_DECLARED, reason="nobody asks"),
+    rule("EX-2", Outcome.UNTESTED, reason="test_one_side_pool stopped"),
+    interface="SGLang 0.5.23",
+    verdict="non-conformant",
+)
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return matrix([RIGHT, WRONG]).splitlines()
+
+
+def test_each_rule_has_a_cell_for_each_driver(lines):
+    assert "| rule | right | wrong | what it asks |" in lines
+    assert "| GET-1 | pass | **FAIL** | what GET-1 asks |" in lines
+    assert "| EX-1 | pass | n/d | what EX-1 asks |" in lines
+    assert "| EX-2 | · | untested | what EX-2 asks |" in lines
+    assert "| ST-1 | · | · | what ST-1 asks |" in lines
+
+
+def test_a_run_says_what_it_was(lines):
+    assert "| `right` | package 1.2 | HiCacheStorage v2 | core, pools | 4 | smoke | conformant |" in lines
+    assert "| `wrong` | package 1.2 | SGLang 0.5.23 | core, pools | 4 | smoke | non-conformant |" in lines
+    assert "Contract 2, suite 0.1." in lines
+
+
+def test_a_failure_has_its_finding_and_the_command_that_shows_it_again(lines):
+    first = lines.index(r"- **GET-1**: page 3 key 'a\_b\|c' of pool 'kv' holds bytes of key '\<d>'")
+    assert lines[first + 1] == f"  `{AGAIN}`"
+    assert lines[first + 2] == "  Also found by `test_damage` [short, long]."
+
+
+def test_a_driver_without_failures_says_so(lines):
+    assert lines[lines.index("## right") + 2] == "No rule that it is bound to was found broken."
+
+
+def test_reasons_stand_once_with_their_rules_cases_and_drivers(lines):
+    assert r"- EX-2: test\_one\_side\_pool stopped" in lines
+    assert "| EX-1 |  | wrong | nobody asks |" in lines
+    assert "|  | `test_components` [7] | wrong | no such pages |" in lines
+
+
+def test_drivers_of_the_engine_that_are_not_judged_are_named_beside_those_that_are(lines):
+    assert any(line.startswith("| `sglang-shm` | a dummy") for line in lines)
+    assert "## Not judged" not in matrix([RIGHT])
+
+
+def test_an_error_of_the_suite_is_not_hidden():
+    broke = run("driver", rule("GET-1", Outcome.ERROR, case("test_holes", Outcome.ERROR, "the suite itself broke", again=AGAIN)))
+    text = matrix([broke])
+    assert "| GET-1 | **error** |" in text
+    assert "- **GET-1**: the suite itself broke" in text
+
+
+def test_results_are_read_from_a_report_or_a_file(site, tmp_path):
+    report = tmp_path / "report"
+    site.hicache(
+        "conformance", "run", "memory", "--level", "pools", "--case", "test_unknown_pool", "--seed", "7", "--report", str(report)
+    )
+    assert read_run(report) == read_run(report / "results.json")
+    assert read_run(report).seed == 7
+    ran = site.hicache("conformance", "matrix", str(report), "--output", str(tmp_path / "matrix.md"))
+    assert ran.status == 0, ran.output
+    assert (tmp_path / "matrix.md").read_text() == matrix([read_run(report)])
+
+
+@pytest.mark.parametrize("content", [None, "{", json.dumps({"driver": "memory"})])
+def test_what_is_no_report_exits_2(site, tmp_path, content):
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_text(content)
+    assert site.hicache("conformance", "matrix", str(file)).status == 2
+
+
+def test_everything_that_is_said_about_the_interface_is_about_a_rule_a_case_or_a_driver_that_exists():
+    for entry in sglang_promises().entry:
+        assert set(entry.rules) <= set(rules())
+        assert {name.partition("[")[0] for name in entry.cases} <= set(catalogue())
+        assert set(entry.levels) <= set(Level)
+        assert set(entry.drivers) <= set(known())
+
+
+@pytest.mark.parametrize("name", rules())
+def test_something_is_said_about_each_rule_or_all_its_levels(name):
+    promises = sglang_promises()
+    levels = {level for entry in promises.entry if not entry.declared for level in entry.levels}
+    if set(rules()[name].levels) <= levels:
+        return
+    assert isinstance(promises.rule("any", name), str)
+
+
+def test_what_is_said_about_a_driver_comes_before_what_is_said_about_all():
+    promises = sglang_promises()
+    case = ("test_a_hung_store[services]", ("FT-3",), ("faults",))
+    assert promises.undeclared("sglang-mooncake", *case) == ""
+    assert promises.undeclared("sglang-hf3fs", *case) != ""

@@ -1,0 +1,135 @@
+"""The suite against SGLang's own storage drivers: what is known to be wrong with them is found, by the rule that is about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.interop
+
+HICACHE = Path(sys.executable).with_name("hicache")
+DRIVERS = Path(__file__).parents[1] / "conformance" / "foreign"
+SGLANG = ("--interface", "sglang", "--profile", "smoke", "--seed", "11")
+
+KNOWN = {
+    "sglang-file": {
+        "a page that was cut short can never be stored again": ("SET-3", "test_a_set_repairs_what_a_read_found[short]"),
+        "a page that was cut short goes on existing": ("EX-9", "test_a_page_found_damaged_stops_existing[short]"),
+        "a file that is too long is delivered": ("GET-5", "test_damaged_pages_are_not_delivered[long]"),
+        "a page of another element type is delivered": ("ID-1", "test_one_geometry_differs[dtype]"),
+        "a page of another layout is delivered": ("ID-1", "test_one_field_differs[layout]"),
+        "keys climb out of the directory": ("ID-5", "test_keys_stay_inside"),
+        "clear takes other models' pages": ("LC-4", "test_clear_leaves_others_alone"),
+        "clear takes files that it has not written": ("LC-4", "test_clear_leaves_strangers_files_alone"),
+    },
+    "sglang-hf3fs": {
+        "pages behind a hole go to the wrong places": ("GET-1", "test_holes"),
+        "a page that is evicted during a read is delivered as another": ("EV-2", "test_pages_pushed_out_between_lookup_and_read"),
+        "the common endpoint is the minimum": ("EX-1", "test_the_greatest_common_endpoint"),
+        "signal handlers are replaced": ("LC-3", "test_the_process_is_left_alone"),
+        "a server that hangs is waited for": ("FT-3", "test_a_hung_store[network]"),
+        "stages of a pipeline read each other's pages": ("ID-4", "test_ranks_of_one_group[pp]"),
+    },
+    "sglang-mooncake": {
+        "a short object is delivered": ("GET-5", "test_damaged_pages_are_not_delivered[short]"),
+        "a page of another TP size is delivered": ("ID-1", "test_one_field_differs[tp_size]"),
+        "clear takes other models' pages": ("LC-4", "test_clear_leaves_others_alone"),
+    },
+    "sglang-sim": {"the common endpoint is the minimum": ("EX-1", "test_the_greatest_common_endpoint")},
+}
+
+
+class Run:
+    """`hicache conformance run`, begun at once."""
+
+    def __init__(self, report, driver, *arguments):
+        self.report = report
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        self._process = subprocess.Popen(
+            [HICACHE, "conformance", "run", driver, *SGLANG, *arguments, "--report", report],
+            cwd=DRIVERS, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._output = None
+
+    def output(self):
+        if self._output is None:
+            self._output, _ = self._process.communicate(timeout=250)
+        return self._output
+
+    @property
+    def status(self):
+        self.output()
+        return self._process.returncode
+
+    @property
+    def results(self):
+        self.output()
+        return json.loads((self.report / "results.json").read_text())
+
+    def cases(self):
+        return {case["name"]: case for rule in self.results["rules"] for case in rule["cases"]}
+
+    def end(self):
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of several drivers at a time, because they spend most of it waiting."""
+    home = tmp_path_factory.mktemp("runs")
+    begun = {
+        driver: Run(home / driver, driver, *(part for _, case in known.values() for part in ("--case", case)))
+        for driver, known in KNOWN.items()
+    }
+    begun["shelf:Copies"] = Run(home / "copies", "shelf:Copies", "--level", "core,pools,identity")
+    begun["sglang-bridge"] = Run(home / "bridge", "sglang-bridge", "--level", "core")
+    yield begun
+    for run in begun.values():
+        run.end()
+
+
+@pytest.mark.parametrize(
+    ("driver", "fault"),
+    [(driver, fault) for driver, known in KNOWN.items() for fault in known],
+    ids=lambda text: text.replace(" ", "-"),
+)
+def test_a_known_fault_is_found_by_its_rule(runs, driver, fault):
+    rule, case = KNOWN[driver][fault]
+    found = runs[driver].cases()[case]
+    assert (found["outcome"], found["broken_rule"]) == ("fail", rule), found["reason"]
+
+
+@pytest.mark.parametrize("driver", list(KNOWN))
+def test_a_driver_with_faults_exits_1(runs, driver):
+    assert runs[driver].status == 1, runs[driver].output()
+    assert runs[driver].results["interface"] == "SGLang 0.5.23"
+
+
+@pytest.mark.parametrize("driver", ["shelf:Copies", "sglang-bridge"])
+def test_a_right_driver_is_not_blamed(runs, driver):
+    run = runs[driver]
+    assert run.status == 0, run.output()
+    assert run.results["totals"]["untested"] == 0
+    assert run.results["totals"]["pass"] >= 15
+
+
+def test_the_command_in_a_report_shows_a_fault_again(runs):
+    case = runs["sglang-sim"].cases()["test_the_greatest_common_endpoint"]
+    program, *arguments = shlex.split(case["reproduce"])
+    assert program == "hicache"
+    again = subprocess.run([HICACHE, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    assert again.returncode == 1
+    assert case["reason"] in " ".join((again.stdout + again.stderr).split())
+
+
+def test_a_driver_that_is_not_there_exits_2(tmp_path):
+    run = Run(tmp_path, "no_such_module:Storage")
+    assert run.status == 2
+    assert "cannot import no_such_module:Storage" in " ".join(run.output().split())
