@@ -166,12 +166,13 @@ class MetadataService:
         seconds, answers = self._lease_seconds(request.lease_seconds), list[p.Leased]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
-            first = self._leases.take(len(part.keys))
+            first, evicted = self._leases.take(len(part.keys)), scope.evicted
             states, slots, leases = scope.reserve(part.keys, part.prefixes, request.owner, first, now, now + seconds)
             generations = scope.table.generations
             answers.append(
                 p.Leased(
-                    states=states, slots=slots, generations=[generations[slot] if slot >= 0 else 0 for slot in slots], leases=leases
+                    states=states, slots=slots, generations=[generations[slot] if slot >= 0 else 0 for slot in slots], leases=leases,
+                    evicted=scope.evicted - evicted,
                 )
             )  # fmt: skip
         return p.Leases(scopes=answers, lease_seconds=seconds)

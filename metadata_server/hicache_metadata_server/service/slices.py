@@ -74,10 +74,15 @@ def _joined(answers: list[tuple[int, int, Any]]) -> Any:
     for number, _, answer in answers:
         parts.setdefault(number, []).append(answer.scopes[0])
     scopes = [
-        structs.replace(some[0], **{name: [entry for part in some for entry in getattr(part, name)] for name in some[0].__struct_fields__})
+        structs.replace(some[0], **{name: _merged([getattr(part, name) for part in some]) for name in some[0].__struct_fields__})
         for some in parts.values()
     ]  # fmt: skip
     return structs.replace(answers[0][2], scopes=scopes)
+
+
+def _merged(values: list[Any]) -> Any:
+    """Columns one after the other; counts added up."""
+    return sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
 
 
 def _joined_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:
