@@ -65,6 +65,13 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "the host pool. By default 'waits' on a local disk, and 'buffered' elsewhere."
         ),
     ] = "auto"
+    usrbio_rings: Annotated[
+        int, Meta(ge=1, description="Calls that may read, and as many that may write, at a time, engine usrbio.")
+    ] = 2
+    usrbio_entries: Annotated[int, Meta(ge=1, description="Requests in flight in one ring, engine usrbio.")] = 256
+    usrbio_buffer: Annotated[
+        int | str, Meta(description="Shared memory of one ring, through which its bytes go, engine usrbio.")
+    ] = "64MiB"
     lease_seconds: Annotated[
         Seconds, Meta(description="How long a slot stays with a writer that has died. Slow writes renew their leases.")
     ] = 10.0
@@ -91,8 +98,9 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
 
     def __post_init__(self) -> None:
-        if self.file_bytes == 0:
-            raise ValueError("file_size must not be 0")
+        for name in ("file_size", "usrbio_buffer"):
+            if not parse_bytes(getattr(self, name)):
+                raise ValueError(f"{name} must not be 0")
         if self.metadata_url is not None:
             parts = urlsplit(self.metadata_url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -102,6 +110,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     def file_bytes(self) -> int:
         """The size as a number."""
         return parse_bytes(self.file_size)
+
+    @property
+    def usrbio_buffer_bytes(self) -> int:
+        """The size as a number."""
+        return parse_bytes(self.usrbio_buffer)
 
     @property
     def bearer(self) -> str:

@@ -76,7 +76,7 @@ class Hf3fsStorage(ObjectStorage):
         self._capabilities = replace(
             self._capabilities,
             durability=durability,
-            stuck_reads=StuckReads.BUFFERED if store.buffered else StuckReads.WAITS,
+            stuck_reads=StuckReads.BUFFERED if store.engine.buffered else StuckReads.WAITS,
         )
 
     def disconnect(self) -> None:

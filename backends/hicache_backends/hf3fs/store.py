@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.hf3fs.scopes import ScopeOfSlots, store_id
 from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
+from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.mounts import mount_of
 from hicache_storage.objects import Call
 from hicache_storage.spec import ConfigError, StorageUnavailableError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hicache_backends.hf3fs.client.directory import Directory
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_backends.hf3fs.slots.engine import SlotEngine
-    from hicache_backends.posix.mounts import Mount
     from hicache_storage.objects import Namespace
 
 LOCAL_THREADS: Final = 4
@@ -43,21 +43,17 @@ class Store:
         self._create()
         mount = mount_of(self.path)
         self.is_local = mount.is_local
-        self.files = SlotFiles(self.path, preallocates=config.preallocate and (mount.preallocates or not mount.is_local))
         self._scopes: dict[str, ScopeOfSlots] = {}
         self._lock = threading.Lock()
         self.directory = self._open_directory()
         try:
             self.directory.refresh(Call(config.timeout_seconds))
-            self.engine = self._open_engine(mount)
+            self.engine = self._open_engine()
         except BaseException:
             self.directory.close()
             raise
-
-    @property
-    def buffered(self) -> bool:
-        """Whether a read that hangs keeps nobody waiting."""
-        return self.config.stuck_reads == "buffered" or (self.config.stuck_reads == "auto" and not self.is_local)
+        preallocates = config.preallocate and (mount.preallocates or not mount.is_local)
+        self.files = SlotFiles(self.path, self.engine.adopt, preallocates=preallocates)
 
     def scopes(self, namespaces: Sequence[Namespace]) -> list[ScopeOfSlots]:
         """The scopes of namespaces, declared to the directory."""
@@ -98,11 +94,38 @@ class Store:
 
         return RemoteDirectory(self.config.metadata_url, self.config.bearer, timeout_seconds=self.config.timeout_seconds)
 
-    def _open_engine(self, mount: Mount) -> SlotEngine:
-        local = mount.is_local
+    def _open_engine(self) -> SlotEngine:
+        config = self.config
+        if config.engine != "posix":
+            usrbio = self._open_usrbio()
+            if usrbio is not None:
+                return usrbio
         return PosixEngine(
-            threads=self.config.threads or (min(LOCAL_THREADS, os.cpu_count() or 1) if local else NETWORK_THREADS),
-            bytes_per_thread=LOCAL_BYTES_PER_THREAD if local else NETWORK_BYTES_PER_THREAD,
-            buffered=self.buffered,
-            verifies=self.config.verify_checksums,
+            threads=config.threads or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
+            bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
+            buffered=config.stuck_reads == "buffered" or (config.stuck_reads == "auto" and not self.is_local),
+            verifies=config.verify_checksums,
+        )
+
+    def _open_usrbio(self) -> SlotEngine | None:
+        """The engine for 3FS; None where it is not insisted upon, and not possible."""
+        config, insists = self.config, self.config.engine == "usrbio"
+        try:
+            library = load_library()
+        except ImportError as error:
+            if insists:
+                raise ConfigError(f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}") from error
+            return None
+        mount_point = library.extract_mount_point(self.path)
+        if mount_point is None:
+            if insists:
+                raise ConfigError(f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none")
+            return None
+        return UsrbioEngine(
+            library,
+            mount_point,
+            lanes=config.usrbio_rings,
+            entries=config.usrbio_entries,
+            buffer_bytes=config.usrbio_buffer_bytes,
+            verifies=config.verify_checksums,
         )

@@ -53,6 +53,11 @@ class _Share:
     """Somebody else writes them, or there is no slot for them yet."""
     existing: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
 
+    def given_back(self, settled: set[int]) -> list[int]:
+        """Leases that are neither settled nor of a write that may still happen."""
+        pairs = zip(self.leases, self.jobs, strict=True)
+        return [lease for lease, job in pairs if lease not in settled and not job.in_doubt]
+
 
 class PageWriter:
     """Writes batches of pages. Safe for many threads.
@@ -182,12 +187,7 @@ class PageWriter:
                 job.until = begin + LEASE_SHARE * seconds if flag else 0.0
 
     def _give_back(self, shares: Sequence[_Share], settled: set[int]) -> None:
-        self._store.directory.abort(
-            [
-                LeaseScope(scope=share.scope.name, leases=[lease for lease in share.leases if lease not in settled])
-                for share in shares
-            ]
-        )
+        self._store.directory.abort([LeaseScope(scope=share.scope.name, leases=share.given_back(settled)) for share in shares])
 
     # Pages that are there already.
 

@@ -38,6 +38,7 @@ ANSWER_BYTES: Final = 256 << 20
 CLOSE_SECONDS: Final = 2.0
 LATER_SECONDS: Final = 2.0
 """How long a request may take that nobody waits for."""
+EMPTY: Final = msgspec.msgpack.encode({})
 MARGIN_SECONDS: Final = 0.25
 """How long after its own deadline the event loop may take to say so."""
 
@@ -154,11 +155,11 @@ class RemoteDirectory(Directory):
 
     async def _unheard(self, path: str, request: p.Request) -> None:
         try:
-            await _within(self._request(path, request, None), LATER_SECONDS)
+            await _within(self._request(path, request, p.Answer), LATER_SECONDS)
         except (MetadataError, TimeoutError):
             return
 
-    async def _request(self, path: str, request: p.Request | None, kind: type[T] | None) -> T:
+    async def _request(self, path: str, request: p.Request | None, kind: type[T]) -> T:
         headers = self._headers
         if p.ROUTES[path].changes:
             headers = {**headers, p.IDEMPOTENCY_HEADER: secrets.token_hex(16)}
@@ -173,7 +174,7 @@ class RemoteDirectory(Directory):
                 return await self._once(path, body, headers, kind)
         raise AssertionError("unreachable")
 
-    async def _once(self, path: str, body: bytes | None, headers: dict[str, str], kind: type[T] | None) -> T:
+    async def _once(self, path: str, body: bytes | None, headers: dict[str, str], kind: type[T]) -> T:
         session = self._session or self._open_session()
         try:
             async with (
@@ -214,7 +215,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(chunks)
 
 
-def _decoded(response: aiohttp.ClientResponse, body: bytes, kind: type[T] | None) -> T:
+def _decoded(response: aiohttp.ClientResponse, body: bytes, kind: type[T]) -> T:
     """The answer.
 
     Raises:
@@ -227,8 +228,9 @@ def _decoded(response: aiohttp.ClientResponse, body: bytes, kind: type[T] | None
         except ValueError:
             problem = p.Problem(code="unreadable", message=f"an answer of {len(body)} bytes that is no metadata server's")
         raise refusal(response.status, problem.code, problem.message)
-    if kind is None:
-        return None  # type: ignore[return-value]  # nobody looks
-    if response.status != 200:
+    if response.status == 204:
+        # Of those routes that answer nothing, nobody looks at the answer.
+        body = EMPTY
+    elif response.status != 200:
         raise ValueError(f"status {response.status}")
-    return p.decode(body, kind, response.content_type)
+    return p.decode(body, kind, p.MSGPACK if response.status == 204 else response.content_type)

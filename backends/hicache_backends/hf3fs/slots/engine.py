@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_backends.posix.descriptors import Handle
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class SlotWrite:
     """When the lease ends, by `time.monotonic()`: nothing is begun after that."""
     whole: bool = False
     fault: OSError | None = None
+    in_doubt: bool = False
+    """It may still be written, some time: its slot is not to be given back before its lease ends."""
 
     @property
     def size(self) -> int:
@@ -59,6 +62,16 @@ class SlotEngine(ABC):
     """Reads and writes slots. Safe for many threads; faults are told job by job and never raised."""
 
     name: str
+    buffered: bool
+    """Whether a read that hangs keeps nobody waiting."""
+
+    def adopt(self, descriptor: int) -> Handle:
+        """An open file that this engine is to use; closed with the last reference to it.
+
+        Raises:
+            OSError: the engine cannot use it; it is closed.
+        """
+        return Handle(descriptor)
 
     @abstractmethod
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
@@ -66,7 +79,7 @@ class SlotEngine(ABC):
 
     @abstractmethod
     def write(self, jobs: Sequence[SlotWrite], call: Call) -> None:
-        """Write pages; when it returns, nothing of them is written any more."""
+        """Write pages; when it returns, nothing of them is written any more, but those in doubt."""
 
     @abstractmethod
     def stuck(self) -> int:

@@ -8,10 +8,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.posix.descriptors import Handle
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
+    from hicache_backends.posix.descriptors import Handle
 
 LOOK_SECONDS: Final = 1.0
 """How often it is asked whether somebody has removed an open file."""
@@ -23,12 +24,14 @@ class SlotFile:
     Args:
         path: made if it is missing.
         geometry: a file that is shorter is made longer, none is made shorter.
+        adopt: makes a handle of a descriptor.
         preallocates: ask the file system for all of its room at once.
     """
 
-    def __init__(self, path: str, geometry: SlotGeometry, *, preallocates: bool) -> None:
+    def __init__(self, path: str, geometry: SlotGeometry, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
         self.path = path
         self.geometry = geometry
+        self._adopt = adopt
         self._preallocates = preallocates
         self._lock = threading.Lock()
         self._handle: Handle | None = None
@@ -53,7 +56,7 @@ class SlotFile:
                 return handle
             # New, or somebody has removed it: what is written there from now on would be seen by nobody else.
             self._handle = None
-            handle = Handle(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            handle = self._adopt(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
             self._lengthen(handle.descriptor)
             self._handle = handle
             return handle
@@ -83,8 +86,8 @@ class SlotFile:
 class SlotFiles:
     """The files of one store's directory."""
 
-    def __init__(self, directory: str, *, preallocates: bool) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
+        self._directory, self._adopt = directory, adopt
         self._preallocates = preallocates
         self._files: dict[str, SlotFile] = {}
         self._lock = threading.Lock()
@@ -95,7 +98,7 @@ class SlotFiles:
             file = self._files.get(name)
             if file is None:
                 path = os.path.join(self._directory, f"{name}.slots")
-                file = self._files[name] = SlotFile(path, geometry, preallocates=self._preallocates)
+                file = self._files[name] = SlotFile(path, geometry, self._adopt, preallocates=self._preallocates)
             return file
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ class PosixEngine(SlotEngine):
     name = "posix"
 
     def __init__(self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool) -> None:
+        self.buffered = buffered
         self._threads, self._bytes_per_thread, self._verifies = threads, bytes_per_thread, verifies
         self._workers = Workers(threads - 1, "hicache-hf3fs")
         self._buffers = Buffers(PIECE_BYTES + ENVELOPE_BYTES) if buffered else None
