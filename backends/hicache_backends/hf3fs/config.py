@@ -41,7 +41,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             description="Bytes of each namespace's file, such as '1TiB': a pool of one model in one geometry. The least recently used "
             "pages are evicted to keep it. A file takes room on the disk only as pages are written, unless preallocate is set."
         ),
-    ] = "8GiB"
+    ] = "1GiB"
     preallocate: Annotated[bool, Meta(description="Take the file's whole room from the file system when it is made.")] = False
     engine: Annotated[
         Literal["auto", "usrbio", "posix"],

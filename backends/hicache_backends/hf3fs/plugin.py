@@ -33,7 +33,13 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
             requires=("aiohttp", "tenacity"),
-            trial_config={"path": "{tmp}/store", "metadata_url": "http://127.0.0.1:{port:meta}", "lease_seconds": "1"},
+            # Whoever examines a trial store may read its files whole.
+            trial_config={
+                "path": "{tmp}/store",
+                "metadata_url": "http://127.0.0.1:{port:meta}",
+                "file_size": "64MiB",
+                "lease_seconds": "1",
+            },
             trial_services=(
                 (
                     *(sys.executable, "-c", _COMMAND_LINE, "metadata", "serve"),

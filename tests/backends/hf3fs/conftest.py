@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hicache_conformance.metadata.server import Served
+from tests.backends.hf3fs.harness import Rig
+
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+    " --store sqlite:///{tmp}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
+)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """Open rigs, all on one directory unless told otherwise; closed at the end."""
+    rigs = []
+
+    def make(path=None, **options):
+        made = Rig(path or tmp_path / "store", **options)
+        rigs.append(made)
+        return made
+
+    yield make
+    for made in rigs:
+        made.storage.close()
+
+
+@pytest.fixture
+def server():
+    """A metadata server in a process of its own."""
+    with Served(command=SERVE) as served:
+        yield served
