@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -114,7 +114,9 @@ class RemoteDirectory(Directory):
             raise
         try:
             return future.result(seconds + MARGIN_SECONDS)
-        except (FutureTimeoutError, asyncio.CancelledError) as error:
+        except CancelledError as error:
+            raise MetadataError("the client of the metadata server was closed meanwhile") from error
+        except TimeoutError as error:
             future.cancel()
             raise StorageTimeoutError(f"the metadata server {self._url} has not answered within {seconds:.3g} s") from error
 
