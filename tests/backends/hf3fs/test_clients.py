@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -148,10 +149,9 @@ def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
         server.kill()
         with pytest.raises(StorageUnavailableError):
             lookup(directory, ["a"])
-        home = server._home.name
+        home = Path(server._home.name)
         for name in ("m.db", "m.db-wal", "m.db-shm"):
-            with __import__("contextlib").suppress(FileNotFoundError):
-                __import__("os").unlink(f"{home}/state/{name}")
+            (home / "state" / name).unlink(missing_ok=True)
         server.start()
         assert lookup(directory, ["a"]).scopes[0].slots == [-1]
         store(directory, ["a"])
@@ -218,9 +218,9 @@ BAD = {
     "another message": reply(b"200 OK", msgspec.msgpack.encode({"created": "yes"})),
     "another content type": reply(b"200 OK", b"hello", b"text/plain"),
     "redirect": reply(b"302 Found", b""),
-    "closes": lambda connection: connection.close(),
+    "closes": lambda connection: connection.shutdown(socket.SHUT_RDWR),
     "no http": lambda connection: connection.sendall(b"220 mail ready\r\n\r\n"),
-    "torn": lambda connection: (connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"), connection.close()),
+    "torn": lambda connection: (connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"), connection.shutdown(socket.SHUT_RDWR)),
     "a body without an end": lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"),
 }
 

@@ -11,8 +11,9 @@ import pytest
 
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
+from hicache_storage import create_storage
 from hicache_storage.objects import Call
-from hicache_storage.spec import ConfigError, StorageUnavailableError, create_storage
+from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.backends.file.harness import identity
 from tests.backends.hf3fs.harness import chain
 

@@ -108,10 +108,11 @@ class RemoteDirectory(Directory):
         left = call.remaining()
         seconds = self._timeout_seconds if left is None else left
         try:
-            future = asyncio.run_coroutine_threadsafe(_within(work, seconds), self._running())
+            loop = self._running()
         except BaseException:
             work.close()
             raise
+        future = asyncio.run_coroutine_threadsafe(_within(work, seconds), loop)
         try:
             return future.result(seconds + MARGIN_SECONDS)
         except CancelledError as error:
