@@ -41,7 +41,9 @@ class _State:
         except OSError as error:
             os.close(self._lock_file)
             raise MetadataError(f"another process uses {path!r} without a metadata server; give both a metadata_url") from error
-        unbounded = structs.replace(DEFAULTS, keys=1 << 40, scopes=1 << 20, quarantine_seconds=quarantine_seconds)
+        unbounded = structs.replace(
+            DEFAULTS, body_bytes=1 << 60, keys=1 << 40, scopes=1 << 20, quarantine_seconds=quarantine_seconds
+        )
         self._service, self._clock = MetadataService(unbounded), Clock()
         self._lock = threading.Lock()
         service = self._service

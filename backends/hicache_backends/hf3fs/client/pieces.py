@@ -69,7 +69,7 @@ def _most_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limi
             if column and isinstance(column[0], str):
                 # UTF-8 takes four bytes a character at most.
                 longest = max(longest, 4 * max(map(len, column)))
-    return max(1, min(limits.keys, (limits.body_bytes - 1024 * limits.scopes) // (len(columns) * (longest + 8))))
+    return max(1, min(limits.keys, (limits.body_bytes - 1024 * min(len(parts), limits.scopes)) // (len(columns) * (longest + 8))))
 
 
 def _parts(parts: Sequence[Any], columns: tuple[str, ...], most: int) -> Iterator[tuple[int, Any]]:
