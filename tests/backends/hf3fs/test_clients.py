@@ -220,7 +220,10 @@ BAD = {
     "redirect": reply(b"302 Found", b""),
     "closes": lambda connection: connection.shutdown(socket.SHUT_RDWR),
     "no http": lambda connection: connection.sendall(b"220 mail ready\r\n\r\n"),
-    "torn": lambda connection: (connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"), connection.shutdown(socket.SHUT_RDWR)),
+    "torn": lambda connection: (
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"),
+        connection.shutdown(socket.SHUT_RDWR),
+    ),
     "a body without an end": lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"),
 }
 
