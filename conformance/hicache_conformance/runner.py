@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hicache_conformance.settings import Settings
 
 POLL_SECONDS: Final = 0.05
-STARTING_SECONDS: Final = 60.0
+STARTING_SECONDS: Final = 240.0
 """Patience with a process in which no case runs: it starts, or opens the driver for the first time."""
 MOST_PROCESSES: Final = 20
 """How many processes a run may take before it is given up."""

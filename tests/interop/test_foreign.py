@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.interop
+# A run of a foreign driver takes minutes where the processors are busy.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 HICACHE = Path(sys.executable).with_name("hicache")
 DRIVERS = Path(__file__).parents[1] / "conformance" / "foreign"
@@ -59,7 +60,7 @@ class Run:
 
     def output(self):
         if self._output is None:
-            self._output, _ = self._process.communicate(timeout=250)
+            self._output, _ = self._process.communicate(timeout=800)
         return self._output
 
     @property

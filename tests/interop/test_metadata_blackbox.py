@@ -14,7 +14,8 @@ from hicache_conformance.outcomes import Outcome
 from hicache_conformance.settings import Settings
 from hicache_conformance.verdict import Verdict
 
-pytestmark = pytest.mark.interop
+# A run against a server takes minutes where the processors are busy.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 SERVE = (
     f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host 127.0.0.1 --port {{port}} "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.faults.plan import FaultPlan
 
-START_SECONDS: Final = 60.0
+START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
 LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
 """Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""

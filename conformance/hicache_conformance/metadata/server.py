@@ -19,7 +19,7 @@ from hicache_conformance.metadata.wire import Unanswered, Wire
 if TYPE_CHECKING:
     from io import BufferedWriter
 
-START_SECONDS: Final = 60.0
+START_SECONDS: Final = 180.0
 TMP: Final = "{tmp}"
 PORT: Final = "{port}"
 

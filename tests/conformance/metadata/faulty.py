@@ -332,7 +332,7 @@ class GivesTheSlotOfTheLastDelete(Scope):
         return gone
 
 
-@plant("MD-DEL-1", "MD-SLOT-2", only=("test_deleting_some", "test_histories_with_room"))
+@plant("MD-DEL-1", only=("test_deleting_some",))
 class LosesDeletedSlots(Scope):
     def delete(self, key, now):
         gone = super().delete(key, now)
