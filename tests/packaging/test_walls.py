@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,15 @@ ALLOWED = {
         "hicache_storage.hookspecs",
         "hicache_storage.tools",
     },
-    "hicache_backends": {"hicache_storage", "hicache_metadata_server.protocol"},
+    # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
+    "hicache_backends": {"hicache_storage", "hicache_metadata_server.protocol", "hicache_backends.hf3fs.client.local"},
     # The state machine without its server.
-    "hicache_backends.hf3fs.client.local": {"hicache_storage", "hicache_backends", "hicache_metadata_server"},
+    "hicache_backends.hf3fs.client.local": {
+        "hicache_storage",
+        "hicache_backends",
+        "hicache_metadata_server",
+        "hicache_metadata_server.protocol",
+    },
     # The judge and the judged share the messages, and nothing else.
     "hicache_conformance": {"hicache_storage", "hicache_metadata_server.protocol"},
     "hicache_metadata_server": {"hicache_storage", "hicache_metadata_server.protocol"},
@@ -115,6 +123,15 @@ def test_backends_do_not_know_each_other():
             for name in imports(path):
                 if name.startswith("hicache_backends.") and name.split(".")[1] not in (mine, SHARED):
                     pytest.fail(f"{module} imports {name}")
+
+
+def test_the_3fs_driver_does_without_the_server():
+    code = (
+        "import sys, hicache_backends.hf3fs.driver, hicache_backends.hf3fs.client.remote\n"
+        "print(*[name for name in sys.modules if name.startswith('hicache_metadata_server.')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["hicache_metadata_server.protocol"]
 
 
 def test_every_room_has_rules():

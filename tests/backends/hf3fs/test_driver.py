@@ -23,7 +23,7 @@ def mine(request, rig):
     """Storages on one store, without and with a server."""
     if request.param == "remote":
         url = request.getfixturevalue("server").url
-        return lambda **options: rig(metadata_url=url, lease_seconds=1.0, **options)
+        return lambda **options: rig(**{"metadata_url": url, "lease_seconds": 1.0, **options})
     return rig
 
 
@@ -178,16 +178,19 @@ def test_writers_of_one_key_wait_for_each_other(mine):
 def test_slow_writes_renew_their_leases(mine, monkeypatch):
     from hicache_backends.hf3fs import writer
 
-    one, keys = mine(lease_seconds=0.4), chain("a", 6)
+    one, keys = mine(lease_seconds=1.6), chain("a", 4)
     monkeypatch.setattr(writer, "STRETCH_BYTES", 4160)
-    real = one.store.engine.write
+    real, ends = one.store.engine.write, []
 
     def slow(jobs, call):
-        time.sleep(0.15)
         real(jobs, call)
+        ends.append(jobs[0].until)
+        while jobs[0].until - time.monotonic() > 0.7:
+            time.sleep(0.01)
 
     one.store.engine.write = slow
     assert all(one.put(keys))
+    assert ends == sorted(set(ends)), "each stretch has a lease that ends later"
     one.expect(keys)
 
 

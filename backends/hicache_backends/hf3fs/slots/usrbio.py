@@ -193,7 +193,7 @@ class _Lane:
         self.entries, self.for_read = entries, for_read
         self._memory = SharedPages(buffer_bytes)
         try:
-            self._iovec = library.make_iovec(self._memory, mount_point)
+            self._iovec: Any = library.make_iovec(self._memory, mount_point)
             self._ring: Ring | None = library.make_ioring(mount_point, entries, for_read)
         except BaseException:
             self._iovec = None
