@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -26,6 +27,12 @@ def rig(tmp_path):
     yield make
     for made in rigs:
         made.storage.close()
+
+
+@pytest.fixture
+def race_seconds():
+    """How long races are run that nothing forces: shortly by default, longer with `make races`."""
+    return float(os.environ.get("HICACHE_RACE_SECONDS", "2"))
 
 
 @pytest.fixture

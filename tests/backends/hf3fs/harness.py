@@ -46,8 +46,8 @@ class Rig:
         wanted = [content(key, version, self.page_bytes) for key in keys]
         assert self.get(keys) == wanted
 
-    def hits(self, keys):
-        return self.storage.batch_exists_v2(keys).kv_hit_pages
+    def hits(self, keys, *, seconds=None):
+        return self.storage.batch_exists_v2(keys, None, self._info((), seconds)).kv_hit_pages
 
     def overwrite(self, slot, data, at=0):
         """Other bytes in a slot, below the driver."""

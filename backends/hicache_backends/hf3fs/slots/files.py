@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
     from hicache_backends.posix.descriptors import Handle
 
-LOOK_SECONDS: Final = 1.0
+LOOK_SECONDS: Final = 0.3
 """How often it is asked whether somebody has removed an open file."""
 
 
