@@ -137,7 +137,7 @@ class Hf3fsStorage(ObjectStorage):
             if slot < 0:
                 continue
             if length == batch.namespace.object_bytes:
-                again = _own_read(batch.namespace, key, verifies=self._config.verify_checksums)
+                again = own_read(batch.namespace, key, verifies=self._config.verify_checksums)
                 job = SlotRead(again, scope.file, slot)
                 store.engine.read([job], Call(call.remaining()))
                 certain &= job.fault is None
@@ -162,7 +162,7 @@ class Hf3fsStorage(ObjectStorage):
         logger.debug("answering misses for a part of a call: %s", faults[0])
 
 
-def _own_read(namespace: Namespace, key: str, *, verifies: bool) -> ObjectRead:
+def own_read(namespace: Namespace, key: str, *, verifies: bool = True) -> ObjectRead:
     """A read into memory of nobody else's."""
     buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
     return ObjectRead(namespace, key, buffers, verifies_checksum=verifies)

@@ -11,7 +11,11 @@ import os
 import random
 import threading
 import time
+import uuid
 from datetime import timedelta
+
+SECTOR = 512
+"""Storage targets are read past their page cache, in sectors: bytes that lie differently in a sector are copied once more."""
 
 
 class Misuse(AssertionError):
@@ -19,17 +23,27 @@ class Misuse(AssertionError):
 
 
 class StandIn:
-    """The functions of the module. Trouble is set as attributes: `short` cuts results, `hangs` keeps them, `errors` fails them."""
+    """The functions of the module.
+
+    Trouble is set as attributes: `short` cuts so many results, `errors` fails so many, `excess` tells of more bytes than were
+    asked for; `hangs` keeps all results, `kept` so many of each ring; `idle` lets so many waits come back with nothing;
+    `refusals` are what the next submissions fail with.
+    """
 
     def __init__(self, mount_point, seed=1):
         self.mount_point = str(mount_point)
         self.random = random.Random(seed)
         self.registered = {}
         self.rings = []
-        self.vectors = []
         self.misuse = []
         self.short = 0
         self.errors = []
+        self.excess = 0
+        self.kept = 0
+        self.idle = 0
+        self.refusals = []
+        self.links = os.path.join(self.mount_point, "3fs-virt", "iovs")
+        os.makedirs(self.links, exist_ok=True)
         self.hangs = threading.Event()
 
     def check(self, right, message):
@@ -54,7 +68,7 @@ class StandIn:
         with open(f"/dev/shm/{shm.name}", "r+b") as file:
             vector = Vector(self, mmap.mmap(file.fileno(), 0))
         self.check(len(vector.memory) == len(shm.buf), "the memory has another length than its file")
-        self.vectors.append(vector)
+        self.check(block_size == 0, f"blocks of {block_size} bytes, which no request may cross")
         return vector
 
     def make_ioring(self, hf3fs_mount_point, entries, for_read=True, io_depth=0, priority=None, timeout=None, numa=-1, flags=0):
@@ -66,8 +80,15 @@ class StandIn:
 
 
 class Vector:
+    """`iovec`: its link in the mount tells the daemon of it, and goes with it."""
+
     def __init__(self, library, memory):
         self.library, self.memory = library, memory
+        self.link = os.path.join(library.links, uuid.uuid4().hex)
+        os.symlink("/dev/shm/somewhere", self.link)
+
+    def __del__(self):
+        os.unlink(self.link)
 
     def __getitem__(self, part):
         start, stop, step = part.indices(len(self.memory))
@@ -97,6 +118,7 @@ class Ring:
         library.check(fd in library.registered, f"descriptor {fd} is not registered")
         library.check(os.fstat(fd).st_ino == library.registered[fd], f"descriptor {fd} stands for another file by now")
         library.check(type(off) is int and off >= 0, f"offset {off!r}")
+        library.check((iov.start - off) % SECTOR == 0, f"memory at {iov.start} and file at {off} are aligned differently")
         for other in (*self.prepared, *self.submitted):
             part = other[0]
             apart = part.vector is not iov.vector or part.stop <= iov.start or iov.stop <= part.start
@@ -108,6 +130,8 @@ class Ring:
 
     def submit(self):
         self.library.check(bool(self.prepared), "nothing was prepared")
+        if self.library.refusals:
+            raise OSError(self.library.refusals.pop(), "not submitted")
         self.submitted += self.prepared
         self.prepared = []
         return self
@@ -115,14 +139,22 @@ class Ring:
     def wait(self, *, max_results=0, min_results=0, timeout=None):
         library = self.library
         library.check(timeout is None or isinstance(timeout, timedelta), f"timeout {timeout!r}")
-        library.check(timeout is not None or not library.hangs.is_set(), "waits for ever")
-        if library.hangs.is_set():
+        library.check(timeout is not None, "waits for ever for a daemon that may have died")
+        library.check(0 <= min_results <= max_results, f"at least {min_results} results, and {max_results} at most")
+        # What was prepared may be begun at any time, submitted or not.
+        self.submitted += self.prepared
+        self.prepared = []
+        if library.idle:
+            library.idle -= 1
+            return []
+        ready = [] if library.hangs.is_set() else self.submitted[library.kept :]
+        if len(ready) < min_results:
             time.sleep(timeout.total_seconds())
             raise OSError(errno.ETIMEDOUT, "timed out")
-        library.random.shuffle(self.submitted)
-        most = min(len(self.submitted), max(max_results, min_results, 1))
-        count = library.random.randint(min(min_results, most), most)
-        done, self.submitted = self.submitted[:count], self.submitted[count:]
+        library.random.shuffle(ready)
+        most = min(len(ready), max(max_results, min_results, 1))
+        done = ready[: library.random.randint(min(min_results, most), most)]
+        self.submitted = [request for request in self.submitted if request not in done]
         return [self.do(*request) for request in done]
 
     def do(self, part, fd, off, userdata):
@@ -137,4 +169,7 @@ class Ring:
             length = library.random.randint(1, length - 1)
         memory = memoryview(part.vector.memory)[part.start : part.start + length]
         part.result = os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
+        if library.excess:
+            library.excess -= 1
+            part.result += 1
         return part
