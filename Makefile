@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz clean
+.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -42,6 +42,10 @@ soak: $(VENV)/.installed
 # 20,000 malformed and random requests to the metadata server.
 fuzz: $(VENV)/.installed
 	$(PYTHON) -m pytest -m fuzz tests/metadata_server
+
+# The 3FS driver's races and its killed server, ten seconds each.
+races: $(VENV)/.installed
+	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
