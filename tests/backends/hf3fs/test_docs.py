@@ -15,7 +15,7 @@ DESCRIBED = {"path", "metadata_url", "token", "threads"}
 
 
 def test_the_guide_has_every_option_and_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", GUIDE.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", GUIDE.read_text(), re.MULTILINE))
     fields = {field.name: field.default for field in msgspec.structs.fields(Hf3fsConfig)}
     assert rows.keys() == fields.keys()
     for name, default in fields.items():
