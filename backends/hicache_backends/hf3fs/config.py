@@ -28,7 +28,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     metadata_url: Annotated[
         str | None,
         Meta(
-            description="Address of the metadata server, such as http://meta:18000. Without it the map is kept in this process: "
+            description="Address of the metadata server, such as http://meta:18000. Without it, or empty, the map is kept in this process: "
             "one process for each directory, and nothing outlives it."
         ),
     ] = None
@@ -101,7 +101,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         for name in ("file_size", "usrbio_buffer"):
             if not parse_bytes(getattr(self, name)):
                 raise ValueError(f"{name} must not be 0")
-        if self.metadata_url is not None:
+        if self.metadata_url:
             parts = urlsplit(self.metadata_url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"metadata_url {self.metadata_url!r} is no http or https address")

@@ -36,7 +36,7 @@ class Hf3fsStorage(ObjectStorage):
     """
 
     def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
-        remote = config.metadata_url is not None
+        remote = bool(config.metadata_url)
         super().__init__(
             identity,
             driver_name="hf3fs",

@@ -44,7 +44,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 (
                     *(sys.executable, "-c", _COMMAND_LINE, "metadata", "serve"),
                     *("--port", "{port:meta}", "--store", "sqlite:///{tmp}/meta.db"),
-                    *("--quarantine-seconds", "0.05", "--lease-seconds", "1"),
+                    *("--quarantine-seconds", "0.02", "--lease-seconds", "1"),
                 ),
             ),
             capacity_option="file_size",

@@ -86,7 +86,7 @@ class Store:
             raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error
 
     def _open_directory(self) -> Directory:
-        if self.config.metadata_url is None:
+        if not self.config.metadata_url:
             from hicache_backends.hf3fs.client.local import LocalDirectory
 
             return LocalDirectory(self.path, quarantine_seconds=self.config.quarantine_seconds)
