@@ -1,0 +1,259 @@
+"""A client of the library that is set up: its calls with errors told apart, and what must outlive a call that is late."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Final
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.client.probe import check_master
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from hicache_backends.mooncake.client.library import Store
+    from hicache_backends.mooncake.config import ClientSettings
+
+PROBE_SECONDS: Final = 2.0
+"""How long a master may be silent before it counts as hanging."""
+
+
+class Connection:
+    """One client of one process. Safe for many threads.
+
+    Several storages share it; `close` waits for none of their calls: the last one to come back closes.
+
+    Raises:
+        DriverUnavailableError: the library is missing or too old.
+        StorageUnavailableError: the master cannot be reached, or refuses.
+    """
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        if settings.master is not None:
+            # Setting up holds the interpreter's lock: not for a master that hangs.
+            check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
+        self._store = _set_up(settings)
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._closing = False
+        self._suspect = False
+        self._registered: dict[tuple[int, int], int] = {}
+        self.stranded = set[str]()
+        """Names that the library believes this client is still writing, after a write that could not be ended."""
+
+    def close(self) -> None:
+        """Disconnect, as soon as no call is in flight."""
+        with self._lock:
+            self._closing = True
+            idle = not self._calls
+        if idle:
+            self._store.close()
+
+    # Memory.
+
+    def register(self, start: int, size: int) -> bool:
+        """Make memory known to the transports; whether all of it is. Over TCP any memory can be transferred.
+
+        What is registered already is counted, and stays until it has been unregistered as often.
+        """
+        with self._lock:
+            count = self._registered.get((start, size), 0)
+            if not count and self._store.register_buffer(start, size):
+                return False
+            self._registered[start, size] = count + 1
+            return True
+
+    def unregister(self, start: int, size: int) -> None:
+        """Take back one `register`."""
+        with self._lock:
+            count = self._registered.pop((start, size), 0)
+            if count > 1:
+                self._registered[start, size] = count - 1
+            elif count:
+                self._store.unregister_buffer(start)
+
+    # Requests. Answers are in the order of the names.
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which objects are there, whole, in one request.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self._call() as store:
+            codes = self._checked(store.batch_is_exist(names), len(names))
+        return [code == 1 for code in codes]
+
+    def read(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+        """Scatter each object to its addresses; its length, or a code. Names are distinct.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self._call() as store:
+            return self._checked(store.batch_get_into_multi_buffers(names, addresses, sizes), len(names))
+
+    def size(self, name: str) -> int:
+        """Length of an object, or a code."""
+        with self._call() as store:
+            return store.get_size(name)
+
+    def begin(self, names: Sequence[str], sizes: Sequence[int], config: object) -> list[int]:
+        """Begin to write objects that are not there; 0 or a code.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self._call() as store:
+            return self._checked(store.batch_put_session_start(names, sizes, config), len(names))
+
+    def transfer(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> list[bool]:
+        """Gather the bytes of objects that were begun; whether all of an object's have arrived."""
+        with self._call() as store:
+            codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
+        return [code >= 0 for code in _fitting(codes, len(names))]
+
+    def publish(self, names: Sequence[str]) -> list[bool]:
+        """Make objects visible whose bytes have arrived; whether they certainly are."""
+        with self._call() as store:
+            codes = _fitting(store.batch_put_session_end(names), len(names))
+        self._note_unreachable(codes)
+        failed = [name for name, code in zip(names, codes, strict=True) if code]
+        if failed:
+            self.withdraw(failed)
+        return [not code for code in codes]
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Give up objects that were begun."""
+        with self._call() as store:
+            codes = _fitting(store.batch_put_session_revoke(names), len(names))
+        with self._lock:
+            self.stranded.update(name for name, code in zip(names, codes, strict=True) if code)
+
+    def settle(self) -> None:
+        """Try once more to give up what could not be given up before."""
+        with self._lock:
+            names = sorted(self.stranded)
+        if not names:
+            return
+        with self._call() as store:
+            codes = _fitting(store.batch_put_session_revoke(names), len(names))
+            complete = [name for name, code in zip(names, codes, strict=True) if code == library.INVALID_WRITE]
+            if complete:
+                # It was made visible, and only the answer was lost: ending it again ends the session.
+                store.batch_put_session_end(complete)
+        with self._lock:
+            self.stranded.difference_update(name for name, code in zip(names, codes, strict=True) if not code)
+            self.stranded.difference_update(complete)
+
+    def write_at_once(
+        self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], config: object
+    ) -> list[int]:
+        """Begin, transfer and publish in one call, which a caller who leaves does not stop; 0 or a code."""
+        with self._call() as store:
+            return self._checked(store.batch_put_from_multi_buffers(names, addresses, sizes, config), len(names))
+
+    def remove(self, names: Sequence[str]) -> list[bool]:
+        """Remove objects, leased ones too; which were there.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self._call() as store:
+            codes = self._checked(store.batch_remove(names, True), len(names))
+        strange = [code for code in codes if code and code not in library.GONE]
+        if strange:
+            raise StorageUnavailableError(f"the master answered {strange[0]} to a request to remove an object")
+        return [not code for code in codes]
+
+    def remove_prefix(self, prefix: str) -> None:
+        """Remove all objects whose names begin so; `prefix` has no character that means something in a pattern.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self._call() as store:
+            code = store.remove_by_regex(f"^{prefix}.*", True)
+        if code < 0:
+            self._note_unreachable([code])
+            raise StorageUnavailableError(f"the master answered {code} to a request to remove objects")
+
+    @contextlib.contextmanager
+    def _call(self) -> Generator[Store]:
+        with self._lock:
+            if self._closing:
+                raise StorageUnavailableError("the connection is closed")
+            self._calls += 1
+            suspect = self._suspect
+        try:
+            if suspect and self.settings.master is not None:
+                # Known to be away: learn it at once, and not after the library's own attempts to reconnect.
+                check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
+                self._suspect = False
+            yield self._store
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            last = self._closing and not self._calls
+        if last:
+            self._store.close()
+
+    def _checked(self, codes: list[int], count: int) -> list[int]:
+        """Codes of a request that the master has answered.
+
+        Raises:
+            StorageUnavailableError: it has not, for any of the objects; or the answer is of another length.
+        """
+        codes = _fitting(codes, count)
+        self._note_unreachable(codes)
+        if codes and all(code in library.UNREACHABLE for code in codes):
+            if codes[0] == library.RPC_TIMED_OUT:
+                raise StorageTimeoutError("the master has not answered in time")
+            raise StorageUnavailableError("the master cannot be reached")
+        return codes
+
+    def _note_unreachable(self, codes: Sequence[int]) -> None:
+        if any(code in library.UNREACHABLE for code in codes):
+            self._suspect = True
+
+
+def _fitting(codes: list[int], count: int) -> list[int]:
+    if len(codes) != count:
+        raise StorageUnavailableError(f"the library answered for {len(codes)} objects and was asked for {count}")
+    return codes
+
+
+def _set_up(settings: ClientSettings) -> Store:
+    store = library.new_store()
+    milliseconds = str(max(1, int(settings.rpc_timeout_seconds * 1000)))
+    bounds = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    with library.environment(bounds):
+        code = store.setup(
+            settings.local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.device_name,
+            settings.master_server_address,
+            tenant_id=settings.tenant_id,
+        )
+    if code:
+        store.close()
+        raise StorageUnavailableError(
+            f"Mooncake's client cannot be set up (code {code}) with the master {settings.master_server_address!r}, metadata_server "
+            f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and protocol {settings.protocol!r}"
+        )
+    return store

@@ -1,0 +1,71 @@
+"""The clients of this process: one for equal settings, however many storages use it.
+
+A client costs some twenty threads, and the library holds the interpreter's lock for a second while it closes one. So one that lends
+no memory is kept for the next storage, a few of them at most, and ends with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from hicache_backends.mooncake.client.connection import Connection
+
+if TYPE_CHECKING:
+    from hicache_backends.mooncake.config import ClientSettings
+
+MOST_IDLE: Final = 2
+"""Clients that are kept though no storage uses them."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    connection: Connection
+    users: int = 0
+
+
+class _Connections:
+    """All connections of a process. The lock is held while one is set up: the second who asks gets the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[ClientSettings, _Entry] = {}
+        self._pid = os.getpid()
+
+    def acquire(self, settings: ClientSettings) -> Connection:
+        """The connection with these settings, one user more.
+
+        Raises:
+            StorageUnavailableError: it cannot be set up.
+        """
+        if self._pid != os.getpid():
+            # A forked child: its parent's clients have no threads here.
+            self.__init__()  # type: ignore[misc]
+        with self._lock:
+            entry = self._entries.get(settings)
+            if entry is None:
+                entry = self._entries[settings] = _Entry(Connection(settings))
+            entry.users += 1
+            return entry.connection
+
+    def release(self, connection: Connection) -> None:
+        """One user less."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            entry = self._entries.pop(connection.settings)
+            entry.users -= 1
+            # Put back last: the order is that of the last use.
+            if entry.users or not connection.settings.global_segment_size:
+                self._entries[connection.settings] = entry
+                idle = [settings for settings, other in self._entries.items() if not other.users]
+                going = [self._entries.pop(settings).connection for settings in idle[:-MOST_IDLE]]
+            else:
+                going = [connection]
+        for gone in going:
+            gone.close()
+
+
+connections: Final = _Connections()

@@ -1,0 +1,186 @@
+"""The Mooncake driver: a page is one object, its components and its envelope, in the memory of many nodes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from hicache_backends.mooncake.client.attachment import Attachment
+from hicache_backends.mooncake.config import buffer_bytes, client_settings
+from hicache_backends.mooncake.memory import Blocks, regions_of
+from hicache_backends.mooncake.reader import BufferedReader, DirectReader
+from hicache_backends.mooncake.writer import PageWriter
+from hicache_storage.objects import ObjectRead, ObjectStorage
+from hicache_storage.spec import (
+    Capabilities,
+    Durability,
+    Health,
+    InvalidPoolError,
+    PoolName,
+    Sharing,
+    StorageUnavailableError,
+    StuckReads,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.mooncake.config import MooncakeConfig
+    from hicache_backends.mooncake.reader import Reader
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, WriteBatch
+    from hicache_storage.spec import StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+NOBODY_S_NAME = "hicache-health"
+
+
+class MooncakeStorage(ObjectStorage):
+    """Stores pages in Mooncake Store.
+
+    What a set has answered `True` for is seen by the next call of every storage with the same master and tenant, until it is
+    evicted, or until the node that keeps it leaves.
+
+    Raises:
+        ConfigError: a setting is missing or has no usable value.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
+        self._config, self._settings = config, client_settings(config)
+        buffered = config.stuck_reads == "buffered"
+        super().__init__(
+            identity,
+            driver_name="mooncake",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                # What this process lends leaves with it, and the pages in there too.
+                durability=Durability.NONE if self._settings.global_segment_size else Durability.REOPEN,
+                deletes=True,
+                clears=True,
+                networked=True,
+                stuck_reads=StuckReads.BUFFERED if buffered else StuckReads.WAITS,
+            ),
+            verifies_checksums=config.verify_checksums,
+            metrics=config.metrics,
+        )
+        self._attachment: Attachment | None = None
+
+    @property
+    def attachment(self) -> Attachment:
+        """The open connection.
+
+        Raises:
+            StorageUnavailableError: it is not open.
+        """
+        if self._attachment is None:
+            raise StorageUnavailableError("mooncake: the store is not open")
+        return self._attachment
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = PoolName(host_pool_name)
+        if self._settings.protocol != "tcp" and not regions_of(self._pools[name].access):
+            self._pools = {other: pool for other, pool in self._pools.items() if other != name}
+            raise InvalidPoolError(
+                f"pool {name!r} has no addresses in host memory, which {self._settings.protocol} needs; use a layout that has "
+                "(page_first, page_first_direct), or protocol 'tcp'"
+            )
+        if self._attachment is not None:
+            self._register(self._attachment, name)
+
+    def connect(self) -> None:
+        attachment = Attachment(self._settings)
+        try:
+            for name in self._pools:
+                self._register(attachment, name)
+            blocks = Blocks(attachment.register_block)
+            self._reader: Reader = (
+                BufferedReader(buffer_bytes(self._config))
+                if self._capabilities.stuck_reads is StuckReads.BUFFERED
+                else DirectReader(blocks)
+            )
+            self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds)
+        except BaseException:
+            attachment.close()
+            raise
+        self._attachment = attachment
+
+    def disconnect(self) -> None:
+        attachment, self._attachment = self.attachment, None
+        attachment.close()
+
+    def check_health(self) -> Health:
+        with self.attachment.call() as connection:
+            connection.exist([NOBODY_S_NAME])
+        segment = self._settings.global_segment_size
+        lent = f"lending {segment:,} bytes" if segment else "lending no memory"
+        return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        names = _names(batches)
+        with self.attachment.call() as connection:
+            answers = iter(connection.exist(names))
+        return [[next(answers) for _ in batch.keys] for batch in batches]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        with self.attachment.call() as connection:
+            outcome = self._reader.read(connection, [read for batch in batches for read in batch.reads], call)
+        self._note_partial_fault(outcome.faults, bool(outcome.arrived))
+        return [[read in outcome.arrived for read in batch.reads] for batch in batches]
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        with self.attachment.call() as connection:
+            outcome = self._writer.write(connection, [write for batch in batches for write in batch.writes], call)
+        self._note_partial_fault(outcome.faults, bool(outcome.stored))
+        return [[write in outcome.stored for write in batch.writes] for batch in batches]
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        names = _names(batches)
+        # The library is asked for each object once: a key that is named twice is removed once.
+        distinct = list(dict.fromkeys(names))
+        with self.attachment.call() as connection:
+            removed = {name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok}
+        answers = iter([_take(removed, name) for name in names])
+        return [[next(answers) for _ in batch.keys] for batch in batches]
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        with self.attachment.call() as connection:
+            for name in dict.fromkeys(namespace.name for namespace in namespaces):
+                connection.remove_prefix(f"{name}-")
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
+        again = [self._own_read(read) for batch in batches for read in batch.reads]
+        with self.attachment.call() as connection:
+            outcome = self._reader.read(connection, again, call)
+            going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
+            if going:
+                connection.remove(list(dict.fromkeys(read.namespace.object_name(read.key) for read in going)))
+        return not outcome.faults
+
+    def _own_read(self, read: ObjectRead) -> ObjectRead:
+        buffers = [memoryview(bytearray(length)) for length in read.namespace.geometry.component_bytes]
+        return ObjectRead(read.namespace, read.key, buffers, verifies_checksum=self._config.verify_checksums)
+
+    def _register(self, attachment: Attachment, name: PoolName) -> None:
+        access = self._pools[name].access
+        attachment.register(str(name), regions_of(access), access)
+
+    def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
+        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
+        if not faults:
+            return
+        if not served:
+            raise faults[0]
+        self.recorder.count_fault()
+        logger.debug("answering misses for a part of a call: %s", faults[0])
+
+
+def _names(batches: Sequence[LookupBatch]) -> list[str]:
+    return [batch.namespace.object_name(key) for batch in batches for key in batch.keys]
+
+
+def _take(names: set[str], name: str) -> bool:
+    found = name in names
+    names.discard(name)
+    return found
