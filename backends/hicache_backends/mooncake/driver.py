@@ -9,6 +9,7 @@ from hicache_backends.mooncake.client.attachment import Attachment
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import Blocks, regions_of
 from hicache_backends.mooncake.reader import BufferedReader, DirectReader
+from hicache_backends.mooncake.steady import read_steadily
 from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.spec import (
@@ -124,7 +125,7 @@ class MooncakeStorage(ObjectStorage):
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         with self.attachment.call() as connection:
-            outcome = self._reader.read(connection, [read for batch in batches for read in batch.reads], call)
+            outcome = read_steadily(self._reader, connection, [read for batch in batches for read in batch.reads], call)
         self._note_partial_fault(outcome.faults, bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
@@ -152,7 +153,7 @@ class MooncakeStorage(ObjectStorage):
         """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
         again = [self._own_read(read) for batch in batches for read in batch.reads]
         with self.attachment.call() as connection:
-            outcome = self._reader.read(connection, again, call)
+            outcome = read_steadily(self._reader, connection, again, call)
             going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
             if going:
                 connection.remove(list(dict.fromkeys(read.namespace.object_name(read.key) for read in going)))
