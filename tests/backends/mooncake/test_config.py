@@ -39,7 +39,15 @@ def test_what_counts_first(tmp_path):
 
 
 def test_sizes_are_mooncakes():
-    for text, size in (("4gb", 4 << 30), ("4 GB", 4 << 30), ("512mb", 512 << 20), ("1.5GiB", 3 << 29), ("0", 0), ("77", 77), (77, 77)):
+    for text, size in (
+        ("4gb", 4 << 30),
+        ("4 GB", 4 << 30),
+        ("512mb", 512 << 20),
+        ("1.5GiB", 3 << 29),
+        ("0", 0),
+        ("77", 77),
+        (77, 77),
+    ):
         assert size_of(text, "it") == size
 
 
@@ -49,7 +57,11 @@ def test_sizes_are_mooncakes():
         ({}, {}, "'master_server_address'.*MOONCAKE_MASTER.*config_path"),
         ({}, {"master_server_address": "master"}, "option 'master_server_address' is 'master'; write HOST:PORT"),
         ({"MOONCAKE_MASTER": "m:99999"}, {}, r"\$MOONCAKE_MASTER is 'm:99999'"),
-        ({"MOONCAKE_MASTER": "m:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"}, {}, r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 'lots'.*'4gb'"),
+        (
+            {"MOONCAKE_MASTER": "m:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
+            {},
+            r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 'lots'.*'4gb'",
+        ),
         ({}, {"master_server_address": "m:1", "local_buffer_size": -1}, "'local_buffer_size' is -1"),
         ({}, {"master_server_address": "m:1", "protocol": "rdma", "stuck_reads": "buffered"}, "for protocol 'tcp'"),
         ({}, {"master_server_address": "m:1", "buffer_size": "0"}, "'buffer_size' must not be 0"),
@@ -65,13 +77,13 @@ def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
 def test_a_file_that_asks_for_more(tmp_path):
     file = tmp_path / "mooncake.json"
     file.write_text(json.dumps({"master_server_address": "m:1", "standalone_storage": True}))
-    with pytest.raises(ConfigError, match="'standalone_storage'.*global_segment_size to 0"):
+    with pytest.raises(ConfigError, match=r"'standalone_storage'.*global_segment_size to 0"):
         settings(config_path=str(file))
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object"):
         settings(config_path=str(file))
     file.write_text(json.dumps({"master_server_address": 5}))
-    with pytest.raises(ConfigError, match="'master_server_address' in .* is 5, and has to be text"):
+    with pytest.raises(ConfigError, match=r"'master_server_address' in .* is 5, and has to be text"):
         settings(config_path=str(file))
 
 

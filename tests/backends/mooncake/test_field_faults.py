@@ -1,9 +1,10 @@
-"""The faults that other drivers for Mooncake were found to have (D12 and D13 of docs/foreign-drivers.md), on a real master."""
+"""Faults that a driver for Mooncake was found to have, on a real master (docs/mooncake.md lists them)."""
 
 from __future__ import annotations
 
 import pytest
 
+from hicache_backends.mooncake.client import library
 from tests.backends.mooncake.harness import UNTOUCHED, StrangersClient, chain, content, identity
 
 HALF, WHOLE = (512, 512), (1024, 1024)
@@ -145,8 +146,6 @@ def test_a_key_that_somebody_else_is_writing(rig, stranger):
     one = rig(wait_seconds=0.1)
     [key] = chain("busy", 1)
     name = one.name(key)
-    from hicache_backends.mooncake.client import library
-
     assert stranger.store.batch_put_session_start([name], [one.page_bytes + 64], library.replicate_config(1)) == [0]
     assert one.put([key]) == [False]
     assert one.hits([key]) == 0

@@ -11,7 +11,7 @@ from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from hicache_backends.mooncake.client.library import Store
     from hicache_backends.mooncake.config import ClientSettings
@@ -83,8 +83,7 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._call() as store:
-            codes = self._checked(store.batch_is_exist(names), len(names))
+        codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
         return [code == 1 for code in codes]
 
     def read(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -93,8 +92,7 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._call() as store:
-            return self._checked(store.batch_get_into_multi_buffers(names, addresses, sizes), len(names))
+        return self._answered(lambda store: store.batch_get_into_multi_buffers(names, addresses, sizes), len(names))
 
     def size(self, name: str) -> int:
         """Length of an object, or a code."""
@@ -107,8 +105,7 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._call() as store:
-            return self._checked(store.batch_put_session_start(names, sizes, config), len(names))
+        return self._answered(lambda store: store.batch_put_session_start(names, sizes, config), len(names))
 
     def transfer(
         self,
@@ -124,9 +121,7 @@ class Connection:
 
     def publish(self, names: Sequence[str]) -> list[bool]:
         """Make objects visible whose bytes have arrived; whether they certainly are."""
-        with self._call() as store:
-            codes = _fitting(store.batch_put_session_end(names), len(names))
-        self._note_unreachable(codes)
+        codes = self._asked(lambda store: store.batch_put_session_end(names), len(names))
         failed = [name for name, code in zip(names, codes, strict=True) if code]
         if failed:
             self.withdraw(failed)
@@ -134,8 +129,7 @@ class Connection:
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Give up objects that were begun."""
-        with self._call() as store:
-            codes = _fitting(store.batch_put_session_revoke(names), len(names))
+        codes = self._asked(lambda store: store.batch_put_session_revoke(names), len(names))
         with self._lock:
             self.stranded.update(name for name, code in zip(names, codes, strict=True) if code)
 
@@ -159,8 +153,7 @@ class Connection:
         self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], config: object
     ) -> list[int]:
         """Begin, transfer and publish in one call, which a caller who leaves does not stop; 0 or a code."""
-        with self._call() as store:
-            return self._checked(store.batch_put_from_multi_buffers(names, addresses, sizes, config), len(names))
+        return self._answered(lambda store: store.batch_put_from_multi_buffers(names, addresses, sizes, config), len(names))
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """Remove objects, leased ones too; which were there.
@@ -168,8 +161,7 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._call() as store:
-            codes = self._checked(store.batch_remove(names, True), len(names))
+        codes = self._answered(lambda store: store.batch_remove(names, True), len(names))
         strange = [code for code in codes if code and code not in library.GONE]
         if strange:
             raise StorageUnavailableError(f"the master answered {strange[0]} to a request to remove an object")
@@ -183,8 +175,9 @@ class Connection:
         """
         with self._call() as store:
             code = store.remove_by_regex(f"^{prefix}.*", True)
+            if code == library.RPC_FAILED and self._is_there():
+                code = store.remove_by_regex(f"^{prefix}.*", True)
         if code < 0:
-            self._note_unreachable([code])
             raise StorageUnavailableError(f"the master answered {code} to a request to remove objects")
 
     @contextlib.contextmanager
@@ -210,23 +203,36 @@ class Connection:
         if last:
             self._store.close()
 
-    def _checked(self, codes: list[int], count: int) -> list[int]:
+    def _asked(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
+        """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
+        with self._call() as store:
+            codes = _fitting(request(store), count)
+            if codes and all(code == library.RPC_FAILED for code in codes) and self._is_there():
+                codes = _fitting(request(store), count)
+        self._suspect = any(code in library.UNREACHABLE for code in codes)
+        return codes
+
+    def _answered(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
         """Codes of a request that the master has answered.
 
         Raises:
             StorageUnavailableError: it has not, for any of the objects; or the answer is of another length.
         """
-        codes = _fitting(codes, count)
-        self._note_unreachable(codes)
+        codes = self._asked(request, count)
         if codes and all(code in library.UNREACHABLE for code in codes):
             if codes[0] == library.RPC_TIMED_OUT:
                 raise StorageTimeoutError("the master has not answered in time")
             raise StorageUnavailableError("the master cannot be reached")
         return codes
 
-    def _note_unreachable(self, codes: Sequence[int]) -> None:
-        if any(code in library.UNREACHABLE for code in codes):
-            self._suspect = True
+    def _is_there(self) -> bool:
+        if self.settings.master is None:
+            return True
+        try:
+            check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
+        except StorageUnavailableError:
+            return False
+        return True
 
 
 def _fitting(codes: list[int], count: int) -> list[int]:
