@@ -36,12 +36,13 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "local_hostname": "127.0.0.1",
                 "global_segment_size": "0",
                 "rpc_timeout_seconds": "2",
+                # Longer than the master keeps what a writer that was killed had begun, which blocks its key.
+                "wait_seconds": "2",
             },
             trial_services=(
                 (
                     *(sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1", "--rpc_port={port:master}"),
                     *("--metrics_host=127.0.0.1", "--metrics_port={port:metrics}", "--default_kv_lease_ttl=500"),
-                    # What a writer that was killed had begun blocks its key for so long.
                     *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
                 ),
                 (

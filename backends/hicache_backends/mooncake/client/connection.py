@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS: Final = 2.0
 """How long a master may be silent before it counts as hanging."""
+WARM_THREADS: Final = 6
+WARM_REQUESTS: Final = 10
+WARM_NAMES: Final = [f"hicache-warm-up-{number}" for number in range(64)]
 
 
 class Connection:
@@ -43,6 +46,7 @@ class Connection:
         self._registered: dict[tuple[int, int], int] = {}
         self.stranded = set[str]()
         """Names that the library believes this client is still writing, after a write that could not be ended."""
+        self._warm_up()
 
     def close(self) -> None:
         """Disconnect, as soon as no call is in flight."""
@@ -202,6 +206,22 @@ class Connection:
             last = self._closing and not self._calls
         if last:
             self._store.close()
+
+    def _warm_up(self) -> None:
+        """Let the library open its connections to the master now, and not one by one as calls happen to overlap."""
+        together = threading.Barrier(WARM_THREADS)
+
+        def ask() -> None:
+            with contextlib.suppress(threading.BrokenBarrierError, StorageUnavailableError):
+                together.wait(PROBE_SECONDS)
+                for _ in range(WARM_REQUESTS):
+                    self._answered(lambda store: store.batch_is_exist(WARM_NAMES), len(WARM_NAMES))
+
+        threads = [threading.Thread(target=ask, name="hicache-mooncake-warm-up", daemon=True) for _ in range(WARM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def _asked(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
         """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
