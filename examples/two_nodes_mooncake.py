@@ -19,7 +19,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import shake_128, sha256
+from hashlib import sha256, shake_128
 from typing import TYPE_CHECKING
 
 import torch
