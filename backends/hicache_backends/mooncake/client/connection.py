@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS: Final = 2.0
 """How long a master may be silent before it counts as hanging."""
+MOST_NAMES: Final = 50_000
+"""In one request: the master takes about 3 us for each."""
 WARM_THREADS: Final = 6
 WARM_REQUESTS: Final = 10
 WARM_NAMES: Final = [f"hicache-warm-up-{number}" for number in range(64)]
@@ -82,11 +84,14 @@ class Connection:
     # Requests. Answers are in the order of the names.
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there, whole, in one request.
+        """Which objects are there, whole, in one request; very many in several, so that each is answered in time.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
+        return [there for start in range(0, len(names), MOST_NAMES) for there in self._exist(names[start : start + MOST_NAMES])]
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
         return [code == 1 for code in codes]
 
