@@ -30,8 +30,12 @@ def dev_cluster(
 ) -> None:
     """Start a master and stores on loopback, and stop exactly those on Ctrl-C or SIGTERM."""
     ended = threading.Event()
+
+    def end(_number: int, _frame: object) -> None:
+        ended.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, end)
     try:
         with DevCluster(stores, size_of(store_size, "--store-size"), port=port) as cluster:
             if as_json:
