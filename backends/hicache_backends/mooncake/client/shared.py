@@ -32,6 +32,7 @@ class _Connections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[ClientSettings, _Entry] = {}
+        self._inherited = list[object]()
         self._pid = os.getpid()
 
     def acquire(self, settings: ClientSettings) -> Connection:
@@ -41,8 +42,7 @@ class _Connections:
             StorageUnavailableError: it cannot be set up.
         """
         if self._pid != os.getpid():
-            # A forked child: its parent's clients have no threads here.
-            self.__init__()  # type: ignore[misc]
+            self._begin_anew()
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
@@ -66,6 +66,11 @@ class _Connections:
                 going = [connection]
         for gone in going:
             gone.close()
+
+    def _begin_anew(self) -> None:
+        """In a forked child: its parent's clients have no threads here, so that they can neither be used nor ended."""
+        self._inherited.append(self._entries)
+        self._lock, self._entries, self._pid = threading.Lock(), {}, os.getpid()
 
 
 connections: Final = _Connections()
