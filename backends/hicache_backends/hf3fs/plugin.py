@@ -39,6 +39,8 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "metadata_url": "http://127.0.0.1:{port:meta}",
                 "file_size": "64MiB",
                 "lease_seconds": "1",
+                # Longer than a lease, so that what a killed writer had begun is not refused to the next.
+                "wait_seconds": "3",
             },
             trial_services=(
                 (
