@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop matrix benchmark soak clean
+.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -20,7 +20,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop" -n 2 --dist loadfile
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz" -n 2 --dist loadfile
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance
@@ -39,9 +39,18 @@ matrix:
 soak: $(VENV)/.installed
 	$(PYTHON) tests/conformance/soak.py
 
+# 20,000 malformed and random requests to the metadata server.
+fuzz: $(VENV)/.installed
+	$(PYTHON) -m pytest -m fuzz tests/metadata_server
+
+# The 3FS driver's races and its killed server, ten seconds each.
+races: $(VENV)/.installed
+	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py
+
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
+	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import Results, Samples, drop_from_page_cache, fresh_keys, machine, table, turns, wait_for_quiet
 from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, host_pool
 
-from hicache_backends.file.mounts import mount_of
+from hicache_backends.posix.mounts import mount_of
 from tests.fuse.counting_fs import CountingMount
 
 PEER, OURS = "HiCacheFile", "hicache file"

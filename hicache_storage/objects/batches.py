@@ -132,6 +132,10 @@ class ObjectRead:
             self.damaged = not fits
         return self._verdict
 
+    def retract(self) -> None:
+        """Forget the verdict: what was read was not the object's present copy, and the parts are filled from that."""
+        self._verdict, self.damaged = None, False
+
 
 class ObjectWrite:
     """One page to be written from buffers."""

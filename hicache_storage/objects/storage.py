@@ -43,6 +43,9 @@ MAX_REMEMBERED_DAMAGE = 65_536
 
 CLOSE_TIMEOUT_SECONDS = 30.0
 
+MOVING = frozenset({"read", "write"})
+"""Operations that may answer without having touched what fails: a driver that knows that no page is there reads none."""
+
 ItemT = TypeVar("ItemT")
 
 
@@ -374,11 +377,13 @@ class ObjectStorage(HiCacheStorage):
                 raise DriverContractError("the driver answered for another number of objects than it was asked for")
             return answers
 
-        answers = self._attempt(operation, checked)
+        answers = self._attempt(operation, checked, _is_any_served if operation in MOVING else None)
         return [[False] * len(batch) for batch in items] if answers is None else answers
 
-    def _attempt(self, operation: str, question: Callable[[], ItemT]) -> ItemT | None:
-        """Call into the driver; None after a fault."""
+    def _attempt(
+        self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
+    ) -> ItemT | None:
+        """Call into the driver; None after a fault. An answer that proves nothing ends no episode of faults."""
         try:
             self._lifecycle.ensure_connected()
             answer = question()
@@ -386,7 +391,7 @@ class ObjectStorage(HiCacheStorage):
             self._note_fault(operation, error)
             return None
         # On a full disk lookups go on serving: only what has failed ends an episode.
-        if operation in self._faulty:
+        if operation in self._faulty and (proves is None or proves(answer)):
             self._faulty = set()
             logger.info("%s: serving again", self._driver_name)
         return answer
@@ -418,6 +423,10 @@ class ObjectStorage(HiCacheStorage):
             with self._damaged_lock:
                 for key in keys:
                     self._damaged.pop((namespace.name, key), None)
+
+
+def _is_any_served(answers: list[list[bool]]) -> bool:
+    return any(map(any, answers))
 
 
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:

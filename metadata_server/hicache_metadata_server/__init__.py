@@ -1,1 +1,1 @@
-"""The metadata server of the 3FS driver; so far the protocol that it, its clients and its judge share."""
+"""The metadata server of the 3FS driver, its protocol, and the state machine that works without a server too."""

@@ -223,6 +223,8 @@ class Leased(Answer, frozen=True, kw_only=True):
     generations: list[Natural]
     leases: list[Natural]
     """Never given twice, also not after a restart."""
+    evicted: Natural = 0
+    """Live pages that went to make room for these; 0 from a server that does not say."""
 
 
 class Leases(Answer, frozen=True, kw_only=True):

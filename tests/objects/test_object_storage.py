@@ -294,6 +294,27 @@ class TestFaults:
             assert caplog.text.count("answering misses") == 1
             assert "serving again" not in caplog.text
 
+    def test_reads_of_nothing_do_not_end_the_episode_of_reads(self, kit, caplog):
+        """A driver that knows that a page is not there does not touch what fails."""
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+        real = storage.read_objects
+
+        def fail(batches, call):
+            if any(read.key == "a" for batch in batches for read in batch.reads):
+                raise OSError(5, "I/O error")
+            return real(batches, call)
+
+        storage.read_objects = fail
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+                assert storage.batch_get_v2([pool.transfer("kv", ["nowhere"], [1])]) == {"kv": [False]}
+            assert caplog.text.count("answering misses") == 1
+            storage.read_objects = real
+            assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
+            assert caplog.text.count("serving again") == 1
+
     def test_an_answer_of_the_wrong_length(self, kit):
         storage, _pool = kit.dict_storage()
         storage.objects_exist = lambda batches, call: [[True]]

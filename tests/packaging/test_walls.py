@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,15 @@ ALLOWED = {
         "hicache_storage.hookspecs",
         "hicache_storage.tools",
     },
-    "hicache_backends": {"hicache_storage"},
+    # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
+    "hicache_backends": {"hicache_storage", "hicache_metadata_server.protocol", "hicache_backends.hf3fs.client.local"},
+    # The state machine without its server.
+    "hicache_backends.hf3fs.client.local": {
+        "hicache_storage",
+        "hicache_backends",
+        "hicache_metadata_server",
+        "hicache_metadata_server.protocol",
+    },
     # The judge and the judged share the messages, and nothing else.
     "hicache_conformance": {"hicache_storage", "hicache_metadata_server.protocol"},
     "hicache_metadata_server": {"hicache_storage", "hicache_metadata_server.protocol"},
@@ -52,13 +62,20 @@ ALLOWED = {
 # Libraries that belong to one room; everywhere else they would make an import heavy.
 HOMES = {
     "sglang": {"hicache_storage.engines"},
-    "typer": {"hicache_storage.cli", "hicache_conformance"},
-    "rich": {"hicache_storage.cli", "hicache_conformance"},
+    "typer": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
+    "rich": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
     "pytest": {"hicache_conformance"},
     "hypothesis": {"hicache_conformance"},
     "jinja2": {"hicache_conformance"},
-    "prometheus_client": {"hicache_storage.layers"},
+    "prometheus_client": {"hicache_storage.layers", "hicache_metadata_server"},
+    "fastapi": {"hicache_metadata_server"},
+    "uvicorn": {"hicache_metadata_server"},
+    "structlog": {"hicache_metadata_server"},
+    "pydantic_settings": {"hicache_metadata_server"},
+    "aiohttp": {"hicache_backends"},
 }
+SHARED = "posix"
+"""What drivers have in common."""
 
 
 def modules():
@@ -70,6 +87,8 @@ def modules():
 
 def room(module: str) -> str:
     parts = module.split(".")
+    if parts[:4] == ["hicache_backends", "hf3fs", "client", "local"]:
+        return ".".join(parts[:4])
     if parts[:2] == ["hicache_metadata_server", "protocol"]:
         return ".".join(parts[:2])
     return ".".join(parts[:2]) if parts[0] == "hicache_storage" and len(parts) > 1 else parts[0]
@@ -102,8 +121,17 @@ def test_backends_do_not_know_each_other():
         if module.startswith("hicache_backends."):
             mine = module.split(".")[1]
             for name in imports(path):
-                if name.startswith("hicache_backends.") and name.split(".")[1] != mine:
+                if name.startswith("hicache_backends.") and name.split(".")[1] not in (mine, SHARED):
                     pytest.fail(f"{module} imports {name}")
+
+
+def test_the_3fs_driver_does_without_the_server():
+    code = (
+        "import sys, hicache_backends.hf3fs.driver, hicache_backends.hf3fs.client.remote\n"
+        "print(*[name for name in sys.modules if name.startswith('hicache_metadata_server.')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["hicache_metadata_server.protocol"]
 
 
 def test_every_room_has_rules():

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hicache_backends.file.board import Notices
-    from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.shelf import Bundle, Shelf
-    from hicache_backends.file.workers import Workers
+    from hicache_backends.posix.descriptors import Descriptors
+    from hicache_backends.posix.workers import Workers
     from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.faults import kept
 from hicache_backends.file.names import Added, BundleName, Claim, Removed, bundles_among
 from hicache_backends.file.owner import is_dead, this_process
 from hicache_backends.file.tree import sync_directory
+from hicache_backends.posix.faults import kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

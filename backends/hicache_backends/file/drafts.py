@@ -13,8 +13,8 @@ from hicache_backends.file.names import TemporaryName, parse_temporary
 from hicache_backends.file.owner import is_dead, this_process
 
 if TYPE_CHECKING:
-    from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.tree import Tree
+    from hicache_backends.posix.descriptors import Descriptors
 
 
 class Drafts:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.faults import kept
 from hicache_backends.file.inspection import Inspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import Draft
+from hicache_backends.posix.faults import kept
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError, StuckReads
 

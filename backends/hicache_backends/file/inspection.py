@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicache_backends.file.catalog import Catalog, Location
-    from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.reader import Reader
+    from hicache_backends.posix.descriptors import Descriptors
     from hicache_storage.objects import Call
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.catalog import Run
-from hicache_backends.file.faults import GONE, NO_DESCRIPTOR, kept
-from hicache_backends.file.vectored import read_into
+from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, kept
+from hicache_backends.posix.vectored import read_into
 from hicache_storage.objects import ObjectRead, running_checksum
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from xxhash import xxh3_64
 
-    from hicache_backends.file.buffers import Buffers
-    from hicache_backends.file.descriptors import Descriptors, Handle
     from hicache_backends.file.shelf import Bundle
-    from hicache_backends.file.workers import Workers
+    from hicache_backends.posix.buffers import Buffers
+    from hicache_backends.posix.descriptors import Descriptors, Handle
+    from hicache_backends.posix.workers import Workers
     from hicache_storage.objects import Call
 
 logger = logging.getLogger(__name__)

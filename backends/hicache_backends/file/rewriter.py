@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index, tail_checksum
 from hicache_backends.file.shelf import Bundle
-from hicache_backends.file.vectored import read_into, write_from
+from hicache_backends.posix.vectored import read_into, write_from
 from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.board import Board
     from hicache_backends.file.catalog import Catalog, Location
     from hicache_backends.file.changes import Changes
-    from hicache_backends.file.descriptors import Descriptors
     from hicache_backends.file.drafts import Drafts
+    from hicache_backends.posix.descriptors import Descriptors
     from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)

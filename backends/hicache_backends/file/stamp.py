@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import cached_attributes, server_attributes
-from hicache_backends.file.descriptors import Handle
+from hicache_backends.posix.descriptors import Handle
 
 if TYPE_CHECKING:
     from hicache_backends.file.attributes import Attributes

@@ -10,21 +10,21 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.board import Board, Notices
-from hicache_backends.file.buffers import Buffers
 from hicache_backends.file.capacity import Capacity, Shelves
 from hicache_backends.file.catalog import Catalog
 from hicache_backends.file.changes import Changes
-from hicache_backends.file.descriptors import Descriptors
 from hicache_backends.file.drafts import Drafts
-from hicache_backends.file.mounts import mount_of
 from hicache_backends.file.names import random_writer
 from hicache_backends.file.reader import PIECE_BYTES as READ_BYTES
 from hicache_backends.file.reader import Reader
 from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.stamp import Stamp
 from hicache_backends.file.tree import Tree, sync_directory
-from hicache_backends.file.workers import Workers
 from hicache_backends.file.writer import MAX_BUNDLE_BYTES, PIECE_BYTES, Writer
+from hicache_backends.posix.buffers import Buffers
+from hicache_backends.posix.descriptors import Descriptors
+from hicache_backends.posix.mounts import mount_of
+from hicache_backends.posix.workers import Workers
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:

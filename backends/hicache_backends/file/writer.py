@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Index, tail_checksum
-from hicache_backends.file.faults import NO_ROOM, kept
-from hicache_backends.file.vectored import write_from
+from hicache_backends.posix.faults import NO_ROOM, kept
+from hicache_backends.posix.vectored import write_from
 from hicache_storage.objects import running_checksum
 
 if TYPE_CHECKING:

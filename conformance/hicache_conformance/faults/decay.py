@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicache_conformance.sparse import find_all
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
@@ -40,30 +42,32 @@ def let_rot(directory: Path, pages: Sequence[bytes], decay: Decay, random: Rando
 
 
 def _rot(path: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> int:
-    content = bytearray(path.read_bytes())
-    places = [place for page in pages if (place := content.find(page)) >= 0]
-    if not places:
-        return 0
-    length = len(pages[0])
-    match decay:
-        case Decay.FLIPPED:
-            for place in places:
-                content[place + random.randrange(length)] ^= 1 << random.randrange(8)
-            _write(path, bytes(content))
-        case Decay.TORN:
-            _write(path, bytes(content[: min(places) + random.randrange(1, length)]))
-        case Decay.EMPTIED:
-            _write(path, b"")
-        case Decay.GONE:
-            path.unlink()
+    with path.open("rb") as file:
+        places = [place for place in find_all(file.fileno(), pages) if place >= 0]
+    if places:
+        _damage(path, places, len(pages[0]), decay, random)
     return len(places)
 
 
-def _write(path: Path, content: bytes | bytearray) -> None:
+def _damage(path: Path, places: Sequence[int], length: int, decay: Decay, random: Random) -> None:
+    if decay is Decay.GONE:
+        path.unlink()
+        return
     # In place: a damaged file is still the same file.
-    with path.open("r+b") as file:
-        file.write(content)
-        file.truncate()
+    with path.open("r+b", buffering=0) as file:
+        match decay:
+            case Decay.FLIPPED:
+                for place in places:
+                    _flip(file.fileno(), place + random.randrange(length), random.randrange(8))
+            case Decay.TORN:
+                file.truncate(min(places) + random.randrange(1, length))
+            case Decay.EMPTIED:
+                file.truncate(0)
+
+
+def _flip(descriptor: int, at: int, bit: int) -> None:
+    [byte] = os.pread(descriptor, 1, at)
+    os.pwrite(descriptor, bytes([byte ^ 1 << bit]), at)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -17,6 +17,7 @@ from hicache_conformance.faults.plan import FaultKind
 from hicache_conformance.faults.strike import struck
 from hicache_conformance.grounds.ground import Ground
 from hicache_conformance.grounds.placeholders import filled, port_names
+from hicache_conformance.sparse import copy_file
 from hicache_conformance.violation import Untestable
 
 if TYPE_CHECKING:
@@ -97,13 +98,13 @@ class Services:
         """Copy the servers' directory as it is now."""
         shutil.rmtree(place, ignore_errors=True)
         # A server may be at work in it.
-        shutil.copytree(self.tmp, place, symlinks=True, ignore_dangling_symlinks=True)
+        shutil.copytree(self.tmp, place, symlinks=True, ignore_dangling_symlinks=True, copy_function=copy_file)
 
     def restore(self, place: Path) -> None:
         """Put a snapshot in the place of the servers' directory; for servers that do not run."""
         for entry in self.tmp.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        shutil.copytree(place, self.tmp, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(place, self.tmp, symlinks=True, dirs_exist_ok=True, copy_function=copy_file)
 
     def close(self) -> None:
         """Ask all servers to end, and end those that do not."""

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from hicache_backends.file import catalog, vectored
+from hicache_backends.file import catalog
+from hicache_backends.posix import vectored
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.backends.file.harness import Rig, chain
 

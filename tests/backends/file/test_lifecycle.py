@@ -7,12 +7,13 @@ import threading
 
 import pytest
 
-from hicache_backends.file import mounts, reader
+from hicache_backends.file import reader
 from hicache_backends.file.config import FileConfig
-from hicache_backends.file.descriptors import Descriptors
 from hicache_backends.file.names import Owner
 from hicache_backends.file.owner import is_dead, this_process
-from hicache_backends.file.workers import Workers
+from hicache_backends.posix import mounts
+from hicache_backends.posix.descriptors import Descriptors
+from hicache_backends.posix.workers import Workers
 from hicache_storage.spec import ConfigError, Durability, Sharing, StorageClosedError, StorageForkedError, parse_config
 from tests.backends.file.harness import Rig, chain
 
@@ -67,7 +68,7 @@ def test_open_files_are_bounded(rig):
 
 
 def test_what_is_idle_is_closed_by_the_next_call(rig, monkeypatch):
-    from hicache_backends.file import descriptors
+    from hicache_backends.posix import descriptors
 
     a, keys = rig(), chain("a", 2)
     a.put(keys)

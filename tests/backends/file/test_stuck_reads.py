@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from hicache_backends.file import vectored
-from hicache_backends.file.buffers import Buffers
-from hicache_backends.file.workers import Workers
+from hicache_backends.posix import vectored
+from hicache_backends.posix.buffers import Buffers
+from hicache_backends.posix.workers import Workers
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
 from hicache_storage.spec import Caller, StuckReads

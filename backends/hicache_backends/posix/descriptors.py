@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_backends.file.faults import NO_DESCRIPTOR
+from hicache_backends.posix.faults import NO_DESCRIPTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,10 +20,11 @@ class Workers:
 
     Args:
         count: most threads; the caller of `run` is one more pair of hands and is not counted.
+        name: of the threads.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, name: str = "hicache-file") -> None:
+        self._count, self._name = count, name
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -52,7 +53,7 @@ class Workers:
         with self._lock:
             closed = self._closed
             if not closed and len(self._threads) < self._count:
-                thread = threading.Thread(target=self._work, name="hicache-file", daemon=True)
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
         if closed:

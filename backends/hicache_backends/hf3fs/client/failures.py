@@ -1,0 +1,41 @@
+"""Why the metadata server has not done what it was asked."""
+
+from __future__ import annotations
+
+from hicache_storage.spec import StorageUnavailableError
+
+
+class MetadataError(StorageUnavailableError):
+    """The metadata server cannot be reached, does not understand, or refuses."""
+
+    code = "metadata"
+
+
+class UnknownScopeError(MetadataError):
+    """The server knows nothing of a scope: it is new, or the server has lost its memory."""
+
+    code = "metadata-scope"
+
+
+class ScopeMismatchError(MetadataError):
+    """A scope is there with other slots, bytes, geometry or identity than this client takes it for."""
+
+    code = "metadata-mismatch"
+
+
+class PassingError(MetadataError):
+    """Asked again, the server may answer."""
+
+    code = "metadata-passing"
+
+
+def refusal(status: int, code: str, message: str) -> MetadataError:
+    """What an answer with a status of 400 or more means."""
+    text = f"the metadata server refuses: {message} ({status} {code})"
+    if code == "unknown_scope":
+        return UnknownScopeError(text)
+    if code == "mismatch":
+        return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
+    if status in (408, 429) or (status >= 500 and code != "draining"):
+        return PassingError(text)
+    return MetadataError(text)

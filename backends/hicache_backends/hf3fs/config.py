@@ -1,0 +1,122 @@
+"""Options of the 3FS driver."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from hicache_storage.spec import DriverConfig, parse_bytes
+
+TOKEN_VARIABLE: Final = "HICACHE_METADATA_TOKEN"
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
+    """Options of the 3FS driver. All clients of one directory must be given the same `file_size`.
+
+    Raises:
+        ValueError: the size or the address is none.
+    """
+
+    path: Annotated[
+        str, Meta(min_length=1, description="Directory of the files, on a mount that all clients see; made if missing.")
+    ]
+    metadata_url: Annotated[
+        str | None,
+        Meta(
+            description="Address of the metadata server, such as http://meta:18000. Without it, or empty, the map is kept in this process: "
+            "one process for each directory, and nothing outlives it."
+        ),
+    ] = None
+    token: Annotated[
+        str, Meta(description=f"Bearer token for the metadata server, one that may write. By default ${TOKEN_VARIABLE}.")
+    ] = ""
+    file_size: Annotated[
+        int | str,
+        Meta(
+            description="Bytes of each namespace's file, such as '1TiB': a pool of one model in one geometry. The least recently used "
+            "pages are evicted to keep it. A file takes room on the disk only as pages are written, unless preallocate is set."
+        ),
+    ] = "1GiB"
+    preallocate: Annotated[bool, Meta(description="Take the file's whole room from the file system when it is made.")] = False
+    engine: Annotated[
+        Literal["auto", "usrbio", "posix"],
+        Meta(
+            description="What moves the bytes: 'usrbio', 3FS's interface past the kernel (package hf3fs-py-usrbio), or 'posix', "
+            "vectored reads and writes. By default usrbio on a 3FS mount where the package is installed."
+        ),
+    ] = "auto"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most threads that move the bytes of one call, engine posix. By default 4, or the number of cores if "
+            "less, on a local disk, and 8 elsewhere."
+        ),
+    ] = None
+    stuck_reads: Annotated[
+        Literal["auto", "waits", "buffered"],
+        Meta(
+            description="What a get does about a read that does not come back before the deadline, engine posix. 'buffered': it "
+            "returns; pages are read into buffers of the driver's own and copied. 'waits': it waits; pages are read straight into "
+            "the host pool. By default 'waits' on a local disk, and 'buffered' elsewhere."
+        ),
+    ] = "auto"
+    usrbio_rings: Annotated[
+        int, Meta(ge=1, description="Calls that may read, and as many that may write, at a time, engine usrbio.")
+    ] = 2
+    usrbio_entries: Annotated[int, Meta(ge=1, description="Requests in flight in one ring, engine usrbio.")] = 256
+    usrbio_buffer: Annotated[
+        int | str, Meta(description="Shared memory of one ring, through which its bytes go, engine usrbio.")
+    ] = "64MiB"
+    lease_seconds: Annotated[
+        Seconds, Meta(description="How long a slot stays with a writer that has died. Slow writes renew their leases.")
+    ] = 10.0
+    wait_seconds: Annotated[
+        float, Meta(ge=0, description="How long a set waits for pages that others are writing, or for slots that are resting.")
+    ] = 1.0
+    pin_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Pin pages while they are read, for so long at most, so that they are not evicted under the reader, which "
+            "would be a miss. 0 for no pins.",
+        ),
+    ] = 0.0
+    timeout_seconds: Annotated[
+        Seconds, Meta(description="How long the metadata server may take over what has no deadline: open, delete, clear.")
+    ] = 5.0
+    quarantine_seconds: Annotated[
+        float, Meta(ge=0, description="How long slots rest before they are used again, without a metadata server.")
+    ] = 0.1
+    verify_checksums: Annotated[
+        bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")
+    ] = True
+    metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+
+    def __post_init__(self) -> None:
+        for name in ("file_size", "usrbio_buffer"):
+            if not parse_bytes(getattr(self, name)):
+                raise ValueError(f"{name} must not be 0")
+        if self.metadata_url:
+            parts = urlsplit(self.metadata_url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"metadata_url {self.metadata_url!r} is no http or https address")
+
+    @property
+    def file_bytes(self) -> int:
+        """The size as a number."""
+        return parse_bytes(self.file_size)
+
+    @property
+    def usrbio_buffer_bytes(self) -> int:
+        """The size as a number."""
+        return parse_bytes(self.usrbio_buffer)
+
+    @property
+    def bearer(self) -> str:
+        """The token, wherever it comes from."""
+        return self.token or os.environ.get(TOKEN_VARIABLE, "")

@@ -1,0 +1,168 @@
+"""The 3FS driver: pages in slots of large files, and a metadata server that says which slot holds which page."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicache_backends.hf3fs.reader import PageReader
+from hicache_backends.hf3fs.scopes import metadata_keys
+from hicache_backends.hf3fs.slots.engine import SlotRead
+from hicache_backends.hf3fs.store import Store
+from hicache_backends.hf3fs.writer import PageWriter
+from hicache_metadata_server import protocol as p
+from hicache_storage.objects import Call, ObjectRead, ObjectStorage
+from hicache_storage.objects.envelope import stored_checksum
+from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError, StuckReads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.hf3fs.config import Hf3fsConfig
+    from hicache_storage.objects import LookupBatch, Namespace, ReadBatch, WriteBatch
+    from hicache_storage.spec import StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+
+class Hf3fsStorage(ObjectStorage):
+    """Stores pages in slots.
+
+    With a metadata server, what a set has answered `True` for is seen by the next call of any storage on the same directory
+    and server, and survives the death of all of them and of the server. Without one, it is seen in this process.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
+        remote = bool(config.metadata_url)
+        super().__init__(
+            identity,
+            driver_name="hf3fs",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES if remote else Sharing.PROCESS,
+                durability=Durability.PROCESS if remote else Durability.NONE,
+                deletes=True,
+                clears=True,
+                evicts=True,
+                networked=remote,
+                stuck_reads=StuckReads.WAITS if config.stuck_reads == "waits" else StuckReads.BUFFERED,
+            ),
+            verifies_checksums=config.verify_checksums,
+            metrics=config.metrics,
+        )
+        self._config = config
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """The open store.
+
+        Raises:
+            StorageUnavailableError: it is not open.
+        """
+        if self._store is None:
+            raise StorageUnavailableError("hf3fs: the store is not open")
+        return self._store
+
+    def connect(self) -> None:
+        store = self._store = Store(self._config)
+        self._reader = PageReader(store)
+        self._writer = PageWriter(store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}")
+        durability = self._capabilities.durability
+        if durability is Durability.PROCESS and store.directory.about.durability is p.Durability.NONE:
+            durability = Durability.REOPEN
+        self._capabilities = replace(
+            self._capabilities,
+            durability=durability,
+            stuck_reads=StuckReads.BUFFERED if store.engine.buffered else StuckReads.WAITS,
+        )
+
+    def disconnect(self) -> None:
+        store, self._store = self.store, None
+        store.close()
+
+    def check_health(self) -> Health:
+        about = self.store.directory.refresh(Call(self._config.timeout_seconds))
+        stuck = self.store.engine.stuck()
+        hanging = f"; {stuck} reads hang" if stuck else ""
+        return Health(ok=True, detail=f"{about.server}, engine {self.store.engine.name}{hanging}")
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        scopes = self.store.scopes([batch.namespace for batch in batches])
+        asked = [
+            p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
+        ]
+        found = self.store.directory.lookup(asked, call)
+        return [
+            [length == batch.namespace.object_bytes for length in part.lengths]
+            for part, batch in zip(found.scopes, batches, strict=True)
+        ]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        outcome = self._reader.read(batches, call)
+        self._note_partial_fault(outcome.faults, bool(outcome.arrived))
+        return [[read in outcome.arrived for read in batch.reads] for batch in batches]
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        outcome = self._writer.write(batches, call)
+        self._note_partial_fault(outcome.faults, bool(outcome.stored))
+        return [[write in outcome.stored for write in batch.writes] for batch in batches]
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        scopes = self.store.scopes([batch.namespace for batch in batches])
+        asked = [
+            p.DeleteScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
+        ]
+        return self.store.directory.delete(asked, call)
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        scopes = self.store.scopes(namespaces)
+        self.store.directory.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        return all(self._discard(batch, call) for batch in batches)
+
+    def _discard(self, batch: ReadBatch, call: Call) -> bool:
+        """Look at pages once more, and delete those that are damaged indeed; whether that is certain for all."""
+        store = self.store
+        [scope] = store.scopes([batch.namespace])
+        keys = list(dict.fromkeys(read.key for read in batch.reads))
+        asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
+        [found] = store.directory.lookup([asked], call, touch=False).scopes
+        certain, going, generations = True, list[str](), list[int]()
+        rows = zip(keys, asked.keys, found.slots, found.generations, found.lengths, found.checksums, strict=True)
+        for key, name, slot, generation, length, checksum in rows:
+            if slot < 0:
+                continue
+            if length == batch.namespace.object_bytes:
+                again = own_read(batch.namespace, key, verifies=self._config.verify_checksums)
+                job = SlotRead(again, scope.file, slot)
+                store.engine.read([job], Call(call.remaining()))
+                certain &= job.fault is None
+                if job.fault is not None or (job.whole and again.verify() and stored_checksum(again.envelope) == checksum):
+                    continue
+            going.append(name)
+            generations.append(generation)
+        if going:
+            store.directory.delete([p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call)
+        return certain
+
+    def _count_evicted(self, namespace: Namespace, pages: int) -> None:
+        self.recorder.count(namespace.pool, pages_evicted=pages)
+
+    def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
+        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
+        if not faults:
+            return
+        if not served:
+            raise faults[0]
+        self.recorder.count_fault()
+        logger.debug("answering misses for a part of a call: %s", faults[0])
+
+
+def own_read(namespace: Namespace, key: str, *, verifies: bool = True) -> ObjectRead:
+    """A read into memory of nobody else's."""
+    buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
+    return ObjectRead(namespace, key, buffers, verifies_checksum=verifies)

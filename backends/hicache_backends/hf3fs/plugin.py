@@ -1,0 +1,54 @@
+"""Registers the driver."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from hicache_storage.hookspecs import DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities, Durability, Sharing, StuckReads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMAND_LINE = "from hicache_storage.cli.main import main; main()"
+
+
+@hookimpl
+def hicache_register_drivers() -> Sequence[DriverSpec]:
+    """Offer the driver `hf3fs`."""
+    return [
+        DriverSpec(
+            name="hf3fs",
+            target="hicache_backends.hf3fs.driver:Hf3fsStorage",
+            config="hicache_backends.hf3fs.config:Hf3fsConfig",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                durability=Durability.PROCESS,
+                deletes=True,
+                clears=True,
+                evicts=True,
+                networked=True,
+                stuck_reads=StuckReads.BUFFERED,
+            ),
+            summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
+            requires=("aiohttp", "tenacity"),
+            # Whoever examines a trial store may read its files whole.
+            trial_config={
+                "path": "{tmp}/store",
+                "metadata_url": "http://127.0.0.1:{port:meta}",
+                "file_size": "64MiB",
+                "lease_seconds": "1",
+                # Longer than a lease, so that what a killed writer had begun is not refused to the next.
+                "wait_seconds": "3",
+            },
+            trial_services=(
+                (
+                    *(sys.executable, "-c", _COMMAND_LINE, "metadata", "serve"),
+                    *("--port", "{port:meta}", "--store", "sqlite:///{tmp}/meta.db"),
+                    *("--quarantine-seconds", "0.02", "--lease-seconds", "1"),
+                ),
+            ),
+            capacity_option="file_size",
+        )
+    ]

@@ -1,0 +1,110 @@
+"""The preallocated files, opened when first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_backends.hf3fs.slots.geometry import SlotGeometry
+    from hicache_backends.posix.descriptors import Handle
+
+LOOK_SECONDS: Final = 0.3
+"""How often it is asked whether somebody has removed an open file."""
+
+
+class SlotFile:
+    """One file of slots. Safe for many threads.
+
+    Args:
+        path: made if it is missing.
+        geometry: a file that is shorter is made longer, none is made shorter.
+        adopt: makes a handle of a descriptor.
+        preallocates: ask the file system for all of its room at once.
+    """
+
+    def __init__(self, path: str, geometry: SlotGeometry, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
+        self.path = path
+        self.geometry = geometry
+        self._adopt = adopt
+        self._preallocates = preallocates
+        self._lock = threading.Lock()
+        self._handle: Handle | None = None
+        self._look_at = 0.0
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins."""
+        return slot * self.geometry.slot_bytes
+
+    def borrow(self) -> Handle:
+        """The open file, which stays open as long as the handle is referenced.
+
+        Raises:
+            OSError: it cannot be opened or made long enough.
+        """
+        with self._lock:
+            handle, now = self._handle, time.monotonic()
+            if handle is not None and now < self._look_at:
+                return handle
+            self._look_at = now + LOOK_SECONDS
+            if handle is not None and os.fstat(handle.descriptor).st_nlink:
+                return handle
+            # New, or somebody has removed it: what is written there from now on would be seen by nobody else.
+            self._handle = None
+            handle = self._adopt(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            self._lengthen(handle.descriptor)
+            self._handle = handle
+            return handle
+
+    def forget(self, handle: Handle) -> None:
+        """Open the file anew the next time: what is open may belong to a mount that has died."""
+        with self._lock:
+            if self._handle is handle:
+                self._handle = None
+
+    def close(self) -> None:
+        """Close it, when nobody uses it any more."""
+        with self._lock:
+            self._handle = None
+
+    def _lengthen(self, descriptor: int) -> None:
+        length = os.fstat(descriptor).st_size
+        if length >= self.geometry.file_bytes:
+            return
+        if self._preallocates:
+            os.posix_fallocate(descriptor, length, self.geometry.file_bytes - length)
+        else:
+            # Another process may have made it longer meanwhile, but to the same length.
+            os.ftruncate(descriptor, self.geometry.file_bytes)
+
+
+class SlotFiles:
+    """The files of one store's directory."""
+
+    def __init__(self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
+        self._directory, self._adopt = directory, adopt
+        self._preallocates = preallocates
+        self._files: dict[str, SlotFile] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, geometry: SlotGeometry) -> SlotFile:
+        """The file of one scope; it is opened when it is borrowed."""
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                path = os.path.join(self._directory, f"{name}.slots")
+                file = self._files[name] = SlotFile(path, geometry, self._adopt, preallocates=self._preallocates)
+            return file
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            with contextlib.suppress(OSError):
+                file.close()

@@ -1,0 +1,131 @@
+"""An open store: everything that exists between `connect` and `disconnect`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Final
+
+from hicache_backends.hf3fs.scopes import ScopeOfSlots, store_id
+from hicache_backends.hf3fs.slots.files import SlotFiles
+from hicache_backends.hf3fs.slots.posix import PosixEngine
+from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
+from hicache_backends.posix.mounts import mount_of
+from hicache_storage.objects import Call
+from hicache_storage.spec import ConfigError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.hf3fs.client.directory import Directory
+    from hicache_backends.hf3fs.config import Hf3fsConfig
+    from hicache_backends.hf3fs.slots.engine import SlotEngine
+    from hicache_storage.objects import Namespace
+
+LOCAL_THREADS: Final = 4
+NETWORK_THREADS: Final = 8
+LOCAL_BYTES_PER_THREAD: Final = 16 << 20
+"""As for the file driver: below this a second thread gains nothing from the page cache."""
+NETWORK_BYTES_PER_THREAD: Final = 4 << 20
+
+
+class Store:
+    """One directory and its metadata, opened by one storage.
+
+    Raises:
+        ConfigError: the path is no directory.
+        StorageUnavailableError: the directory cannot be used, or the metadata server does not answer.
+    """
+
+    def __init__(self, config: Hf3fsConfig) -> None:
+        self.config = config
+        self.path = os.path.abspath(config.path)
+        self._create()
+        mount = mount_of(self.path)
+        self.is_local = mount.is_local
+        self._scopes: dict[str, ScopeOfSlots] = {}
+        self._lock = threading.Lock()
+        self.directory = self._open_directory()
+        try:
+            self.directory.refresh(Call(config.timeout_seconds))
+            self.engine = self._open_engine()
+        except BaseException:
+            self.directory.close()
+            raise
+        preallocates = config.preallocate and (mount.preallocates or not mount.is_local)
+        self.files = SlotFiles(self.path, self.engine.adopt, preallocates=preallocates)
+
+    def scopes(self, namespaces: Sequence[Namespace]) -> list[ScopeOfSlots]:
+        """The scopes of namespaces, declared to the directory."""
+        return [self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces]
+
+    def close(self) -> None:
+        """Leave no thread, no socket and no descriptor behind."""
+        try:
+            self.directory.close()
+        finally:
+            self.engine.close()
+            self.files.close()
+
+    def _declare(self, namespace: Namespace) -> ScopeOfSlots:
+        with self._lock:
+            scope = self._scopes.get(namespace.name)
+            if scope is None:
+                scope = ScopeOfSlots.of(namespace, self.files, self._id, self.config.file_bytes)
+                self.directory.declare(scope.geometry)
+                self._scopes[namespace.name] = scope
+            return scope
+
+    def _create(self) -> None:
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise ConfigError(f"path {self.path!r} is a file; name a directory")
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self._id = store_id(self.path)
+        except OSError as error:
+            raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error
+
+    def _open_directory(self) -> Directory:
+        if not self.config.metadata_url:
+            from hicache_backends.hf3fs.client.local import LocalDirectory
+
+            return LocalDirectory(self.path, quarantine_seconds=self.config.quarantine_seconds)
+        from hicache_backends.hf3fs.client.remote import RemoteDirectory
+
+        return RemoteDirectory(self.config.metadata_url, self.config.bearer, timeout_seconds=self.config.timeout_seconds)
+
+    def _open_engine(self) -> SlotEngine:
+        config = self.config
+        if config.engine != "posix":
+            usrbio = self._open_usrbio()
+            if usrbio is not None:
+                return usrbio
+        return PosixEngine(
+            threads=config.threads or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
+            bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
+            buffered=config.stuck_reads == "buffered" or (config.stuck_reads == "auto" and not self.is_local),
+            verifies=config.verify_checksums,
+        )
+
+    def _open_usrbio(self) -> SlotEngine | None:
+        """The engine for 3FS; None where it is not insisted upon, and not possible."""
+        config, insists = self.config, self.config.engine == "usrbio"
+        try:
+            library = load_library()
+        except ImportError as error:
+            if insists:
+                raise ConfigError(f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}") from error
+            return None
+        mount_point = library.extract_mount_point(self.path)
+        if mount_point is None:
+            if insists:
+                raise ConfigError(f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none")
+            return None
+        return UsrbioEngine(
+            library,
+            mount_point,
+            lanes=config.usrbio_rings,
+            entries=config.usrbio_entries,
+            buffer_bytes=config.usrbio_buffer_bytes,
+            verifies=config.verify_checksums,
+        )

@@ -1,0 +1,261 @@
+"""`hicache metadata`: run a metadata server, and look after one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from hicache_metadata_server.remote import Remote
+    from hicache_metadata_server.service.service import MetadataService
+
+app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look after it.", no_args_is_help=True)
+
+FOUND_PROBLEMS: Final = 1
+FAILED: Final = 2
+OFFLINE: Final = "Read this store instead, which no server has open."
+
+Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
+Token = Annotated[Path | None, typer.Option("--token-file", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")]
+LOCAL: Final = "http://127.0.0.1:18000"
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen at.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="[default: 18000]")] = None,
+    store: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///FILE, or memory:  [default: memory:]")] = None,
+    durability: Annotated[
+        str | None,
+        typer.Option(help="What acknowledged changes survive: process (kill -9) or machine (loss of power).  [default: process]"),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")
+    ] = None,
+    lease_seconds: Annotated[float | None, typer.Option(help="How long a reservation lasts.  [default: 30]")] = None,
+    quarantine_seconds: Annotated[
+        float | None, typer.Option(help="How long slots rest before they are reused.  [default: 5]")
+    ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json or console.  [default: json]")] = None,
+    log_level: Annotated[str | None, typer.Option(help="[default: info]")] = None,
+) -> None:
+    """Run a server until SIGTERM or SIGINT.
+
+    All these, and more limits, can be set in the environment as HICACHE_METADATA_... (docs/metadata-server.md); options count first.
+    """
+    given: dict[str, Any] = {
+        "host": host, "port": port, "store": store, "durability": durability, "token_file": token_file, "lease_seconds": lease_seconds,
+        "quarantine_seconds": quarantine_seconds, "tls_certificate": tls_certificate, "tls_key": tls_key, "log_format": log_format,
+        "log_level": log_level,
+    }  # fmt: skip
+    try:
+        from hicache_metadata_server import serve as server
+        from hicache_metadata_server.settings import ServerSettings
+    except ImportError as error:
+        _fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
+    from hicache_metadata_server.stores.store import StoreError
+
+    try:
+        server.serve(ServerSettings(**{name: value for name, value in given.items() if value is not None}))
+    except (StoreError, ValueError, OSError) as error:
+        _fail(_settings_error(error))
+
+
+@app.command()
+def status(url: Url = LOCAL, token_file: Token = None) -> None:
+    """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
+    from hicache_metadata_server.protocol import About, Scopes
+
+    with _complaints():
+        remote = _remote(url, token_file)
+        about, scopes = remote.call("/v2", None, About), remote.call("/v2/scopes", None, Scopes).scopes
+        ready, why = remote.is_ready()
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{about.server}, protocol {about.protocol}, instance {about.instance}, durability {about.durability}")
+    console.print(f"{len(scopes)} scopes, {sum(s.live for s in scopes):,} live pages of {sum(s.slots for s in scopes):,} slots")
+    limits = about.limits
+    console.print(
+        f"leases last {limits.lease_seconds:g} s, slots rest {limits.quarantine_seconds:g} s; {limits.keys:,} keys in a request"
+    )
+    console.print("ready" if ready else Text(f"not ready: {why}", "yellow"))
+    raise typer.Exit(0 if ready else FOUND_PROBLEMS)
+
+
+@app.command()
+def scopes(url: Url = LOCAL, token_file: Token = None) -> None:
+    """List every scope with its slots by state."""
+    from hicache_metadata_server.protocol import Scopes
+
+    with _complaints():
+        found = _remote(url, token_file).call("/v2/scopes", None, Scopes).scopes
+    table = Table(
+        "scope",
+        "slots",
+        "live",
+        "leased",
+        "quarantined",
+        "free",
+        "slot bytes",
+        "identity",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for one in found:
+        numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
+        table.add_row(one.scope, *(f"{number:,}" for number in numbers), one.identity)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def inspect(
+    scope: Annotated[str, typer.Argument(help="rank:namespace")],
+    key: Annotated[list[str] | None, typer.Option(help="A key; may be repeated.")] = None,
+    slot: Annotated[list[int] | None, typer.Option(min=0, help="A slot; may be repeated.")] = None,
+    url: Url = LOCAL,
+    token_file: Token = None,
+) -> None:
+    """Tell all that is known about some slots or keys, as JSON, one a line."""
+    import msgspec
+
+    from hicache_metadata_server.protocol import Inspect, Inspected
+
+    with _complaints():
+        request = Inspect(scope=scope, keys=key or [], slots=slot or [])
+        found = _remote(url, token_file).call("/v2/inspect", request, Inspected).slots
+    for entry in found:
+        typer.echo(msgspec.json.encode(entry).decode())
+
+
+@app.command()
+def fsck(
+    scope: Annotated[list[str] | None, typer.Argument(help="rank:namespace; all scopes if none is given.")] = None,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    store: Annotated[str, typer.Option(metavar="URL", help=OFFLINE)] = "",
+) -> None:
+    """Check every invariant of some scopes or all. Exits with 1 if one does not hold."""
+    from hicache_metadata_server.protocol import Checked, Fsck
+
+    with _complaints():
+        request = Fsck(scopes=scope or [])
+        checked = _fsck_store(store, request) if store else _remote(url, token_file).call("/v2/fsck", request, Checked)
+    for problem in checked.problems:
+        typer.echo(problem)
+    typer.echo(f"{checked.slots:,} slots checked, {len(checked.problems) or 'no'} problems", err=True)
+    raise typer.Exit(FOUND_PROBLEMS if checked.problems else 0)
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(help="The persistence file of SGLang's metadata server.")],
+    store: Annotated[
+        str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")
+    ],
+) -> None:
+    """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""
+    from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
+
+    with _complaints():
+        found = read_persistence_file(file.read_bytes())
+        with _opened(store) as (service, write):
+            import_scopes(service, found, time.time())
+            write()
+    for scope in found:
+        why = "".join(f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items()))
+        lost = f"; {scope.lost:,} lost slots are free again" if scope.lost else ""
+        typer.echo(f"{scope.name}: {len(scope.pages):,} pages in {scope.slots:,} slots{why}{lost}")
+
+
+@app.command()
+def drain(
+    off: Annotated[bool, typer.Option("--off", help="Give leases again.")] = False,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for the leases that are out.")] = 0.0,
+    url: Url = LOCAL,
+    token_file: Token = None,
+) -> None:
+    """Let a server give no new leases, before it is stopped. Exits with 1 if leases are still out."""
+    from hicache_metadata_server.protocol import Drain, Draining
+
+    deadline = time.monotonic() + wait
+    with _complaints():
+        remote = _remote(url, token_file)
+        answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
+        while not off and answer.leases and time.monotonic() < deadline:
+            time.sleep(min(0.2, wait))
+            answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
+    typer.echo("gives leases" if off else f"drains; {answer.leases:,} leases are out")
+    raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
+
+
+def _fsck_store(store: str, request: Any) -> Any:
+    from hicache_metadata_server.protocol import Checked
+
+    with _opened(store) as (service, _):
+        checked = Checked(slots=0, problems=[])
+        for piece in service.fsck(request):
+            checked = piece or checked
+        return Checked(slots=checked.slots, problems=[*service.recovery_problems, *checked.problems])
+
+
+@contextmanager
+def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
+    """A service as a store has kept it, and what writes its changes there."""
+    from hicache_metadata_server.service.service import MetadataService
+    from hicache_metadata_server.stores.store import MEMORY, StoreError, open_store
+
+    if store == MEMORY:
+        raise StoreError("nothing is kept in memory:")
+    opened, now = open_store(store), time.time()
+    try:
+        service = MetadataService(durability=opened.durability)
+        service.restore(opened.recover(now), opened.rows, now)
+        yield service, lambda: opened.write(service.take_changes(), now)
+    finally:
+        opened.close()
+
+
+def _remote(url: str, token_file: Path | None) -> Remote:
+    import os
+
+    from hicache_metadata_server.remote import Remote
+
+    token = token_file.read_text("utf-8").strip() if token_file else os.environ.get("HICACHE_METADATA_TOKEN", "")
+    return Remote(url, token)
+
+
+@contextmanager
+def _complaints() -> Generator[None]:
+    from hicache_metadata_server.remote import RemoteError
+    from hicache_metadata_server.service.refused import RefusedError
+    from hicache_metadata_server.stores.store import StoreError
+
+    try:
+        yield
+    except RefusedError as error:
+        _fail(error.problem.message)
+    except (RemoteError, StoreError, ValueError, OSError) as error:
+        _fail(str(error))
+
+
+def _settings_error(error: Exception) -> str:
+    errors = getattr(error, "errors", None)
+    if errors is None:
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
+    raise typer.Exit(FAILED)

@@ -1,0 +1,71 @@
+"""A plain client for the command line: one request, one answer, and errors as sentences."""
+
+from __future__ import annotations
+
+import http.client
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hicache_metadata_server.protocol import JSON, ROUTES, Problem, decode, encode
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.protocol import Answer, Request
+
+A = TypeVar("A", bound="Answer")
+ANSWER_SECONDS: Final = 60.0
+
+
+class RemoteError(Exception):
+    """The server cannot be reached, or refuses."""
+
+
+class Remote:
+    """A server that runs somewhere."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RemoteError(f"{url!r} is no http or https address")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._url, self._token, self._host, self._port = url, token, parts.hostname, parts.port
+
+    def call(self, path: str, request: Request | None, kind: type[A]) -> A:
+        """Ask one of the native routes.
+
+        Raises:
+            RemoteError: there is no answer, or it is a refusal.
+        """
+        status, body = self._send(ROUTES[path].method, path, None if request is None else encode(request))
+        if status != 200:
+            raise RemoteError(self._refusal(status, body))
+        try:
+            return decode(body, kind)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise RemoteError(f"{self._url} answers what a metadata server does not: {error}") from error
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether it gives leases, and if not, why."""
+        status, body = self._send("GET", "/readyz", None)
+        return status == 200, "" if status == 200 else self._refusal(status, body)
+
+    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        headers = {"Content-Type": JSON}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            with closing(self._kind(self._host, self._port, timeout=ANSWER_SECONDS)) as connection:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise RemoteError(f"{self._url} does not answer: {error}") from error
+
+    def _refusal(self, status: int, body: bytes) -> str:
+        try:
+            problem: Any = decode(body, Problem)
+        except (msgspec.DecodeError, UnicodeError):
+            return f"{self._url} answers {status}"
+        return f"{problem.message} ({status} {problem.code})"

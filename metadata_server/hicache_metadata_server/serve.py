@@ -1,0 +1,87 @@
+"""Run a server until it is told to end."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
+
+import prometheus_client
+import structlog
+import uvicorn
+
+from hicache_metadata_server.clock import Clock
+from hicache_metadata_server.logs import configure_logs
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.stores.store import open_store
+from hicache_metadata_server.web.app import create_app
+from hicache_metadata_server.web.tokens import Tokens
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.settings import ServerSettings
+    from hicache_metadata_server.stores.store import Store
+
+SWITCH_SECONDS: Final = 0.0005
+"""The thread that writes the store waits no longer than this for the interpreter."""
+
+_log = structlog.get_logger()
+
+
+def restored_service(store: Store, settings: ServerSettings, now: float) -> MetadataService:
+    """A service as its store has kept it.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    service = MetadataService(
+        settings.limits, durability=store.durability, name=f"hicache-storage {_version()}", most_scopes=settings.most_scopes
+    )
+    service.restore(store.recover(now), store.rows, now)
+    return service
+
+
+def serve(settings: ServerSettings) -> None:
+    """Serve until SIGTERM or SIGINT; requests that were accepted by then are answered.
+
+    Raises:
+        StoreError: the store cannot be opened, or another server has it.
+        ValueError: a setting is not as it must be.
+    """
+    configure_logs(settings.log_level, settings.log_format)
+    tokens = Tokens(settings.tokens())
+    clock = Clock()
+    begin = time.perf_counter()
+    store = open_store(settings.store, settings.durability)
+    try:
+        service = restored_service(store, settings, clock())
+    except BaseException:
+        store.close()
+        raise
+    pages = sum(len(scope.recency) for scope in service.scopes.values())
+    for problem in service.recovery_problems:
+        _log.warning("left_out", problem=problem)
+    _log.info(
+        "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
+        tokens=bool(tokens), recovery_seconds=round(time.perf_counter() - begin, 3),
+    )  # fmt: skip
+    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # A series for each counter's birthday, which nobody asked for.
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    uvicorn.run(
+        create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
+        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
+        server_header=False, date_header=False, lifespan="on",
+    )  # fmt: skip
+
+
+def _version() -> str:
+    try:
+        return version("hicache-storage")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,115 @@
+"""What an unchanged SGLang asks for, on the same scopes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import Measure
+from hicache_metadata_server.service.refused import RefusedError, invalid
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.service.service import MetadataService
+    from hicache_metadata_server.state.scope import Scope
+
+
+class CompatibleService:
+    """The compatible part. A reservation is a lease that is named by its key and slot."""
+
+    def __init__(self, service: MetadataService) -> None:
+        self._service = service
+
+    def check(self, rank: int, request: p.CompatibleKeys | p.CompatibleReserve) -> None:
+        """See that a long request is within the limits as a whole, and its scope there."""
+        measure = Measure(self._service.limits)
+        measure.keys([key if isinstance(key, str) else key[0] for key in request.keys], "keys")
+        if isinstance(request, p.CompatibleReserve):
+            measure.lengths([prefix for _, prefix in request.keys], "keys")
+        self._service.known(f"{rank}:{request.namespace}")
+
+    def initialize(self, rank: int, request: p.CompatibleInitialize, now: float) -> None:
+        """Make a scope, or see that it has as many pages."""
+        name = f"{rank}:{request.namespace}"
+        known = self._service.scopes.get(name)
+        if known is None:
+            self._service.see_room_for_scope("namespace")
+            self._service.add_scope(p.ScopeGeometry(scope=name, slots=request.num_pages))
+        elif known.geometry.slots != request.num_pages:
+            message = f"scope {name!r} has {known.geometry.slots} pages, not {request.num_pages}"
+            raise RefusedError(409, "mismatch", message, "num_pages")
+
+    def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+        """Which keys are live; counts as use."""
+        scope = self._with_keys(rank, request)
+        scope.recency.touch(request.keys)
+        return {"exists": scope.recency.live(request.keys)}
+
+    def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+        """Slots of live keys; counts as use."""
+        scope = self._with_keys(rank, request)
+        scope.recency.touch(request.keys)
+        return {"indices": [slot if slot >= 0 else None for slot in scope.recency.slots(request.keys)]}
+
+    def reserve_and_allocate_page_indices(self, rank: int, request: p.CompatibleReserve, now: float) -> dict[str, Any]:
+        """Slots for new keys, -1 where there are none."""
+        keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
+        measure = Measure(self._service.limits)
+        measure.keys(keys, "keys")
+        measure.lengths(prefixes, "keys")
+        scope = self._service.find(f"{rank}:{request.namespace}")
+        if self._service.draining:
+            slots = scope.recency.slots(keys)
+            return {"indices": [(slot >= 0, slot) for slot in slots]}
+        states, slots, _ = self._service.lease(scope, keys, prefixes, now)
+        return {"indices": [(state is p.Reserved.EXISTS, slot) for state, slot in zip(states, slots, strict=True)]}
+
+    def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
+        """Make reserved slots live, give others back; what cannot be done is refused after all else was done."""
+        measure = Measure(self._service.limits)
+        measure.keys([key for key, _ in request.written_keys_to_confirm], "written_keys_to_confirm")
+        measure.entries(request.pages_to_release, "pages_to_release")
+        scope = self._service.find(f"{rank}:{request.namespace}")
+        self._see_slots(scope, request)
+        scope.settle(now)
+        refused = self._confirm(scope, request.written_keys_to_confirm, now)
+        for i, done in enumerate(scope.release(request.pages_to_release, now)):
+            if not done:
+                refused = refused or f"pages_to_release[{i}]"
+        if refused:
+            raise RefusedError(409, "stale", "that slot is not reserved for that key; all else was done", refused)
+
+    def delete_keys(self, rank: int, request: p.CompatibleKeys, now: float) -> None:
+        """Make keys go."""
+        Measure(self._service.limits).keys(request.keys, "keys")
+        self._service.find(f"{rank}:{request.namespace}").delete(request.keys, (), now)
+
+    def clear(self, rank: int, request: p.CompatibleClear, now: float) -> None:
+        """Make everything go."""
+        name = f"{rank}:{request.namespace}"
+        self._service.find(name)
+        self._service.clear(p.Clear(scopes=[name]), now)
+
+    def _with_keys(self, rank: int, request: p.CompatibleKeys) -> Scope:
+        Measure(self._service.limits).keys(request.keys, "keys")
+        return self._service.known(f"{rank}:{request.namespace}")
+
+    def _see_slots(self, scope: Scope, request: p.CompatibleConfirm) -> None:
+        slots = scope.geometry.slots
+        confirmed = [slot for _, slot in request.written_keys_to_confirm]
+        for field, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", request.pages_to_release)):
+            if max(column, default=0) >= slots:
+                where = next(i for i, slot in enumerate(column) if slot >= slots)
+                raise invalid(f"there are {slots} pages", f"{field}[{where}]")
+
+    def _confirm(self, scope: Scope, pairs: list[tuple[str, int]], now: float) -> str:
+        by_key, leases, refused = scope.leases.by_key, scope.table.leases, ""
+        mine = dict(pairs)
+        if len(mine) < len(pairs) or any(by_key.get(key, -1) != slot for key, slot in pairs):
+            mine = {}
+            for i, (key, slot) in enumerate(pairs):
+                if by_key.get(key, -1) == slot:
+                    mine[key] = slot
+                elif scope.recency.slot(key) != slot:
+                    refused = refused or f"written_keys_to_confirm[{i}]"
+        scope.commit([(leases[slot], 0, 0) for slot in mine.values()], now)
+        return refused

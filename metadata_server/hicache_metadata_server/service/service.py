@@ -1,0 +1,447 @@
+"""The operations of the protocol on all scopes, with the time passed in."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.answers import AnswerBook
+from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.service.limits import DEFAULTS, Measure
+from hicache_metadata_server.service.numbers import Numbers
+from hicache_metadata_server.service.pin_book import PinBook
+from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
+from hicache_metadata_server.state.audit import SHOWN, audit
+from hicache_metadata_server.state.restoring import columns_of, restore
+from hicache_metadata_server.state.scope import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.service.changes import Recovered
+    from hicache_metadata_server.state.restoring import SlotRow
+
+MOST_SCOPES: Final = 4096
+_ZEROS: Final = (0, 0, 0)
+
+
+class _Part(Protocol):
+    """One scope's share of a request."""
+
+    @property
+    def scope(self) -> str: ...
+
+
+_PartT = TypeVar("_PartT", bound=_Part)
+
+
+class MetadataService:
+    """All scopes of one server, or of one process that uses them without a server.
+
+    Not for several threads at once. Each operation raises `RefusedError` where the request cannot be done, and then has done nothing.
+    `take_changes` gives what a store must keep; a process that keeps nothing calls it too, or `forget_changes`.
+    """
+
+    def __init__(
+        self, limits: p.Limits = DEFAULTS, *, durability: p.Durability = p.Durability.NONE, name: str = "hicache-storage",
+        most_scopes: int = MOST_SCOPES,
+    ) -> None:  # fmt: skip
+        self.limits = limits
+        self.about = p.About(
+            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+        )
+        self.most_scopes = most_scopes
+        self.scopes: dict[str, Scope] = {}
+        self.answers = AnswerBook(limits.idempotency_seconds)
+        self.draining = False
+        self.recovery_problems: list[str] = []
+        """What a restart found to contradict itself, and left out."""
+        self._numbers: dict[str, int] = {}
+        """The store's names for scopes."""
+        self._leases, self._pin_numbers = Numbers(), Numbers()
+        self._pins = PinBook()
+        self._changed: dict[str, Scope] = {}
+        self._made: dict[str, Scope] = {}
+        """New or cleared scopes."""
+        self._ceilings = {"lease": 1, "pin": 1}
+        """As they are written down."""
+
+    # Scopes.
+
+    def initialize(self, request: p.Initialize, now: float) -> p.Initialized:
+        """Make scopes, or see that they are what the client takes them for: all or none."""
+        measure = Measure(self.limits)
+        measure.scopes(request.scopes)
+        wanted: dict[str, p.ScopeGeometry] = {}
+        created = list[bool]()
+        for i, part in enumerate(request.scopes):
+            measure.geometry(part, f"scopes[{i}]")
+            known = self.scopes[part.scope].geometry if part.scope in self.scopes else wanted.get(part.scope)
+            created.append(known is None)
+            for name in ("slots", "slot_bytes", "geometry", "identity"):
+                if known is not None and getattr(known, name) != getattr(part, name):
+                    message = f"scope {part.scope!r} has {name} {getattr(known, name)!r}, not {getattr(part, name)!r}"
+                    raise RefusedError(409, "mismatch", message, f"scopes[{i}].{name}")
+            wanted.setdefault(part.scope, part)
+        new = [part for name, part in wanted.items() if name not in self.scopes]
+        self._see_room(len(new), "scopes")
+        for part in new:
+            self.add_scope(part)
+        return p.Initialized(created=created)
+
+    def add_scope(self, geometry: p.ScopeGeometry) -> Scope:
+        """Make a scope that is not there."""
+        scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
+        self._numbers[geometry.scope] = 1 + max(self._numbers.values(), default=0)
+        self._made[geometry.scope] = scope
+        return scope
+
+    def list_scopes(self) -> p.Scopes:
+        """Every scope, its geometry, its slots by state."""
+        return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self.scopes)])
+
+    def clear(self, request: p.Clear, now: float) -> p.Cleared:
+        """Empty scopes, leases included."""
+        Measure(self.limits).scopes(request.scopes)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        for name in request.scopes:
+            self._made[name] = self._changed[name] = self.scopes[name]
+        return p.Cleared(pages=[scope.clear(now) for scope in scopes])
+
+    # Pages. What may be a long list is checked as a whole, and may then be done piece by piece (`service.slices`).
+
+    def check(self, request: p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete) -> None:
+        """See that a request is within the limits and about scopes that are there.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        measure = Measure(self.limits)
+        match request:
+            case p.Lookup() | p.Touch():
+                measure.looked_up(request.scopes)
+            case p.Reserve():
+                measure.reserved(request.scopes, request.owner)
+            case p.Commit():
+                measure.committed(request.scopes)
+            case p.Abort() | p.Renew():
+                measure.leased(request.scopes)
+            case p.Delete():
+                measure.deleted(request.scopes)
+        scopes = self._all_known(request.scopes)
+        if isinstance(request, p.Reserve) and self.draining:
+            raise RefusedError(503, "draining", "this server gives no new leases while it drains")
+        if isinstance(request, p.Commit):
+            _see_lengths(request, scopes)
+
+    def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
+        """Where pages are; pinned for a time, if asked for."""
+        self.check(request)
+        return self.do_lookup(request, now)
+
+    def do_lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
+        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            slots = scope.recency.slots(part.keys)
+            if request.touch:
+                scope.recency.touch(part.keys)
+            found.append(_found(scope, slots))
+            if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
+                slots_by_scope.setdefault(self._numbers[part.scope], []).extend(there)
+        pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
+        return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
+
+    def reserve(self, request: p.Reserve, now: float) -> p.Leases:
+        """Lease slots for keys that are not there."""
+        self.check(request)
+        return self.do_reserve(request, now)
+
+    def do_reserve(self, request: p.Reserve, now: float) -> p.Leases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        seconds, answers = self._lease_seconds(request.lease_seconds), list[p.Leased]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            self._changed[part.scope] = scope
+            first, evicted = self._leases.take(len(part.keys)), scope.evicted
+            states, slots, leases = scope.reserve(part.keys, part.prefixes, request.owner, first, now, now + seconds)
+            generations = scope.table.generations
+            answers.append(
+                p.Leased(
+                    states=states, slots=slots, generations=[generations[slot] if slot >= 0 else 0 for slot in slots], leases=leases,
+                    evicted=scope.evicted - evicted,
+                )
+            )  # fmt: skip
+        return p.Leases(scopes=answers, lease_seconds=seconds)
+
+    def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
+        """Make pages live."""
+        self.check(request)
+        return self.do_commit(request, now)
+
+    def do_commit(self, request: p.Commit, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+
+        def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
+            return scope.commit(list(zip(part.leases, part.lengths, part.checksums, strict=True)), now)
+
+        return self._settled(request.scopes, scopes, settle)
+
+    def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
+        """Give leases back."""
+        self.check(request)
+        return self.do_abort(request, now)
+
+    def do_abort(self, request: p.Abort, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        return self._settled(request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now))
+
+    def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
+        """Let leases last from now on."""
+        self.check(request)
+        return self.do_renew(request, now)
+
+    def do_renew(self, request: p.Renew, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        until = now + self._lease_seconds(request.lease_seconds)
+        return self._settled(request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until))
+
+    def unpin(self, request: p.Unpin, now: float) -> None:
+        """Let pins go before their time."""
+        Measure(self.limits).entries(request.pins, "pins")
+        self._let_pins_go(self._pins.remove(request.pins), now)
+
+    def touch(self, request: p.Touch, now: float) -> p.Marked:
+        """Count as use."""
+        self.check(request)
+        return self.do_touch(request, now)
+
+    def do_touch(self, request: p.Touch, now: float) -> p.Marked:
+        """The same of a request that was checked."""
+        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            scope.recency.touch(part.keys)
+            flags.append(p.Flags(done=scope.recency.live(part.keys)))
+        return p.Marked(scopes=flags)
+
+    def delete(self, request: p.Delete, now: float) -> p.Marked:
+        """Make pages go."""
+        self.check(request)
+        return self.do_delete(request, now)
+
+    def do_delete(self, request: p.Delete, now: float) -> p.Marked:
+        """The same of a request that was checked."""
+        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            self._changed[part.scope] = scope
+            flags.append(p.Flags(done=scope.delete(part.keys, part.generations, now)))
+        return p.Marked(scopes=flags)
+
+    # Operators.
+
+    def inspect(self, request: p.Inspect, now: float) -> p.Inspected:
+        """All about some slots, then about the slots of some keys."""
+        measure = Measure(self.limits)
+        measure.keys(request.keys, "keys")
+        measure.entries(request.slots, "slots")
+        scope = self._known(request.scope, "scope")
+        for i, slot in enumerate(request.slots):
+            if slot >= scope.geometry.slots:
+                raise invalid(f"there are {scope.geometry.slots} slots", f"slots[{i}]")
+        slots = [*request.slots, *map(scope.slot_of, request.keys)]
+        return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
+
+    def fsck(self, request: p.Fsck) -> Iterator[p.Checked | None]:
+        """Check every invariant, in pieces between which other requests may be served; the last is the answer, the others None."""
+        Measure(self.limits).scopes(request.scopes)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)] or list(self.scopes.values())
+        problems = list[str]()
+        for scope in scopes:
+            for piece in audit(scope):
+                problems += [f"{scope.geometry.scope}: {problem}" for problem in piece]
+                yield None
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        yield p.Checked(slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more)
+
+    def drain(self, request: p.Drain, now: float) -> p.Draining:
+        """Give no new leases, while all else goes on."""
+        self.draining = request.enabled
+        for scope in self.scopes.values():
+            scope.settle(now)
+        return p.Draining(enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values()))
+
+    # Time, and what is kept.
+
+    def settle(self, now: float, most: int) -> bool:
+        """Do what is due, about `most` slots of it; returns whether there is more."""
+        self._let_pins_go(self._pins.ended(now), now)
+        self.answers.forget(now)
+        for scope in self.scopes.values():
+            if most <= 0:
+                return True
+            due = scope.next_time()
+            if due is not None and due <= now:
+                most -= scope.settle(now, most)
+        return most <= 0
+
+    def take_changes(self) -> Changes:
+        """What was changed since the last call, as it is now."""
+        changes = Changes(answers=self.answers.added, pins=list(self._pins.added.values()), unpinned=self._pins.removed)
+        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+        for name, scope in self._made.items():
+            changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
+        for name, scope in self._changed.items():
+            if scope.changed:
+                changes.slots[self._numbers[name]] = columns_of(scope, list(dict.fromkeys(scope.changed)))
+                scope.changed = []
+        self._made, self._changed = {}, {}
+        for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
+            if numbers.ceiling != self._ceilings[name]:
+                changes.counters[name] = self._ceilings[name] = numbers.ceiling
+        return changes
+
+    def forget_changes(self) -> None:
+        """For who keeps nothing: drop what `take_changes` would give."""
+        for scope in self._changed.values():
+            scope.changed = []
+        self._made, self._changed = {}, {}
+        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+
+    def put_back(self, changes: Changes) -> None:
+        """Take changes back that could not be written down: they are to be tried again, with what the slots are by then."""
+        names = {number: name for name, number in self._numbers.items()}
+        self.answers.withdraw(changes.answers)
+        for record in changes.scopes:
+            self._made[names[record.number]] = self.scopes[names[record.number]]
+        for number, columns in changes.slots.items():
+            scope = self._changed[names[number]] = self.scopes[names[number]]
+            scope.changed += columns.slots
+        for pin in changes.pins:
+            self._pins.added.setdefault(pin.pin, pin)
+        self._pins.removed = changes.unpinned + self._pins.removed
+        for name in changes.counters:
+            self._ceilings[name] = 0
+
+    def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRow]], now: float) -> None:
+        """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
+        self._leases = Numbers(recovered.counters.get("lease", 1))
+        self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling}
+        by_number = dict[int, Scope]()
+        for record in recovered.scopes:
+            name = record.geometry.scope
+            scope = self.scopes[name] = by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
+            self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
+        for pin in recovered.pins:
+            self._pins.add(pin, remember=False)
+            for number, slots in pin.slots.items():
+                by_number[number].pin(pin.pin, slots, pin.until)
+        for number, scope in by_number.items():
+            problems = restore(scope, rows(number), now, self.limits.most_lease_seconds)
+            self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
+        self.answers.restore(recovered.answers)
+
+    # Helpers of these and of the compatible part.
+
+    def find(self, name: str) -> Scope:
+        """A scope that a call of the compatible part is about to change."""
+        scope = self._changed[name] = self._known(name, "namespace")
+        return scope
+
+    def known(self, name: str) -> Scope:
+        """A scope that a call of the compatible part looks at."""
+        return self._known(name, "namespace")
+
+    def lease(
+        self, scope: Scope, keys: Sequence[str], prefixes: Sequence[str], now: float
+    ) -> tuple[list[p.Reserved], list[int], list[int]]:
+        """Reserve for the compatible part: as long as leases last by default."""
+        first = self._leases.take(len(keys))
+        return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
+
+    def take_leases(self, count: int) -> int:
+        """The first of so many new leases, for pages that come from elsewhere."""
+        return self._leases.take(count)
+
+    def see_room_for_scope(self, field: str) -> None:
+        """See that another scope may be made."""
+        self._see_room(1, field)
+
+    def _see_room(self, new: int, field: str) -> None:
+        if new and len(self.scopes) + new > self.most_scopes:
+            raise too_large(f"this server keeps {self.most_scopes} scopes", field)
+
+    def _known(self, name: str, field: str) -> Scope:
+        scope = self.scopes.get(name)
+        if scope is None:
+            raise unknown_scope(name, field)
+        return scope
+
+    def _all_known(self, parts: Sequence[_Part]) -> list[Scope]:
+        return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
+
+    def _lease_seconds(self, wish: float | None) -> float:
+        limits = self.limits
+        return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
+
+    def _settled(
+        self, parts: Sequence[_PartT], scopes: Sequence[Scope], settle: Callable[[_PartT, Scope], list[bool]]
+    ) -> p.SettledLeases:
+        answers = list[p.SettledScope]()
+        for part, scope in zip(parts, scopes, strict=True):
+            self._changed[part.scope] = scope
+            states = [p.Settled.DONE if done else p.Settled.STALE for done in settle(part, scope)]
+            answers.append(p.SettledScope(states=states))
+        return p.SettledLeases(scopes=answers)
+
+    def _pin(self, slots: dict[int, list[int]], until: float) -> int:
+        pin = self._pin_numbers.take(1)
+        self._pins.add(PinRecord(pin, until, slots))
+        by_number = {self._numbers[name]: scope for name, scope in self.scopes.items() if self._numbers[name] in slots}
+        for number, pinned in slots.items():
+            by_number[number].pin(pin, pinned, until)
+        return pin
+
+    def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
+        records = list(records)
+        if not records:
+            return
+        by_number = {number: self.scopes[name] for name, number in self._numbers.items()}
+        for record in records:
+            for number, slots in record.slots.items():
+                by_number[number].unpin(record.pin, slots, now)
+
+    def _status(self, scope: Scope) -> p.ScopeStatus:
+        geometry = scope.geometry
+        return p.ScopeStatus(
+            scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
+            identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
+            quarantined=scope.resting,
+        )  # fmt: skip
+
+
+def _see_lengths(request: p.Commit, scopes: Sequence[Scope]) -> None:
+    for i, (part, scope) in enumerate(zip(request.scopes, scopes, strict=True)):
+        most = scope.geometry.slot_bytes
+        if 0 < most < max(part.lengths, default=0):
+            where = next(j for j, length in enumerate(part.lengths) if length > most)
+            raise invalid(f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]")
+
+
+def _found(scope: Scope, slots: list[int]) -> p.Found:
+    table = scope.table
+    generations, lengths, checksums = table.generations, table.lengths, table.checksums
+    if -1 not in slots:
+        return p.Found(
+            slots=slots, generations=[generations[slot] for slot in slots], lengths=[lengths[slot] for slot in slots],
+            checksums=[checksums[slot] for slot in slots],
+        )  # fmt: skip
+    rows = [(generations[slot], lengths[slot], checksums[slot]) if slot >= 0 else _ZEROS for slot in slots]
+    columns = list(zip(*rows, strict=True)) or [(), (), ()]
+    return p.Found(slots=slots, generations=list(columns[0]), lengths=list(columns[1]), checksums=list(columns[2]))

@@ -1,0 +1,92 @@
+"""Long requests, done piece by piece, so that others are served in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import Struct, structs
+
+from hicache_metadata_server import protocol as p
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ENTRIES: Final = 512
+"""In a piece: about a millisecond."""
+
+_COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
+    p.Lookup: ("keys",),
+    p.Touch: ("keys",),
+    p.Reserve: ("keys", "prefixes"),
+    p.Commit: ("leases", "lengths", "checksums"),
+    p.Abort: ("leases",),
+    p.Renew: ("leases",),
+    p.Delete: ("keys", "generations"),
+}
+_FROM_THE_END: Final = (p.Lookup, p.Touch)
+"""Their keys count as used from the last to the first."""
+_FLAT: Final = (p.CompatibleKeys, p.CompatibleReserve)
+
+
+def is_long(request: object) -> bool:
+    """Whether a request is better done in pieces."""
+    if isinstance(request, _FLAT):
+        return len(request.keys) > ENTRIES
+    if isinstance(request, p.Lookup) and request.pin_seconds > 0:
+        return False
+    columns = _COLUMNS.get(type(request)) if isinstance(request, Struct) else None
+    if not columns:
+        return False
+    parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
+    return sum(len(getattr(part, columns[0])) for part in parts) > ENTRIES
+
+
+def sliced(request: Any, do: Callable[[Any], Any]) -> Iterator[Any]:
+    """Do a request that was checked; yields None after each piece, and at last the answer."""
+    answers = list[tuple[int, int, Any]]()
+    pieces = list(_pieces(request))
+    for number, start, piece in reversed(pieces) if isinstance(request, (*_FROM_THE_END, p.CompatibleKeys)) else pieces:
+        answers.append((number, start, do(piece)))
+        yield None
+    answers.sort(key=lambda answer: answer[:2])
+    if isinstance(request, _FLAT):
+        yield _joined_dicts([answer for _, _, answer in answers])
+    else:
+        yield _joined(answers)
+
+
+def _pieces(request: Any) -> Iterator[tuple[int, int, Any]]:
+    """Number of the scope, first entry, and request of each piece; a scope without entries has one of none."""
+    if isinstance(request, _FLAT):
+        for start in range(0, len(request.keys), ENTRIES):
+            yield 0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES])
+        return
+    columns = _COLUMNS[type(request)]
+    for number, part in enumerate(request.scopes):
+        for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
+            cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
+            yield number, start, structs.replace(request, scopes=[structs.replace(part, **cut)])
+
+
+def _joined(answers: list[tuple[int, int, Any]]) -> Any:
+    """One answer whose columns are those of the pieces, one after the other."""
+    parts = dict[int, list[Any]]()
+    for number, _, answer in answers:
+        parts.setdefault(number, []).append(answer.scopes[0])
+    scopes = [
+        structs.replace(some[0], **{name: _merged([getattr(part, name) for part in some]) for name in some[0].__struct_fields__})
+        for some in parts.values()
+    ]  # fmt: skip
+    return structs.replace(answers[0][2], scopes=scopes)
+
+
+def _merged(values: list[Any]) -> Any:
+    """Columns one after the other; counts added up."""
+    return sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
+
+
+def _joined_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:
+    found = [answer for answer in answers if answer is not None]
+    if not found:
+        return None
+    return {name: [entry for answer in found for entry in answer[name]] for name in found[0]}

@@ -1,0 +1,352 @@
+"""One scope: the life of its slots, `free -> leased -> live -> quarantined -> free`, as docs/metadata-protocol.md tells it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+from hicache_metadata_server.protocol import NO_SLOT, Reserved, SlotStatus
+from hicache_metadata_server.state.chains import Chains
+from hicache_metadata_server.state.free_slots import FreeSlots
+from hicache_metadata_server.state.leases import Leases
+from hicache_metadata_server.state.pins import Pins
+from hicache_metadata_server.state.recency import Recency
+from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, NAMES, QUARANTINED, SlotTable
+from hicache_metadata_server.state.timers import Timers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_metadata_server.protocol import ScopeGeometry
+
+STEP: Final = 1024
+"""Slots that one call sees to beside its own work: what more is due, later calls and `settle` do."""
+SPARE_SHARE: Final = 32
+"""One of so many slots is kept free or resting, once a scope is full: what is evicted only when it is asked for comes a quarantine
+too late. Scopes of fewer than `STEP` slots keep none."""
+
+
+class Scope:
+    """The slots of one scope.
+
+    Every method is called with the time, which never goes back, and does what is due by then before anything else, up to `STEP`
+    slots of it. `changed` collects the slots whose state a restart must know; whoever keeps it takes them.
+    """
+
+    def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
+        self.geometry = geometry
+        self.quarantine_seconds = quarantine_seconds
+        self.table = SlotTable()
+        self.free = FreeSlots(self.table, geometry.slots)
+        self.recency = Recency(self.table)
+        self.chains = Chains(self.table, self.recency)
+        self.leases = Leases(self.table)
+        self.pins = Pins()
+        self.timers = Timers()
+        self.resting = 0
+        """Quarantined slots."""
+        self.changed: list[int] = []
+        self.epoch = 0
+        """Times that it was cleared. What was written down in an earlier epoch is live or leased no more."""
+        self.cleared_until = 0.0
+        """When the quarantine of the last clear ends."""
+        self.evicted = 0
+        """Pages evicted since the start."""
+        self._detached: list[tuple[float, list[dict[str, int]]]] = []
+        """What clears have left to be taken apart, and when its quarantine ends."""
+
+    # What time does.
+
+    def settle(self, now: float, most: int = STEP) -> int:
+        """End the leases and quarantines whose time has come, at most so many; returns how many slots were looked at."""
+        done = self._take_apart(most) if self._detached else 0
+        next_time = self.timers.next_time()
+        # What a clear has left does not know the end of its quarantine before it was taken apart.
+        if next_time is None or next_time > now or self._detached:
+            return done
+        table, free = self.table, list[int]()
+        states, until = table.states, table.until
+        due, expired = self.timers.due(now, most - done), list[int]()
+        for slot in due:
+            if until[slot] > now:
+                continue
+            if states[slot] == LEASED:
+                expired.append(slot)
+            elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
+                states[slot] = FREE
+                free.append(slot)
+        self.resting -= len(free)
+        self.free.add(free)
+        if expired:
+            # A lease that was renewed is due several times.
+            self._let_go(list(dict.fromkeys(expired)), now, remember=False)
+        return done + len(due)
+
+    def next_time(self) -> float | None:
+        """When `settle` has something to do, if it has."""
+        return 0.0 if self._detached else self.timers.next_time()
+
+    def is_pinned(self, slot: int, now: float) -> bool:
+        """Whether any pin on it lasts."""
+        return bool(self.pins.by_slot) and self.pins.count(slot, now) > 0
+
+    # What clients ask for.
+
+    def reserve(
+        self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, now: float, until: float
+    ) -> tuple[list[Reserved], list[int], list[int]]:
+        """Lease slots for keys that are neither live nor leased; what reserve says, the slot and the lease of each key.
+
+        Leases are numbered from `first_lease`; at most one a key. `prefixes` is empty or as long as `keys`.
+        """
+        self.settle(now)
+        by_key, recency = self.leases.by_key, self.recency
+        slots = recency.slots(keys)
+        if max(slots, default=0) < 0 and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+            # Nearly always: nothing in the batch is known.
+            new = dict(zip(keys, range(len(keys)), strict=True))
+        else:
+            # Of a key that stands several times the first one counts.
+            new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
+            recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
+        if new and self._make_room(len(new), now):
+            # A page of this batch may have gone to make room for another.
+            slots = recency.slots(keys)
+        if len(keys) == len(new) <= len(self.free):
+            given = self._lease(keys, prefixes, owner, first_lease, until)
+            return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
+        places = sorted(new.values())[: len(self.free)]
+        before = [prefixes[i] for i in places] if prefixes else []
+        given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
+        states = [
+            Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        leases = [0] * len(keys)
+        for lease, (i, slot) in enumerate(zip(places, given, strict=True), first_lease):
+            states[i], slots[i], leases[i] = Reserved.LEASED, slot, lease
+        return states, slots, leases
+
+    def commit(self, rows: Sequence[tuple[int, int, int]], now: float) -> list[bool]:
+        """Make leased slots live: lease, length and checksum of each. False where the lease is not held.
+
+        A lease whose page is live already counts as done if length and checksum are the same.
+        """
+        self.settle(now)
+        table, by_number, by_key = self.table, self.leases.by_number, self.leases.by_key
+        lengths, checksums, states, keys = table.lengths, table.checksums, table.states, table.keys
+        done, committed = list[bool](), list[int]()
+        for lease, length, checksum in rows:
+            slot = by_number.pop(lease, NO_SLOT)
+            if slot >= 0:
+                lengths[slot], checksums[slot], states[slot] = length, checksum, LIVE
+                del by_key[keys[slot]]
+                committed.append(slot)
+            done.append(slot >= 0 or self._is_committed(lease, length, checksum))
+        for slot in committed if self.leases.owners else ():
+            self.leases.owners.pop(slot, None)
+        # From the last to the first, so that the head of a chain ends as the latest.
+        committed.reverse()
+        self.recency.order.update(zip([keys[slot] for slot in committed], committed, strict=True))
+        self.chains.joined(committed)
+        self.changed += committed
+        return done
+
+    def abort(self, leases: Sequence[int], now: float) -> list[bool]:
+        """End leases; False where there is none."""
+        self.settle(now)
+        by_number, done, going = self.leases.by_number, list[bool](), list[int]()
+        for lease in dict.fromkeys(leases):
+            if lease in by_number:
+                going.append(by_number[lease])
+        mine = {self.table.leases[slot] for slot in going}
+        for lease in leases:
+            done.append(lease in mine)
+            mine.discard(lease)
+        self._let_go(going, now)
+        return done
+
+    def release(self, slots: Sequence[int], now: float) -> list[bool]:
+        """End the leases of those slots, whoever holds them; False for live ones, which stay."""
+        self.settle(now)
+        states = self.table.states
+        used = [slot if slot < len(self.table) else NO_SLOT for slot in slots]
+        done = [slot < 0 or states[slot] != LIVE for slot in used]
+        self._let_go(list(dict.fromkeys(slot for slot in used if slot >= 0 and states[slot] == LEASED)), now)
+        return done
+
+    def renew(self, leases: Sequence[int], now: float, until: float) -> list[bool]:
+        """Let leases last until then; False where there is none."""
+        self.settle(now)
+        slots = [self.leases.by_number.get(lease, NO_SLOT) for lease in leases]
+        held = [slot for slot in slots if slot >= 0]
+        for slot in held:
+            self.table.until[slot] = until
+        if held:
+            self.timers.add(until, held)
+            self.changed += held
+        return [slot >= 0 for slot in slots]
+
+    def delete(self, keys: Sequence[str], generations: Sequence[int], now: float) -> list[bool]:
+        """Make live pages go, where generations are given only those of that generation; says which went."""
+        self.settle(now)
+        slots, seen = self.recency.slots(keys), set[int]()
+        done = list[bool]()
+        for i, slot in enumerate(slots):
+            meant = slot >= 0 and slot not in seen and (not generations or self.table.generations[slot] == generations[i])
+            if meant:
+                seen.add(slot)
+            done.append(meant)
+        self._let_go([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
+        return done
+
+    def clear(self, now: float) -> int:
+        """Make all that is live or leased go; returns the number of pages. Takes no longer for more of them."""
+        self.settle(now)
+        pages = len(self.recency)
+        self.resting += pages + len(self.leases)
+        self.epoch += 1
+        self.cleared_until = now + self.quarantine_seconds
+        self.table.let_all_go()
+        self._detached.append((self.cleared_until, [*self.leases.detach(), *self.recency.detach()]))
+        self.chains.waiting = {}
+        self._take_apart(STEP)
+        self.settle(now)
+        return pages
+
+    def pin(self, pin: int, slots: list[int], until: float) -> None:
+        """Give those slots to nobody until then."""
+        self.pins.add(pin, slots, until)
+
+    def unpin(self, pin: int, slots: list[int], now: float) -> None:
+        """Let a pin on some slots go: those whose quarantine is over are free."""
+        self.pins.remove(pin, slots)
+        table = self.table
+        resting = [slot for slot in slots if table.states[slot] == QUARANTINED]
+        if resting:
+            # A clear may still have to give them their time.
+            self.timers.add(now, resting)
+            self.settle(now)
+
+    # Looking.
+
+    def status(self, slot: int, now: float) -> SlotStatus:
+        """All about a slot."""
+        table = self.table
+        if slot >= len(table):
+            return SlotStatus(slot=slot, state=NAMES[FREE], generation=0)
+        state = table.states[slot]
+        owned, live, timed = state in (LEASED, LIVE), state == LIVE, state in (LEASED, QUARANTINED)
+        return SlotStatus(
+            slot=slot, state=NAMES[state], generation=table.generations[slot], key=table.keys[slot] if owned else "",
+            prefix=table.prefixes[slot] if owned else "", length=table.lengths[slot] if live else 0,
+            checksum=table.checksums[slot] if live else 0, owner=self.leases.owners.get(slot, ""),
+            seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0, pins=self.pins.count(slot, now),
+        )  # fmt: skip
+
+    def slot_of(self, key: str) -> int:
+        """The live or leased slot of a key, or -1."""
+        slot = self.recency.slot(key)
+        return slot if slot >= 0 else self.leases.by_key.get(key, NO_SLOT)
+
+    # How slots change their state.
+
+    def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> list[int]:
+        """Lease a slot for each key, of which there are enough."""
+        if not keys:
+            return []
+        table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
+        first, end = slots[0], slots[-1] + 1
+        if end - first == len(slots):
+            table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
+            table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
+            table.generations[first:end] = array("Q", [generation + 1 for generation in table.generations[first:end]])
+        else:
+            for slot, key, lease in zip(slots, keys, leases, strict=True):
+                table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
+                table.generations[slot] += 1
+        self.leases.by_key.update(zip(keys, slots, strict=True))
+        self.leases.by_number.update(zip(leases, slots, strict=True))
+        if any(prefixes):
+            for slot, prefix in zip(slots, prefixes, strict=True):
+                table.prefixes[slot] = self._same(prefix)
+        if owner:
+            self.leases.owners.update(dict.fromkeys(slots, owner))
+        self.leases.log.add(first_lease, slots)
+        self.timers.add(until, slots)
+        self.changed += slots
+        return slots
+
+    def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
+        slot, table = self.leases.log.slot(lease), self.table
+        return slot >= 0 and table.states[slot] == LIVE and (table.lengths[slot], table.checksums[slot]) == (length, checksum)
+
+    def _let_go(self, slots: list[int], now: float, *, remember: bool = True) -> None:
+        """Live or leased slots go into quarantine. What goes by its time need not be remembered: the time tells."""
+        if not slots:
+            return
+        table, until, free = self.table, now + self.quarantine_seconds, list[int]()
+        for slot in slots:
+            key = table.keys[slot]
+            if table.states[slot] == LEASED:
+                self.leases.remove(key, table.leases[slot], slot)
+            else:
+                self.recency.remove(key)
+                self.chains.left(slot)
+            table.keys[slot] = table.prefixes[slot] = ""
+            if self.quarantine_seconds <= 0 and not self.is_pinned(slot, now):
+                table.states[slot] = FREE
+                free.append(slot)
+            else:
+                table.states[slot], table.until[slot] = QUARANTINED, until
+        if free:
+            self.free.add(free)
+        else:
+            self.timers.add(until, slots)
+        self.resting += len(slots) - len(free)
+        if remember:
+            self.changed += slots
+
+    def _make_room(self, new: int, now: float) -> int:
+        """Evict pages, so that so many slots more are free or at least resting; returns how many."""
+        at_hand = len(self.free) + self.resting
+        wanted = new - at_hand
+        if self.geometry.slots >= STEP:
+            wanted = max(wanted, min(new, self.geometry.slots // SPARE_SHARE + new - at_hand))
+        if wanted <= 0:
+            return 0
+        # Each goes at once: its prefix may be the next.
+        gone = self.recency.victims(wanted, lambda slot: self.is_pinned(slot, now), lambda slot: self._let_go([slot], now))
+        self.evicted += gone
+        self.settle(now)
+        return gone
+
+    def _same(self, prefix: str) -> str:
+        """The prefix as the object that its own slot holds, if it has one: a million of them take no memory then."""
+        if not prefix:
+            return ""
+        slot = self.leases.by_key.get(prefix, NO_SLOT)
+        if slot < 0:
+            slot = self.recency.slot(prefix)
+        return self.table.keys[slot] if slot >= 0 else prefix
+
+    def _take_apart(self, most: int) -> int:
+        """Slots of clears get the end of their quarantine, and what held them is freed bit by bit."""
+        done, table = 0, self.table
+        while self._detached and done < most:
+            until, parts = self._detached[0]
+            slots = list[int]()
+            part = parts[-1]
+            while part and len(slots) < most - done:
+                slots.append(part.popitem()[1])
+            for slot in slots:
+                table.keys[slot] = table.prefixes[slot] = ""
+                table.until[slot], table.children[slot] = until, 0
+            if slots:
+                self.timers.add(until, slots)
+            done += len(slots)
+            if not part:
+                parts.pop()
+                if not parts:
+                    self._detached.pop(0)
+        return done

@@ -1,0 +1,1 @@
+"""HTTP: bodies, tokens, routes, metrics, pages."""

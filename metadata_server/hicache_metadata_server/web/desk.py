@@ -1,0 +1,215 @@
+"""Every route of the protocol: what it takes, whom it asks, and what has to be written before it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.answers import digest_of
+from hicache_metadata_server.service.changes import AnswerRecord
+from hicache_metadata_server.service.compatible import CompatibleService
+from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.slices import is_long, sliced
+from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.journal import Journal
+    from hicache_metadata_server.service.service import MetadataService
+
+LONG_BODY: Final = 16_384
+"""Shorter bodies are not looked at for whether they are long."""
+
+Do = Callable[[Any, float], Any]
+_CODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
+    p.JSON: msgspec.json.Encoder(),
+    p.MSGPACK: msgspec.msgpack.Encoder(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One route."""
+
+    name: str
+    """As metrics call it."""
+    method: str
+    token: p.Token
+    body: Body | None
+    do: Do
+    do_checked: Do | None = None
+    """For requests that were checked; where there is one, long requests are done in pieces."""
+    check: Callable[[Any], None] | None = None
+    changes: bool = False
+    once: bool = False
+    """Takes an idempotency key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Desk:
+    """Answers requests. `journal` is there while the server runs; a service that keeps nothing has none."""
+
+    def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
+        self.service, self.clock = service, clock
+        self.journal: Journal | None = None
+        self._compatible = CompatibleService(service)
+        self._long = asyncio.Lock()
+        self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
+        self._operations = {name: self._bodies(name) for name in p.COMPATIBLE_ROUTES}
+        self._endpoints: dict[str, Endpoint] = dict(self.native)
+        """Of paths that were asked for before."""
+
+    def endpoint(self, path: str) -> Endpoint:
+        """Who answers a path.
+
+        Raises:
+            RefusedError: nobody.
+        """
+        found = self._endpoints.get(path)
+        if found is None:
+            found = self._compatible_endpoint(path)
+            if len(self._endpoints) < 4096:
+                self._endpoints[path] = found
+        return found
+
+    async def answer(self, endpoint: Endpoint, body: bytes, content_type: str, once: str) -> Said:
+        """Do what a request asks for.
+
+        Raises:
+            RefusedError: it was not done.
+        """
+        if endpoint.body is None:
+            # Whatever a GET says of a body that it has not.
+            request, content_type = None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
+        else:
+            request = endpoint.body.decode(body, content_type)
+        digest = b""
+        if once and endpoint.once:
+            digest = digest_of(endpoint.name, content_type, body)
+            kept = self.service.answers.find(once, digest, self.clock())
+            if kept is not None:
+                await self._written()
+                return Said(kept.status, kept.content_type, kept.body)
+        try:
+            if isinstance(request, p.Fsck):
+                said = self._said(await self._fsck(request), content_type)
+            elif len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(request):
+                said = await self._answer_long(endpoint, request, content_type, once, digest)
+            else:
+                said = self._said(endpoint.do(request, self.clock()), content_type)
+                self._remember(once, digest, said)
+        finally:
+            # A confirm that is refused has done the rest.
+            if endpoint.changes or (isinstance(request, p.Lookup) and request.pin_seconds > 0):
+                await self._written()
+        return said
+
+    async def _answer_long(self, endpoint: Endpoint, request: Any, content_type: str, once: str, digest: bytes) -> Said:
+        check, do = endpoint.check, endpoint.do_checked
+        assert check is not None, "what is done in pieces is checked as a whole"
+        assert do is not None, "what is done in pieces is checked as a whole"
+        # One at a time: what is done inside is one group, and another one's would keep it from being written.
+        async with self._long:
+            check(request)
+            with self.journal.held() if self.journal else nullcontext():
+                said = self._said(await self._in_pieces(request, do), content_type)
+                self._remember(once, digest, said)
+        return said
+
+    async def _fsck(self, request: p.Fsck) -> p.Checked:
+        """Check the invariants, while others are served."""
+        checked: p.Checked | None = None
+        for checked in self.service.fsck(request):  # noqa: B007 - the last one is the answer
+            await asyncio.sleep(0)
+        assert checked is not None, "the last piece is the answer"
+        return checked
+
+    async def _in_pieces(self, request: Any, do: Do) -> Any:
+        answer: Any = None
+        for answer in sliced(request, lambda piece: do(piece, self.clock())):  # noqa: B007 - the last one is the answer
+            await asyncio.sleep(0)
+        return answer
+
+    async def _written(self) -> None:
+        if self.journal is None:
+            self.service.forget_changes()
+            return
+        try:
+            await self.journal.written()
+        except StoreError as error:
+            raise RefusedError(503, "unavailable", str(error)) from error
+
+    def _said(self, answer: Any, content_type: str) -> Said:
+        if answer is None:
+            return Said(204, content_type, b"")
+        return Said(200, content_type, _CODERS[content_type].encode(answer))
+
+    def _remember(self, once: str, digest: bytes, said: Said) -> None:
+        if digest:
+            until = self.clock() + self.service.answers.seconds
+            self.service.answers.add(AnswerRecord(once, until, digest, said.content_type, said.status, said.body))
+
+    def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
+        service, name = self.service, path.rpartition("/")[2]
+        body = Body(route.request, CONTENT_TYPES) if route.request else None
+        fixed: dict[str, Do] = {
+            "/v2": lambda _, now: service.about,
+            "/v2/scopes": lambda _, now: service.list_scopes(),
+            # Done in pieces by `_fsck`.
+            "/v2/fsck": lambda request, now: None,
+        }
+        do = fixed.get(path) or getattr(service, name)
+        changes = route.changes or path == "/v2/unpin"
+        checked: Do | None = getattr(service, f"do_{name}", None)
+        return Endpoint(
+            path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes
+        )
+
+    def _bodies(self, operation: str) -> tuple[Body, p.Token]:
+        kind, token = p.COMPATIBLE_ROUTES[operation]
+        return Body(kind, (p.JSON,)), token
+
+    def _compatible_endpoint(self, path: str) -> Endpoint:
+        empty, _, rest = path.partition("/")
+        rank, _, operation = rest.partition("/")
+        known = self._operations.get(operation)
+        if empty or known is None:
+            raise RefusedError(404, "unknown_route", f"there is no {path!r}")
+        if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
+            raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
+        body, token = known
+        run: Callable[[int, Any, float], Any] = getattr(self._compatible, operation)
+        number = int(rank)
+        changes = operation not in ("exists", "get_page_indices")
+        can_be_long = operation in ("exists", "get_page_indices", "reserve_and_allocate_page_indices", "delete_keys")
+
+        def do(request: Any, now: float) -> Any:
+            return run(number, request, now)
+
+        def check(request: Any) -> None:
+            self._compatible.check(number, request)
+
+        return Endpoint(
+            f"/{{rank}}/{operation}",
+            "POST",
+            token,
+            body,
+            do,
+            do if can_be_long else None,
+            check if can_be_long else None,
+            changes,
+        )

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from hicache_conformance.metadata.server import Served
+from tests.backends.hf3fs.harness import Rig
+
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+    " --store sqlite:///{tmp}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
+)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """Open rigs, all on one directory unless told otherwise; closed at the end."""
+    rigs = []
+
+    def make(path=None, **options):
+        made = Rig(path or tmp_path / "store", **options)
+        rigs.append(made)
+        return made
+
+    yield make
+    for made in rigs:
+        made.storage.close()
+
+
+@pytest.fixture
+def race_seconds():
+    """How long races are run that nothing forces: shortly by default, longer with `make races`."""
+    return float(os.environ.get("HICACHE_RACE_SECONDS", "2"))
+
+
+@pytest.fixture
+def server():
+    """A metadata server in a process of its own."""
+    with Served(command=SERVE) as served:
+        yield served

@@ -1,0 +1,309 @@
+"""Both clients, and what the remote one makes of servers that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hicache_backends.hf3fs.client.failures import MetadataError, ScopeMismatchError
+from hicache_backends.hf3fs.client.local import LocalDirectory
+from hicache_backends.hf3fs.client.pieces import joined, pieces
+from hicache_backends.hf3fs.client.remote import ATTEMPTS, RemoteDirectory
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_storage.objects import Call
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+
+SCOPE = "0:kv-test"
+
+
+def geometry(name=SCOPE, slots=16, **changes):
+    return p.ScopeGeometry(scope=name, slots=slots, slot_bytes=8192, **changes)
+
+
+@pytest.fixture(params=["local", "remote"])
+def directory(request, tmp_path):
+    if request.param == "local":
+        made = LocalDirectory(str(tmp_path), quarantine_seconds=0.05)
+    else:
+        made = RemoteDirectory(request.getfixturevalue("server").url)
+        made.refresh(Call(10))
+    made.declare(geometry())
+    yield made
+    made.close()
+
+
+def reserve(directory, keys, scope=SCOPE):
+    asked = [p.ReserveScope(scope=scope, keys=keys)]
+    [part] = directory.reserve(asked, Call(10), owner="me", lease_seconds=1.0).scopes
+    return part
+
+
+def store(directory, keys, scope=SCOPE):
+    part = reserve(directory, keys, scope)
+    count = len(part.leases)
+    asked = p.CommitScope(scope=scope, leases=part.leases, lengths=[5] * count, checksums=list(range(count)))
+    assert directory.commit([asked], Call(10)) == [[True] * count]
+    return part
+
+
+def lookup(directory, keys, scope=SCOPE, **options):
+    return directory.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10), **options)
+
+
+def test_a_page_is_stored_found_and_deleted(directory):
+    part = store(directory, ["a", "b"])
+    found = lookup(directory, ["b", "x", "a"]).scopes[0]
+    assert found.slots == [part.slots[1], -1, part.slots[0]]
+    assert (found.lengths, found.checksums) == ([5, 0, 5], [1, 0, 0])
+    assert directory.touch([p.LookupScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
+    wrong = p.DeleteScope(scope=SCOPE, keys=["a"], generations=[part.generations[0] + 1])
+    assert directory.delete([wrong], Call(10)) == [[False]]
+    assert directory.delete([p.DeleteScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
+    assert directory.clear([SCOPE], Call(10)) == [1]
+
+
+def test_several_scopes_in_one_request(directory):
+    directory.declare(geometry("0:mamba-test", slots=4))
+    store(directory, ["a"], "0:mamba-test")
+    asked = [p.LookupScope(scope=SCOPE, keys=["a"]), p.LookupScope(scope="0:mamba-test", keys=["a"])]
+    assert [part.slots[0] >= 0 for part in directory.lookup(asked, Call(10)).scopes] == [False, True]
+
+
+def test_leases_are_kept_given_back_and_lost(directory):
+    part = reserve(directory, ["a", "b"])
+    assert reserve(directory, ["a"]).states == [p.Reserved.BUSY]
+    asked = p.LeaseScope(scope=SCOPE, leases=part.leases)
+    assert directory.renew([asked], Call(10), lease_seconds=1.0) == [[True, True]]
+    directory.abort([asked])
+    until = time.monotonic() + 5
+    while reserve(directory, ["a"]).states == [p.Reserved.BUSY]:
+        assert time.monotonic() < until
+    late = p.CommitScope(scope=SCOPE, leases=part.leases, lengths=[1, 1], checksums=[1, 1])
+    assert directory.commit([late], Call(10)) == [[False, False]]
+
+
+def test_reserve_counts_what_it_evicts(directory):
+    store(directory, [f"old-{i}" for i in range(16)])
+    assert reserve(directory, ["new-1", "new-2"]).evicted == 2
+
+
+def test_pins_are_let_go(directory):
+    store(directory, ["a"])
+    located = lookup(directory, ["a"], pin_seconds=5.0)
+    assert len(located.pins) == 1
+    directory.unpin(located.pins)
+
+
+def test_another_geometry_is_refused(directory):
+    store(directory, ["a"])
+    directory._made.clear()
+    directory.declare(geometry(slots=17))
+    with pytest.raises(ScopeMismatchError, match="slots"):
+        lookup(directory, ["a"])
+
+
+def test_local_clients_of_one_directory_share_one_state(tmp_path):
+    with closing(LocalDirectory(str(tmp_path), quarantine_seconds=0)) as one:
+        one.declare(geometry())
+        store(one, ["a"])
+        with closing(LocalDirectory(str(tmp_path / "." / ""), quarantine_seconds=0)) as two:
+            two.declare(geometry())
+            assert lookup(two, ["a"]).scopes[0].slots[0] >= 0
+    with closing(LocalDirectory(str(tmp_path), quarantine_seconds=0)) as later:
+        later.declare(geometry())
+        assert lookup(later, ["a"]).scopes[0].slots == [-1]
+
+
+def test_requests_are_cut_and_answers_joined():
+    limits = msgspec.structs.replace(DEFAULTS, keys=10, scopes=2)
+    request = p.Lookup(
+        scopes=[p.LookupScope(scope=f"0:s{n}", keys=[f"{n}-{i}" for i in range(size)]) for n, size in enumerate((25, 0, 3))]
+    )
+    cut = pieces(request, limits)
+    assert all(sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2 for _, piece in cut)
+    # The last keys are sent first, so that the head of a chain ends as the latest used.
+    assert cut[0][1].scopes[-1].keys[-1] == "2-2"
+    done = [(numbers, p.LookedUp(scopes=[_echo(part.keys) for part in piece.scopes])) for numbers, piece in cut]
+    assert [part.slots for part in joined(request, done)] == [
+        [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
+    ]
+
+
+def _echo(keys):
+    numbers = [int(key.split("-")[1]) for key in keys]
+    return p.Found(slots=numbers, generations=numbers, lengths=numbers, checksums=numbers)
+
+
+def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
+    with closing(RemoteDirectory(server.url)) as directory:
+        directory.refresh(Call(10))
+        directory.declare(geometry())
+        store(directory, ["a"])
+        server.kill()
+        with pytest.raises(StorageUnavailableError):
+            lookup(directory, ["a"])
+        home = Path(server._home.name)
+        for name in ("m.db", "m.db-wal", "m.db-shm"):
+            (home / "state" / name).unlink(missing_ok=True)
+        server.start()
+        assert lookup(directory, ["a"]).scopes[0].slots == [-1]
+        store(directory, ["a"])
+
+
+def test_a_server_that_kept_its_memory_is_gone_on_with(server):
+    with closing(RemoteDirectory(server.url)) as directory:
+        directory.refresh(Call(10))
+        directory.declare(geometry())
+        part = store(directory, ["a"])
+        server.kill()
+        server.start()
+        assert lookup(directory, ["a"]).scopes[0].slots == part.slots
+
+
+# Servers that misbehave.
+
+
+@contextmanager
+def listening(answer):
+    """A server that answers every connection by a function of its own; yields its address and the requests it has read."""
+    requests = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+        def one(connection):
+            with connection:
+                data = b""
+                while chunk := connection.recv(65536):
+                    data += chunk
+                    head, _, body = data.partition(b"\r\n\r\n")
+                    length = next(
+                        (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                    )
+                    if b"\r\n\r\n" in data and len(body) >= length:
+                        requests.append(data)
+                        data = b""
+                        answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def reply(status, body, content_type=b"application/msgpack"):
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (status, content_type, len(body))
+    return lambda connection: connection.sendall(head + body)
+
+
+def hang(connection):
+    time.sleep(20)
+
+
+BAD = {
+    "500": reply(b"500 Oops", b"<html>no</html>", b"text/html"),
+    "no msgpack": reply(b"200 OK", b"\xc1\xc1"),
+    "another message": reply(b"200 OK", msgspec.msgpack.encode({"created": "yes"})),
+    "another content type": reply(b"200 OK", b"hello", b"text/plain"),
+    "redirect": reply(b"302 Found", b""),
+    "closes": lambda connection: connection.shutdown(socket.SHUT_RDWR),
+    "no http": lambda connection: connection.sendall(b"220 mail ready\r\n\r\n"),
+    "torn": lambda connection: (
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"),
+        connection.shutdown(socket.SHUT_RDWR),
+    ),
+    "a body without an end": lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("manner", BAD)
+def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
+    with listening(BAD[manner]) as (url, requests), closing(RemoteDirectory(url)) as directory:
+        directory.declare(geometry())
+        with pytest.raises(StorageUnavailableError):
+            directory.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized, Call(5))
+        keys = {line for data in requests for line in data.split(b"\r\n") if line.lower().startswith(b"idempotency-key")}
+        assert len(requests) == ATTEMPTS
+        assert len(keys) == 1
+
+
+def test_a_refusal_is_not_asked_again():
+    problem = msgspec.msgpack.encode({"code": "invalid", "message": "no", "field": "scopes"})
+    with listening(reply(b"422 No", problem)) as (url, requests), closing(RemoteDirectory(url)) as directory:
+        with pytest.raises(MetadataError, match="422 invalid"):
+            directory.refresh(Call(5))
+        assert len(requests) == 1
+
+
+def test_a_server_that_hangs_costs_the_deadline_and_no_more():
+    with listening(hang) as (url, _), closing(RemoteDirectory(url)) as directory:
+        begin = time.monotonic()
+        with pytest.raises(StorageTimeoutError):
+            directory.refresh(Call(0.3))
+        assert time.monotonic() - begin < 1.3
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with closing(RemoteDirectory(url)) as directory, pytest.raises(StorageUnavailableError):
+        directory.refresh(Call(5))
+
+
+def test_an_answer_about_something_else_is_none(server):
+    with closing(RemoteDirectory(server.url)) as directory:
+        directory.refresh(Call(10))
+        directory.declare(geometry())
+        real = directory.send
+        directory.send = lambda path, request, kind, call: (
+            p.LookedUp(scopes=[p.Found(slots=[0], generations=[0], lengths=[], checksums=[0])])
+            if path == "/v2/lookup"
+            else real(path, request, kind, call)
+        )
+        with pytest.raises(MetadataError, match="another number"):
+            lookup(directory, ["a"])
+        directory.send = lambda path, request, kind, call: p.LookedUp(
+            scopes=[p.Found(slots=[16], generations=[1], lengths=[1], checksums=[0])]
+        )
+        with pytest.raises(MetadataError, match="outside"):
+            lookup(directory, ["a"])
+
+
+def test_close_leaves_no_thread_and_ends_what_runs():
+    before = set(threading.enumerate())
+    with listening(hang) as (url, _):
+        directory = RemoteDirectory(url)
+        failed = []
+
+        def ask():
+            try:
+                directory.refresh(Call(20))
+            except StorageUnavailableError as error:
+                failed.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while not any(thread.name == "hicache-metadata-client" for thread in threading.enumerate()):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        directory.close()
+        directory.close()
+        asking.join()
+        assert time.monotonic() - begin < 5
+        assert failed
+        with pytest.raises(MetadataError, match="closed"):
+            directory.refresh(Call(1))
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-metadata-client"]

@@ -1,0 +1,314 @@
+"""The driver on both clients: what is recycled, damaged, torn, refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+
+from hicache_backends.hf3fs.slots.posix import PosixEngine
+from hicache_metadata_server import protocol as p
+from hicache_storage import create_storage
+from hicache_storage.objects import Call
+from hicache_storage.spec import ConfigError, StorageUnavailableError
+from tests.backends.file.harness import identity
+from tests.backends.hf3fs.harness import chain
+
+
+@pytest.fixture(params=["local", "remote"])
+def mine(request, rig):
+    """Storages on one store, without and with a server."""
+    if request.param == "remote":
+        url = request.getfixturevalue("server").url
+        return lambda **options: rig(**{"metadata_url": url, "lease_seconds": 1.0, **options})
+    return rig
+
+
+def test_pages_come_back_and_others_see_them(mine):
+    writer, reader, keys = mine(), mine(), chain("a", 20)
+    assert writer.put(keys) == [True] * 20
+    assert reader.hits(keys) == 20
+    reader.expect(keys)
+    assert reader.storage.delete(keys[:1]) == [True]
+    assert writer.hits(keys) == 0
+
+
+def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine):
+    """D2: between the lookup and the read, every slot is recycled."""
+    reader, writer, keys = mine(file_size="64KiB"), mine(file_size="64KiB"), chain("a", 8)
+    assert all(writer.put(keys))
+    engine = reader.store.engine
+    real, turns = engine.read, []
+
+    def read(jobs, call):
+        if not turns:
+            turns.append(1)
+            until = time.monotonic() + 20
+            for number in range(1000):
+                writer.put(chain(f"other-{number}", 8))
+                if number > 8 and all(writer.slot(key) < 0 for key in keys):
+                    break
+                assert time.monotonic() < until
+        real(jobs, call)
+
+    engine.read = read
+    assert reader.get(keys) == [None] * 8
+    stats = reader.storage.get_stats()
+    assert stats.pools["kv"].pages_damaged == 0
+    assert stats.faults == 0
+
+
+def test_a_page_that_has_moved_is_read_from_where_it_is(mine):
+    one, other, keys = mine(), mine(), chain("a", 4)
+    assert all(one.put(keys))
+    real, turns = one.store.engine.read, []
+
+    def read(jobs, call):
+        if not turns:
+            turns.append(1)
+            scope = one.scope
+            slots = [one.slot(key) for key in keys]
+            other.storage.delete(keys)
+            # They land elsewhere: what they had rests, or is overwritten here.
+            assert all(other.put(keys, version=1))
+            for slot in slots:
+                if slot not in [one.slot(key) for key in keys]:
+                    one.overwrite(slot, b"\0" * scope.file.geometry.slot_bytes)
+        real(jobs, call)
+
+    one.store.engine.read = read
+    one.expect(keys, version=1)
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096 + 20, 4096 + 40, 4096 + 60], ids=["first", "last", "namespace", "key", "checksum"])
+def test_damage_is_reported_once_and_repaired(mine, at):
+    one, other, keys = mine(), mine(), chain("a", 3)
+    assert all(one.put(keys))
+    slot = one.slot(keys[1])
+    with open(one.scope.file.path, "rb") as file:
+        file.seek(one.scope.file.offset(slot) + at)
+        byte = file.read(1)[0]
+    one.overwrite(slot, bytes([byte ^ 1]), at)
+    assert [page is None for page in one.get(keys)] == [False, True, False]
+    assert one.storage.get_stats().pools["kv"].pages_damaged == 1
+    assert other.hits(keys) == 1
+    assert all(one.put(keys))
+    other.expect(keys)
+
+
+def test_a_full_store_evicts_tails_and_counts_them(mine):
+    one, old, new = mine(file_size="64KiB"), chain("old", 8), chain("new", 4)
+    slots = one.scope.file.geometry.slots
+    assert slots == 14
+    assert all(one.put(old))
+    assert all(one.put(chain("middle", 6)))
+    assert all(one.put(new))
+    one.expect(new)
+    left = one.hits(old)
+    assert left == 4
+    assert one.storage.get_stats().pools["kv"].pages_evicted == 4
+
+
+def test_a_batch_larger_than_the_store_keeps_its_beginning(mine):
+    one, keys = mine(file_size="64KiB"), chain("a", 20)
+    answers = one.put(keys)
+    assert answers == [True] * 14 + [False] * 6
+    assert one.hits(keys) == 14
+
+
+def test_a_write_that_comes_too_late_is_not_published(mine):
+    one, keys = mine(), chain("a", 2)
+    real = one.store.engine.write
+
+    def slow(jobs, call):
+        real(jobs, call)
+        time.sleep(0.4)
+
+    one.store.engine.write = slow
+    assert one.put(keys, seconds=0.3) == [False, False]
+    assert one.hits(keys) == 0
+    one.store.engine.write = real
+    until = time.monotonic() + 10
+    while not all(one.put(keys)):
+        assert time.monotonic() < until
+    one.expect(keys)
+
+
+def test_a_lost_lease_publishes_nothing(mine):
+    one, other, keys = mine(lease_seconds=0.3), mine(), chain("a", 1)
+    real, goes_on = one.store.engine.write, threading.Event()
+
+    def stuck(jobs, call):
+        real(jobs, call)
+        goes_on.wait(20)
+
+    one.store.engine.write = stuck
+    answers = []
+    writing = threading.Thread(target=lambda: answers.append(one.put(keys)))
+    writing.start()
+    until = time.monotonic() + 10
+    while not all(other.put(keys, version=1)):
+        assert time.monotonic() < until
+    goes_on.set()
+    writing.join()
+    # Told by the directory that somebody else has stored the page meanwhile, or that it was not stored.
+    assert answers[0] in ([False], [True])
+    other.expect(keys, version=1)
+
+
+def test_writers_of_one_key_wait_for_each_other(mine):
+    rigs, keys = [mine() for _ in range(3)], chain("a", 12)
+    answers = [None] * 3
+
+    def put(number):
+        answers[number] = rigs[number].put(keys)
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[True] * 12] * 3
+    rigs[0].expect(keys)
+
+
+def test_slow_writes_renew_their_leases(mine, monkeypatch):
+    from hicache_backends.hf3fs import writer
+
+    one, keys = mine(lease_seconds=1.6), chain("a", 4)
+    monkeypatch.setattr(writer, "STRETCH_BYTES", 4160)
+    real, ends = one.store.engine.write, []
+
+    def slow(jobs, call):
+        real(jobs, call)
+        ends.append(jobs[0].until)
+        while jobs[0].until - time.monotonic() > 0.7:
+            time.sleep(0.01)
+
+    one.store.engine.write = slow
+    assert all(one.put(keys))
+    assert ends == sorted(set(ends)), "each stretch has a lease that ends later"
+    one.expect(keys)
+
+
+def test_pages_longer_than_a_piece(rig):
+    for stuck_reads in ("waits", "buffered"):
+        one = rig(components=(300_001, 700_000, 64), pages=3, stuck_reads=stuck_reads, file_size="8MiB")
+        keys = chain(stuck_reads, 3)
+        assert all(one.put(keys))
+        one.expect(keys)
+        one.overwrite(one.slot(keys[1]), b"\xff" * 8, 999_990)
+        assert [page is None for page in one.get(keys)] == [False, True, False]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)])
+def test_pieces_cover_everything_in_order(sizes):
+    from hicache_backends.hf3fs.slots.posix import PIECE_BYTES, _pieces
+
+    parts = [memoryview(os.urandom(size)) for size in sizes]
+    found = list(_pieces(parts))
+    assert b"".join(b"".join(some) for some in found) == b"".join(parts)
+    assert all(0 < sum(map(len, some)) <= PIECE_BYTES for some in found)
+
+
+@pytest.mark.parametrize("key", ["", "~", "~a", "../x", "a" * 512, "\u20ac" * 170, "a/b", "A/B"])
+def test_any_key_is_legal(mine, key):
+    one = mine()
+    keys = [key, "~" + "0" * 40, "other"]
+    assert all(one.put(keys))
+    one.expect(keys)
+
+
+def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
+    from hicache_backends.hf3fs.slots import files
+
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    one, other, keys = mine(), mine(), chain("a", 2)
+    assert all(one.put(keys))
+    os.unlink(one.scope.file.path)
+    assert one.get(keys) == [None, None]
+    assert all(one.put(keys))
+    other.expect(keys)
+
+
+def test_another_process_without_a_server_is_refused(rig, tmp_path):
+    one = rig()
+    assert all(one.put(chain("a", 1)))
+    answers = multiprocessing.get_context("spawn").Queue()
+    child = multiprocessing.get_context("spawn").Process(target=_open_in_child, args=(str(tmp_path / "store"), answers))
+    child.start()
+    assert "another process" in answers.get(timeout=60)
+    child.join()
+
+
+def _open_in_child(path, answers):
+    storage = create_storage("hf3fs", identity(), {"path": path})
+    try:
+        storage.open()
+        answers.put("opened")
+    except StorageUnavailableError as error:
+        answers.put(str(error))
+    storage.close()
+
+
+def test_clients_that_are_configured_differently_are_refused(mine):
+    one, other, keys = mine(), mine(file_size="32MiB"), chain("a", 2)
+    assert all(one.put(keys))
+    assert other.hits(keys) == 0
+    assert other.put(keys) == [False, False]
+    assert other.storage.fault_count()
+    one.expect(keys)
+
+
+def test_a_killed_server_loses_nothing(rig, server):
+    one = rig(metadata_url=server.url, lease_seconds=1.0)
+    keys = chain("a", 8)
+    assert all(one.put(keys))
+    server.kill()
+    assert one.hits(keys) == 0
+    assert one.get(keys) == [None] * 8
+    server.start()
+    one.expect(keys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"file_size": 0}, "file_size"), ({"metadata_url": "meta:18000"}, "metadata_url"), ({"engine": "magic"}, "engine")],
+)
+def test_bad_options_are_named(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        create_storage("hf3fs", identity(), {"path": str(tmp_path), **options})
+
+
+def test_usrbio_without_its_library_says_what_is_missing(rig):
+    with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
+        rig(engine="usrbio").storage.open()
+
+
+def test_engines_close_their_threads(rig):
+    one = rig(threads=3, components=(1 << 20,), pages=48, file_size="64MiB")
+    one.store.engine._bytes_per_thread = 1 << 20
+    assert isinstance(one.store.engine, PosixEngine)
+    assert all(one.put(chain("a", 48)))
+    one.expect(chain("a", 48))
+    one.storage.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-hf3fs"]
+
+
+def test_the_directory_is_told_of_reads(mine):
+    """EV-4: what is read stays, though it was written first."""
+    one, warm = mine(file_size="64KiB"), chain("warm", 2)
+    assert all(one.put(warm))
+    for number in range(5):
+        one.put(chain(f"cold-{number}", 4))
+        one.expect(warm)
+
+
+def test_lookups_say_where(mine):
+    one, keys = mine(), chain("a", 1)
+    assert all(one.put(keys))
+    found = one.store.directory.lookup([p.LookupScope(scope=one.scope.name, keys=keys)], Call(5))
+    assert found.scopes[0].lengths == [one.page_bytes + 64]

@@ -1,0 +1,459 @@
+"""The races of the driver that this one replaces, D2 to D7: each forced, and unforced for `race_seconds`. No wrong byte is a hit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hicache_backends.hf3fs import reader as reader_module
+from hicache_backends.hf3fs.slots import posix as posix_module
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.remote import Remote
+from hicache_storage.objects import Call, ObjectRead
+from hicache_storage.spec import InvalidTransferError, PoolTransfer
+from tests.backends.hf3fs.harness import Rig, chain, content
+
+SMALL = "64KiB"
+SLOTS = 14
+"""Slots of 4608 bytes in so small a file."""
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def shared(rig, server):
+    """Storages on one small store with a server."""
+    return lambda **options: rig(**{"metadata_url": server.url, "file_size": SMALL, "lease_seconds": 1.0, **options})
+
+
+@pytest.fixture(params=["local", "remote"])
+def mine(request, rig):
+    """Storages on one small store, without and with a server."""
+    if request.param == "remote":
+        return request.getfixturevalue("shared")
+    return lambda **options: rig(**{"file_size": SMALL, "quarantine_seconds": 0.02, **options})
+
+
+def eventually(done):
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def recycle(writer, keys):
+    """Let a writer take every slot that some pages have, and write other pages into all of them."""
+    taken, number = {writer.slot(key) for key in keys}, 0
+    until = time.monotonic() + PATIENCE_SECONDS
+    while taken:
+        others = chain(f"other-{os.urandom(4).hex()}", 8)
+        writer.put(others)
+        taken -= {writer.slot(key) for key in others}
+        number += 1
+        assert time.monotonic() < until
+    assert all(writer.slot(key) < 0 for key in keys)
+
+
+@contextmanager
+def interrupted(thing, name, act, *, times=1, after=0):
+    """Let something else happen just before a call is done, some times, once some calls have passed."""
+    real, calls = getattr(thing, name), []
+
+    def stand_in(*arguments, **named):
+        calls.append(1)
+        if after < len(calls) <= after + times:
+            act()
+        return real(*arguments, **named)
+
+    setattr(thing, name, stand_in)
+    try:
+        yield calls
+    finally:
+        setattr(thing, name, real)
+
+
+def check(server, rig):
+    """Every slot is in one state, and all is in order; the scope's numbers."""
+    remote = Remote(server.url)
+    assert remote.call("/v2/fsck", p.Fsck(), p.Checked).problems == []
+    [status] = [part for part in remote.call("/v2/scopes", None, p.Scopes).scopes if part.scope == rig.scope.name]
+    assert status.free + status.leased + status.live + status.quarantined == status.slots
+    return status
+
+
+# D2: a reader is told of slots that are somebody else's when it comes to read them.
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["once", "at every attempt but one"])
+def test_d2_slots_are_recycled_between_the_lookup_and_the_read(mine, times):
+    reader, writer, keys = mine(), mine(), chain("a", 8)
+    assert all(writer.put(keys))
+
+    def again():
+        recycle(writer, keys)
+        if times > 1:
+            # They are there again, in other slots, which are recycled in their turn.
+            eventually(lambda: all(writer.put(keys)))
+
+    with interrupted(reader.store.engine, "read", again, times=times) as calls:
+        found = reader.get(keys)
+    assert calls
+    assert all(page in (None, content(key, 0, reader.page_bytes)) for key, page in zip(keys, found, strict=True))
+    assert found == [None] * 8 or times > 1
+    stats = reader.storage.get_stats()
+    assert stats.pools["kv"].pages_damaged == 0
+    assert stats.faults == 0
+
+
+def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
+    """The first half of a page is read, the second is another page's by then."""
+    options = {"components": (300_000, 600_000), "pages": 8, "file_size": "4MiB", "quarantine_seconds": 0.0}
+    reader, writer, keys = rig(**options), rig(**options), chain("a", 2)
+    assert all(writer.put(keys))
+    with interrupted(posix_module, "read_into", lambda: recycle(writer, keys[:1]), after=1) as calls:
+        assert reader.get(keys[:1]) == [None]
+    assert len(calls) > 1
+    assert reader.storage.get_stats().pools["kv"].pages_damaged == 0
+
+
+def test_d2_would_be_seen_here_without_verification(mine, monkeypatch):
+    """The control of this file: a reader that believes the directory delivers other pages' bytes."""
+
+    class Believed:
+        __hash__ = None
+
+        def __eq__(self, other):
+            return True
+
+    monkeypatch.setattr(ObjectRead, "verify", lambda *_: True)
+    monkeypatch.setattr(reader_module, "stored_checksum", lambda _: Believed())
+    reader, writer, keys = mine(), mine(), chain("a", 8)
+    assert all(writer.put(keys))
+    with interrupted(reader.store.engine, "read", lambda: recycle(writer, keys)):
+        found = reader.get(keys)
+    wrong = [page not in (None, content(key, 0, reader.page_bytes)) for key, page in zip(keys, found, strict=True)]
+    assert any(wrong)
+
+
+def test_d2_unforced(mine, race_seconds):
+    """A writer recycles a small store as fast as it can, and a reader asks for what was just there."""
+    writer, reader = mine(components=(65_536,), file_size="1MiB"), mine(components=(65_536,), file_size="1MiB")
+    written, over, failed = list[str](), threading.Event(), list[BaseException]()
+
+    def write():
+        try:
+            for number in range(10**6):
+                if over.is_set():
+                    return
+                keys = chain(f"w{number}", 4)
+                written.extend(key for key, ok in zip(keys, writer.put(keys), strict=True) if ok)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread, chance, seen = threading.Thread(target=write), random.Random(1), Counter[str]()
+    thread.start()
+    until = time.monotonic() + race_seconds
+    try:
+        while time.monotonic() < until or not seen["hit"]:
+            assert time.monotonic() < until + PATIENCE_SECONDS
+            keys = written[-16:]
+            chance.shuffle(keys)
+            for key, page in zip(keys, reader.get(keys), strict=True):
+                right = page == content(key, 0, reader.page_bytes)
+                seen["miss" if page is None else "hit" if right else "wrong"] += 1
+    finally:
+        over.set()
+        thread.join(PATIENCE_SECONDS)
+    assert failed == []
+    assert not seen["wrong"]
+    assert seen["hit"]
+    assert writer.storage.get_stats().pools["kv"].pages_evicted
+    assert not reader.storage.get_stats().pools["kv"].pages_damaged
+
+
+# D3: the server is killed between what it has acknowledged and what it has saved.
+
+
+def test_d3_a_restarted_server_names_nobody_elses_slots(shared, server):
+    one, old, new = shared(), chain("old", 8), chain("new", SLOTS)
+    assert all(one.put(old))
+    server.kill()
+    server.start()
+    one.expect(old)
+    # Every slot is written anew, and the server killed the moment that is acknowledged.
+    eventually(lambda: all(one.put(new)))
+    server.kill()
+    server.start()
+    assert one.get(old) == [None] * 8
+    one.expect(new)
+    shared().expect(new)
+    assert check(server, one).live == SLOTS
+
+
+def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp_path):
+    """What its file says of slots is old, and other pages are in them: misses, not one wrong byte."""
+    from hicache_conformance.sparse import copy_file
+
+    home, one, old, new = _home(server), shared(), chain("old", 8), chain("new", SLOTS)
+    assert all(one.put(old))
+    server.kill()
+    saved = {path.name: copy_file(str(path), str(tmp_path / path.name)) for path in home.iterdir()}
+    server.start()
+    eventually(lambda: all(one.put(new)))
+    server.kill()
+    for path in home.iterdir():
+        path.unlink()
+    for name, path in saved.items():
+        copy_file(path, str(home / name))
+    server.start()
+    assert one.get(old) == [None] * 8
+    assert all(one.put(old))
+    one.expect(old)
+    check(server, one)
+
+
+def test_d3_unforced(shared, server, race_seconds):
+    """Killed again and again while every slot is recycled: no key leads to another's slot, nothing acknowledged last is lost."""
+    one, other, chance = shared(), shared(), random.Random(2)
+    written, until, kills = dict[str, None](), time.monotonic() + max(4.0, race_seconds), 0
+    over, failed = threading.Event(), list[BaseException]()
+
+    def read():
+        try:
+            while not over.is_set():
+                keys = list(written)[-2 * SLOTS :]
+                for key, page in zip(keys, other.get(keys, seconds=1.0), strict=True):
+                    assert page in (None, content(key, 0, other.page_bytes)), f"wrong bytes for {key}"
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        while time.monotonic() < until or kills < 2:
+            last = list[str]()
+            for _ in range(chance.randint(1, 20)):
+                keys = chain(f"{os.urandom(4).hex()}", chance.randint(1, 6))
+                last = [key for key, ok in zip(keys, one.put(keys, seconds=2.0), strict=True) if ok]
+                written.update(dict.fromkeys(last))
+            server.kill()
+            server.start()
+            kills += 1
+            one.expect(last)
+    finally:
+        over.set()
+        thread.join(PATIENCE_SECONDS)
+    assert failed == []
+    check(server, one)
+
+
+def _home(server):
+    from pathlib import Path
+
+    return Path(server._home.name) / "state"
+
+
+# D4: more is asked for than there is.
+
+
+def test_d4_a_batch_beyond_capacity_costs_nothing_for_ever(mine):
+    one, early = mine(pages=64), chain("early", 4)
+    assert all(one.put(early))
+    for number in range(3):
+        answers = one.put(chain(f"huge-{number}", 60))
+        assert sum(answers) <= SLOTS
+        assert answers == sorted(answers, reverse=True)
+    again = chain("again", 8)
+    eventually(lambda: all(one.put(again)))
+    one.expect(again)
+    assert one.storage.get_stats().faults == 0
+
+
+def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
+    one, keys = shared(), chain("a", 4)
+    assert one.hits(keys) == 0
+    asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
+    [leases] = one.store.directory.reserve([asked], Call(5), owner="dead", lease_seconds=1.5).scopes
+    assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
+    begin = time.monotonic()
+    assert one.put(keys, seconds=0.5) == [False] * 4
+    assert time.monotonic() - begin < 1.5
+    eventually(lambda: all(one.put(keys)))
+    one.expect(keys)
+    check(server, one)
+
+
+# D5: a writer dies, or is wrong, between reserve and commit.
+
+
+def test_d5_the_slots_of_a_dead_writer_return(shared, server, tmp_path):
+    one, keys = shared(), chain("a", SLOTS)
+    assert one.hits(keys) == 0
+    context = multiprocessing.get_context("spawn")
+    stuck = context.Event()
+    child = context.Process(target=_stick_before_commit, args=(str(tmp_path / "store"), server.url, keys, stuck))
+    child.start()
+    assert stuck.wait(PATIENCE_SECONDS * 2)
+    assert check(server, one).leased == SLOTS
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert one.get(keys) == [None] * SLOTS
+    eventually(lambda: all(one.put(keys)))
+    one.expect(keys)
+    assert check(server, one).live == SLOTS
+
+
+def _stick_before_commit(path, url, keys, stuck):
+    one = Rig(path, metadata_url=url, file_size=SMALL, lease_seconds=2.0)
+    with interrupted(one.store.directory, "commit", lambda: (stuck.set(), time.sleep(600))):
+        one.put(keys)
+
+
+def test_d5_misuse_leases_nothing(shared, server):
+    one, keys = shared(), chain("a", 8)
+    assert all(one.put(keys[:1]))
+    for indices in (torch.arange(7 * 4), torch.arange(9 * 4)):
+        with pytest.raises(InvalidTransferError):
+            one.storage.batch_set_v2([PoolTransfer("kv", indices, keys=keys)])
+    status = check(server, one)
+    assert (status.leased, status.live) == (0, 1)
+
+
+def test_d5_one_key_takes_one_slot(shared, server):
+    """Twice in a batch, and from several writers at once."""
+    rigs, keys = [shared() for _ in range(3)], chain("a", 4)
+    threads = [threading.Thread(target=one.put, args=([*keys, *keys],)) for one in rigs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(rigs[0].put([*keys, *keys]))
+    rigs[0].expect(keys)
+    status = check(server, rigs[0])
+    assert (status.leased, status.live) == (0, 4)
+
+
+# D6: what is confirmed or released is not one's own any more.
+
+
+def test_d6_a_commit_after_a_clear_maps_nothing(mine):
+    """Meanwhile the slots are other pages' by another writer."""
+    one, other, keys, others = mine(), mine(), chain("a", 8), chain("b", SLOTS)
+
+    def clear():
+        other.storage.clear()
+        eventually(lambda: all(other.put(others)))
+
+    with interrupted(one.store.directory, "commit", clear) as calls:
+        answers = one.put(keys)
+    assert calls
+    other.expect(others)
+    found = other.get(keys)
+    for key, ok, page in zip(keys, answers, found, strict=True):
+        assert page in (None, content(key, 0, one.page_bytes))
+        assert not ok or page is not None
+
+
+def test_d6_what_is_committed_cannot_be_given_back(mine):
+    one, key = mine(), chain("a", 1)
+    directory, scope = one.store.directory, one.scope.name
+    assert one.hits(key) == 0
+    [leases] = directory.reserve([p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0).scopes
+    commit = p.CommitScope(scope=scope, leases=leases.leases, lengths=[one.page_bytes + 64], checksums=[1])
+    assert directory.commit([commit], Call(5)) == [[True]]
+    directory.abort([p.LeaseScope(scope=scope, leases=leases.leases)])
+    for _ in range(3):
+        assert directory.lookup([p.LookupScope(scope=scope, keys=key)], Call(5)).scopes[0].slots == leases.slots
+        others = chain(os.urandom(4).hex(), 4)
+        assert all(one.put(others))
+        assert one.slot(key[0]) not in [one.slot(other) for other in others]
+
+
+def test_d6_an_invented_lease_is_stale(mine):
+    one, keys = mine(), chain("a", 4)
+    assert all(one.put(keys))
+    for lease in (7_777_777, 2**62):
+        commit = p.CommitScope(scope=one.scope.name, leases=[lease], lengths=[1], checksums=[1])
+        assert one.store.directory.commit([commit], Call(5)) == [[False]]
+    one.expect(keys)
+
+
+# D7: holes in a batch.
+
+
+@pytest.mark.parametrize("components", [(4096,), (1000, 3096), (512,) * 8], ids=["one", "two", "eight"])
+def test_d7_holes_stay_where_they_are(mine, components):
+    one, keys = mine(components=components), chain("a", 8)
+    assert all(one.put(keys))
+    chance = random.Random(3)
+    for _ in range(40):
+        missing = chain(os.urandom(4).hex(), 4)
+        asked = [chance.choice((*keys, *missing)) for _ in range(12)]
+        wanted = [None if key in missing else content(key, 0, one.page_bytes) for key in asked]
+        assert one.get(asked) == wanted
+    assert one.storage.get_stats().faults == 0
+
+
+def test_d7_a_page_is_evicted_between_exists_and_get(mine):
+    one, other, keys = mine(), mine(), chain("a", 6)
+    assert all(one.put(keys))
+    assert one.hits(keys) == 6
+    for gone in (0, 3, 5):
+        assert other.storage.delete([keys[gone]]) == [True]
+    assert one.get(keys) == [None if n in (0, 3, 5) else content(key, 0, one.page_bytes) for n, key in enumerate(keys)]
+
+
+# All of it at once.
+
+
+def test_d4_to_d7_unforced(shared, server, race_seconds):
+    """Several clients set more than fits, read with holes, delete and clear: every page delivered is right, and no slot is lost."""
+    over, failed, seen = threading.Event(), list[BaseException](), Counter[str]()
+
+    def work(number, one):
+        chance = random.Random(number)
+        try:
+            while not over.is_set():
+                keys = chain(f"c{chance.randrange(8)}", chance.choice((2, 5, 12, 20)))
+                chance.shuffle(keys)
+                match chance.choices(("set", "get", "delete", "clear"), (8, 12, 2, 0.3))[0]:
+                    case "set":
+                        one.put(keys, seconds=1.0)
+                    case "get":
+                        for key, page in zip(keys, one.get(keys), strict=True):
+                            right = page == content(key, 0, one.page_bytes)
+                            seen["miss" if page is None else "hit" if right else "wrong"] += 1
+                    case "delete":
+                        one.storage.delete(keys[:3])
+                    case _:
+                        one.storage.clear()
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    rigs = [shared(wait_seconds=0.05) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(number, one)) for number, one in enumerate(rigs)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + race_seconds
+    while time.monotonic() < until or (not (seen["hit"] and seen["miss"]) and time.monotonic() < until + PATIENCE_SECONDS):
+        time.sleep(0.1)
+    over.set()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert failed == []
+    assert not seen["wrong"]
+    assert seen["hit"]
+    assert seen["miss"]
+    assert not any(one.storage.get_stats().pools["kv"].pages_damaged for one in rigs)
+    eventually(lambda: not check(server, rigs[0]).leased)
+    keys = chain("at the end", SLOTS)
+    eventually(lambda: all(rigs[0].put(keys)))
+    assert check(server, rigs[0]).live == SLOTS

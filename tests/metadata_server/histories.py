@@ -1,0 +1,181 @@
+"""Random histories of several clients on one scope, and what must be true after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hicache_metadata_server.protocol import Reserved, ScopeGeometry
+from hicache_metadata_server.state.audit import problems_of
+from hicache_metadata_server.state.pins import Pins
+from hicache_metadata_server.state.restoring import columns_of, restore, rows_of
+from hicache_metadata_server.state.scope import Scope
+from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
+
+if TYPE_CHECKING:
+    import random
+
+    from hicache_metadata_server.state.restoring import SlotRow
+
+QUARANTINE = 2.0
+
+
+@dataclass
+class History:
+    """A scope, what its clients were told, and a store that is written after each step."""
+
+    chance: random.Random
+    slots: int
+    keys: int
+    scope: Scope = field(init=False)
+    now: float = 1000.0
+    next_lease: int = 1
+    next_pin: int = 1
+    held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
+    """Leases that clients believe to hold: key, slot, end."""
+    pins: dict[int, tuple[list[int], float]] = field(default_factory=dict)
+    rows: dict[int, SlotRow] = field(default_factory=dict)
+    rested: dict[int, float] = field(default_factory=dict)
+    """Slots that were let go, and when at the latest they may still be written or read."""
+    generations: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scope = Scope(self.geometry, QUARANTINE)
+
+    @property
+    def geometry(self) -> ScopeGeometry:
+        return ScopeGeometry(scope="0:kv", slots=self.slots)
+
+    def step(self) -> None:
+        chance = self.chance
+        live = {key: self.scope.recency.slot(key) for key in self.scope.recency}
+        # A lease that ends by itself ends at its time, whenever that is seen.
+        before = {
+            slot: self.scope.table.until[slot] if state == LEASED else float("inf")
+            for slot, state in enumerate(self.scope.table.states)
+            if state in (LEASED, LIVE)
+        }
+        match chance.choice(("reserve",) * 3 + ("commit",) * 3 + ("abort", "release", "delete", "touch", "pin", "unpin", "renew", "wait", "wait", "clear", "crash")):  # fmt: skip
+            case "reserve":
+                self.reserve()
+            case "commit" if self.held:
+                leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
+                valid = [self.scope.leases.by_number.get(lease) == self.held[lease][1] for lease in leases]
+                done = self.scope.commit([(lease, chance.randint(1, 9), chance.getrandbits(64)) for lease in leases], self.now)
+                for lease, was_valid, did in zip(leases, valid, done, strict=True):
+                    key, slot, end = self.held.pop(lease)
+                    assert did == (was_valid and end > self.now)
+                    if did:
+                        assert self.scope.recency.slot(key) == slot
+            case "abort" if self.held:
+                lease = chance.choice(list(self.held))
+                self.scope.abort([lease, lease], self.now)
+                del self.held[lease]
+            case "release":
+                self.scope.release([chance.randrange(self.slots) for _ in range(2)], self.now)
+            case "delete":
+                self.scope.delete([self.key() for _ in range(2)], (), self.now)
+            case "touch":
+                self.scope.recency.touch([self.key() for _ in range(3)])
+            case "pin" if live:
+                slots = [live[key] for key in chance.sample(list(live), chance.randint(1, len(live)))]
+                until = self.now + chance.choice((1, 5))
+                self.scope.pin(self.next_pin, slots, until)
+                self.pins[self.next_pin] = slots, until
+                self.next_pin += 1
+            case "unpin" if self.pins:
+                self.unpin(chance.choice(list(self.pins)))
+            case "renew" if self.held:
+                lease = chance.choice(list(self.held))
+                if self.scope.renew([lease], self.now, self.now + 3) == [True]:
+                    self.held[lease] = (*self.held[lease][:2], self.now + 3)
+            case "wait":
+                self.now += chance.choice((0.5, 1, 3, 10))
+                for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
+                    self.unpin(pin)
+                self.scope.settle(self.now)
+            case "clear" if chance.random() < 0.3:
+                self.scope.clear(self.now)
+            case "crash" if chance.random() < 0.5:
+                self.crash()
+            case _:
+                pass
+        self.write()
+        for slot, end in before.items():
+            if slot < len(self.scope.table) and self.scope.table.states[slot] in (QUARANTINED, FREE):
+                self.rested.setdefault(slot, min(self.now, end))
+        self.see()
+
+    def key(self) -> str:
+        return f"k{self.chance.randrange(self.keys)}"
+
+    def reserve(self) -> None:
+        keys = [self.key() for _ in range(self.chance.randint(1, 4))]
+        prefixes = [self.chance.choice(("", self.key())) for _ in keys]
+        for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now and self.chance.random() < 0.5]:
+            del self.held[lease]
+        states, slots, leases = self.scope.reserve(keys, prefixes, "me", self.next_lease, self.now, self.now + 3)
+        self.next_lease += len(keys)
+        assert len(states) == len(slots) == len(leases) == len(keys)
+        for i, (key, state, slot, lease) in enumerate(zip(keys, states, slots, leases, strict=True)):
+            assert (slot >= 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
+            assert (lease > 0) == (state is Reserved.LEASED)
+            if state is Reserved.LEASED:
+                assert key not in keys[:i], "the first of several gets the lease"
+                assert self.scope.table.generations[slot] > self.generations.get(slot, 0)
+                assert slot not in self.rested or self.rested[slot] + QUARANTINE <= self.now, "a slot is given out that rests"
+                pinned = [pin for pin, (slots_, until) in self.pins.items() if slot in slots_ and until > self.now]
+                assert not pinned, "a slot is given out that is pinned"
+                self.generations[slot] = self.scope.table.generations[slot]
+                self.rested.pop(slot, None)
+                self.held[lease] = key, slot, self.now + 3
+
+    def unpin(self, pin: int) -> None:
+        slots, _ = self.pins.pop(pin)
+        self.scope.unpin(pin, slots, self.now)
+
+    def write(self) -> None:
+        """Keep what a restart must know."""
+        changed = list(dict.fromkeys(self.scope.changed))
+        self.scope.changed = []
+        if changed:
+            self.rows.update({row.slot: row for row in rows_of(columns_of(self.scope, changed))})
+
+    def crash(self) -> None:
+        """Go on with what was written."""
+        old = self.scope
+        old.settle(self.now, 10**6)
+        scope = self.scope = Scope(self.geometry, QUARANTINE)
+        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, Pins()
+        for pin, (slots, until) in self.pins.items():
+            scope.pin(pin, slots, until)
+        assert restore(scope, sorted(self.rows.values()), self.now, 100.0) == []
+        assert sorted(scope.recency) == sorted(old.recency)
+        for key in scope.recency:
+            slot = scope.recency.slot(key)
+            assert scope.status(slot, self.now) == old.status(slot, self.now)
+        assert scope.leases.by_key == old.leases.by_key
+        assert scope.leases.by_number == old.leases.by_number
+        assert all(
+            until <= self.now + QUARANTINE
+            for slot, until in enumerate(scope.table.until)
+            if scope.table.states[slot] == QUARANTINED
+        )
+
+    def see(self) -> None:
+        assert problems_of(self.scope) == []
+        owned = [*map(self.scope.recency.slot, self.scope.recency), *self.scope.leases.by_number.values()]
+        assert len(set(owned)) == len(owned), "a slot belongs to two keys"
+
+    def see_nothing_lost(self) -> None:
+        """Once nothing holds them, all slots can be leased."""
+        self.scope.clear(self.now)
+        for pin in list(self.pins):
+            self.unpin(pin)
+        self.now += QUARANTINE + 1
+        self.scope.settle(self.now, 10**6)
+        states, slots, _ = self.scope.reserve(
+            [f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1
+        )
+        assert set(states) == {Reserved.LEASED}
+        assert sorted(slots) == list(range(self.slots))

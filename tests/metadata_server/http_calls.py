@@ -1,0 +1,97 @@
+"""The application without a network: requests as a server would hand them over."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from hicache_metadata_server.protocol import JSON, Durability
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.stores.store import MemoryStore
+from hicache_metadata_server.web.app import create_app
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self):
+        return msgspec.json.decode(self.body)
+
+
+class Caller:
+    def __init__(self, app):
+        self.app = app
+        self.service = app.state.server.service
+        self.journal = lambda: app.state.server.desk.journal
+
+    async def send(self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1):
+        size = -(-len(body) // pieces) or 1
+        parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+        messages = [{"type": "http.request", "body": part, "more_body": i < len(parts) - 1} for i, part in enumerate(parts)]
+        sent = []
+
+        async def receive():
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        full = {"content-type": content_type, **(headers or {})}
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": b"", "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+            "headers": [(name.lower().encode(), value.encode()) for name, value in full.items() if value is not None],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
+        found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+        return Reply(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]))
+
+    async def post(self, path, message, **options):
+        return await self.send("POST", path, msgspec.json.encode(message), **options)
+
+    async def store(self, scope, keys, **options):
+        """Reserve and commit keys by the native part; returns the answer to the commit."""
+        leases = (await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)).json["scopes"][0][
+            "leases"
+        ]
+        part = {"scope": scope, "leases": leases, "lengths": [1] * len(leases), "checksums": [2**64 - 1] * len(leases)}
+        return await self.post("/v2/commit", {"scopes": [part]}, **options)
+
+
+@asynccontextmanager
+async def running(store=None, service=None, **options):
+    store = store or MemoryStore()
+    app = create_app(service or MetadataService(durability=store.durability), store, **options)
+    async with app.router.lifespan_context(app):
+        yield Caller(app)
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+class SlowStore(MemoryStore):
+    """Keeps changes in a list; writing takes as long as it is told, and fails when it is told."""
+
+    durability = Durability.MACHINE
+    is_quick = False
+
+    def __init__(self):
+        self.written = []
+        self.seconds = 0.0
+        self.error = None
+
+    def write(self, changes, now):
+        import time
+
+        time.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        self.written.append(changes)

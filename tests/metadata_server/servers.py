@@ -1,0 +1,21 @@
+"""Servers as operators start them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing, contextmanager
+
+from hicache_conformance.metadata.native import NativeClient
+from hicache_conformance.metadata.server import Served
+from hicache_conformance.metadata.wire import Wire
+
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
+)
+DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 3"
+
+
+@contextmanager
+def served(command=DURABLE, token=""):
+    with Served(command=command) as place, closing(Wire(place.url, token)) as wire:
+        yield place, NativeClient(wire)

@@ -1,0 +1,286 @@
+"""The application: what the conformance suite does not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.web.tokens import Tokens, read_token_file
+from tests.metadata_server.http_calls import SlowStore, run, running
+
+SCOPE = {"scopes": [{"scope": "0:kv", "slots": 100_000}]}
+
+
+def keys(count, name="k"):
+    return [f"{name}{i:060d}" for i in range(count)]
+
+
+def test_refusals_name_the_entry_that_is_to_blame():
+    cases = [
+        ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", 7]}]}, "scopes[0].keys[1]"),
+        ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": []}, {"scope": "x", "keys": []}]}, "scopes[1].scope"),
+        ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": [], "more": 1}]}, "scopes[0].more"),
+        ("/v2/commit", {"scopes": [{"scope": "0:kv", "leases": [1], "lengths": [1], "checksums": [2**64]}]}, "scopes[0].checksums[0]"),
+        ("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["a"], "prefixes": ["x" * 2000]}]}, "scopes[0].prefixes[0]"),
+        ("/v2/reserve", {"scopes": [], "lease_seconds": 0}, "lease_seconds"),
+        ("/v2/reserve", {"scopes": [], "owner": "x" * 2000}, "owner"),
+        ("/v2/initialize", {"scopes": [{"scope": "0:a", "slots": 1, "slot_bytes": 2**63}]}, "scopes[0].slot_bytes"),
+        ("/v2/initialize", {"scopes": [{"scope": "0:a", "slots": 1, "identity": "x" * 5000}]}, "scopes[0].identity"),
+        ("/0/reserve_and_allocate_page_indices", {"keys": [["a", ""], ["b", 1]]}, "keys[1][1]"),
+        ("/0/confirm_write", {"written_keys_to_confirm": [["a", 1], ["b", -1]]}, "written_keys_to_confirm[1][1]"),
+        ("/0/exists", {}, "keys"),
+    ]  # fmt: skip
+
+    async def scenario():
+        async with running() as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            for path, body, field in cases:
+                reply = await caller.post(path, body)
+                assert (reply.status, reply.json["field"]) == (422, field), (path, body, reply)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("count", [600, 5000])
+def test_long_requests_answer_as_short_ones_do(count):
+    async def scenario():
+        async with running(SlowStore()) as caller:
+            await caller.post("/v2/initialize", {"scopes": [*SCOPE["scopes"], {"scope": "1:kv", "slots": 100_000}]})
+            some = keys(count)
+            both = [{"scope": "0:kv", "keys": some}, {"scope": "1:kv", "keys": some[:700]}]
+            leases = (await caller.post("/v2/reserve", {"scopes": both})).json["scopes"]
+            assert [len(part["leases"]) for part in leases] == [count, len(some[:700])]
+            assert len({lease for part in leases for lease in part["leases"]}) == count + len(some[:700])
+            parts = [
+                {"scope": f"{i}:kv", "leases": part["leases"], "lengths": [1] * len(part["leases"]), "checksums": part["leases"]}
+                for i, part in enumerate(leases)
+            ]
+            await caller.post("/v2/commit", {"scopes": parts})
+            found = (await caller.post("/v2/lookup", {"scopes": both})).json["scopes"]
+            assert [part["slots"] for part in found] == [part["slots"] for part in leases]
+            assert [part["checksums"] for part in found] == [part["leases"] for part in leases]
+            # As use goes from the last to the first, the head of the whole list is the latest.
+            assert list(caller.service.scopes["0:kv"].recency)[-1] == some[0]
+            old = await caller.post("/0/get_page_indices", {"keys": some})
+            assert old.json == {"indices": leases[0]["slots"]}
+            gone = (await caller.post("/v2/delete", {"scopes": both})).json["scopes"]
+            assert [sum(part["done"]) for part in gone] == [count, len(some[:700])]
+            packed = msgspec.msgpack.encode({"scopes": both})
+            assert (await caller.send("POST", "/v2/touch", packed, content_type=MSGPACK)).status == 200
+            refused = await caller.post("/v2/touch", {"scopes": [*both, {"scope": "2:kv", "keys": ["a"]}]})
+            assert (refused.status, refused.json["field"]) == (404, "scopes[2].scope")
+
+    run(scenario())
+
+
+def test_long_requests_with_an_idempotency_key_are_done_once():
+    async def scenario():
+        async with running(SlowStore()) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            request = {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]}
+            first = await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
+            again = await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
+            assert first == again
+            assert caller.service.list_scopes().scopes[0].leased == 2000
+
+    run(scenario())
+
+
+def test_others_are_served_while_a_long_request_is_done():
+    async def scenario():
+        async with running() as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            await caller.store("0:kv", keys(16_000))
+            order = []
+
+            async def delete():
+                await caller.post("/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(16_000)}]})
+                order.append("deleted")
+
+            async def look():
+                await asyncio.sleep(0)
+                await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": keys(1)}]})
+                order.append("found")
+
+            await asyncio.gather(delete(), look())
+            assert order == ["found", "deleted"]
+
+    run(scenario())
+
+
+def test_requests_that_arrive_together_share_a_transaction():
+    async def scenario():
+        store = SlowStore()
+        async with running(store) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            store.seconds, before = 0.05, len(store.written)
+            requests = [{"scopes": [{"scope": "0:kv", "keys": keys(4, f"{i}-")}]} for i in range(40)]
+            await asyncio.gather(*(caller.post("/v2/reserve", request) for request in requests))
+            # The first may go alone; those that come while it is written go together.
+            assert len(store.written) - before <= 3
+            assert sum(len(group.slots[1].slots) for group in store.written[before:]) == 160
+
+    run(scenario())
+
+
+def test_nothing_is_answered_before_it_is_written():
+    async def scenario():
+        store = SlowStore()
+        async with running(store) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            store.seconds = 0.2
+            begin = time.monotonic()
+            await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(1)}]})
+            assert time.monotonic() - begin >= 0.2
+            begin = time.monotonic()
+            pinned = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": keys(1)}], "pin_seconds": 1})
+            assert pinned.json["pin"] == 0, "a leased page is not live: there was nothing to pin, nor to write"
+
+    run(scenario())
+
+
+def test_a_store_that_fails_is_told_and_nothing_is_lost():
+    async def scenario():
+        store = SlowStore()
+        async with running(store) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            store.error = StoreError("the disk is full")
+            request = {"scopes": [{"scope": "0:kv", "keys": keys(3)}]}
+            refused = await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
+            assert (refused.status, refused.json["code"]) == (503, "unavailable")
+            assert "disk is full" in refused.json["message"]
+            assert (await caller.send("GET", "/readyz")).status == 503
+            assert (await caller.send("GET", "/healthz")).status == 200
+            store.error = None
+            assert (await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})).json["scopes"][0][
+                "states"
+            ] == ["busy"] * 3
+            # What could not be written went with the next group.
+            assert sorted(store.written[-1].slots[1].slots) == [0, 1, 2]
+            assert (await caller.send("GET", "/readyz")).status == 200
+
+    run(scenario())
+
+
+def test_what_was_accepted_is_written_at_the_end():
+    store = SlowStore()
+
+    async def scenario():
+        async with running(store) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            store.seconds = 0.05
+            pending = asyncio.create_task(caller.store("0:kv", keys(2)))
+            await asyncio.sleep(0.01)
+            assert (await pending).status == 200
+
+    run(scenario())
+    assert len(store.written) >= 3
+
+
+@pytest.mark.parametrize(
+    ("content_type", "answered"), [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")]
+)
+def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answered):
+    async def scenario():
+        async with running() as caller:
+            for path in ("/v2", "/v2/scopes"):
+                reply = await caller.send("GET", path, content_type=content_type)
+                assert (reply.status, reply.headers["content-type"]) == (200, answered)
+
+    run(scenario())
+
+
+def test_scopes_are_limited():
+    async def scenario():
+        async with running(service=MetadataService(most_scopes=2)) as caller:
+            for i, status in ((0, 204), (1, 204), (2, 413), (1, 204)):
+                assert (await caller.post(f"/{i}/initialize", {"num_pages": 5})).status == status
+            refused = await caller.post("/v2/initialize", {"scopes": [{"scope": "7:kv", "slots": 1}]})
+            assert (refused.status, refused.json["field"]) == (413, "scopes")
+
+    run(scenario())
+
+
+def test_bodies_come_in_pieces_and_have_a_limit():
+    async def scenario():
+        limits = msgspec.structs.replace(DEFAULTS, body_bytes=70_000)
+        async with running(service=MetadataService(limits)) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            body = msgspec.json.encode({"scopes": [{"scope": "0:kv", "keys": keys(600)}]})
+            assert (await caller.send("POST", "/v2/lookup", body, pieces=7)).status == 200
+            long = b"[" + b" " * 70_000
+            assert (await caller.send("POST", "/v2/lookup", long, pieces=7)).status == 413
+            assert (await caller.send("POST", "/v2/lookup", b"", headers={"content-length": "70001"})).status == 413
+
+    run(scenario())
+
+
+def test_the_description_is_that_of_the_types():
+    async def scenario():
+        async with running() as caller:
+            described = (await caller.send("GET", "/openapi.json")).json
+            assert set(ROUTES) <= set(described["paths"])
+            assert "/{rank}/confirm_write" in described["paths"]
+            reserve = described["paths"]["/v2/reserve"]["post"]
+            assert reserve["requestBody"]["content"][MSGPACK]["schema"] == {"$ref": "#/components/schemas/Reserve"}
+            schemas = described["components"]["schemas"]
+            assert schemas["ReserveScope"]["properties"]["prefixes"]["type"] == "array"
+            assert {"Problem", "Leased", "Found", "CompatibleKeys"} <= set(schemas)
+
+    run(scenario())
+
+
+def test_pages_and_metrics():
+    async def scenario():
+        async with running() as caller:
+            await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv-<b>", "slots": 8}]})
+            assert (await caller.post("/v2/initialize", SCOPE)).status == 200
+            await caller.store("0:kv", keys(3))
+            page = (await caller.send("GET", "/")).body.decode()
+            assert "0:kv" in page
+            assert "<b>" not in page
+            text = (await caller.send("GET", "/metrics")).body.decode()
+            assert 'hicache_metadata_slots{scope="0:kv",state="live"} 3.0' in text
+            assert 'hicache_metadata_requests_total{route="/v2/commit",status="200"} 1.0' in text
+            unknown = await caller.send("GET", "/nothing")
+            assert (unknown.status, unknown.json["code"]) == (404, "unknown_route")
+
+    run(scenario())
+
+
+def test_tokens_guard_pages_too(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("# ours\nread r1\n\nread r2\nadmin a\n")
+    tokens = Tokens(read_token_file(file))
+
+    async def scenario():
+        async with running(tokens=tokens) as caller:
+            for path in ("/", "/metrics", "/openapi.json", "/v2", "/nothing", "/x/exists"):
+                assert (await caller.send("GET", path)).status == 401, path
+            for token, status in (("r1", 200), ("r2", 200), ("a", 200), ("b", 401), ("", 401)):
+                assert (await caller.send("GET", "/v2", headers={"authorization": f"Bearer {token}"})).status == status
+            assert (await caller.send("GET", "/healthz")).status == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("line", ["read", "root x", "read a b", "read x\nwrite x"])
+def test_a_token_file_that_means_nothing_is_refused(tmp_path, line):
+    file = tmp_path / "tokens"
+    file.write_text(line)
+    with pytest.raises(ValueError, match="line"):
+        read_token_file(file)
+
+
+def test_tokens_include_those_below():
+    order = list(Token)
+    tokens = Tokens({"w": Token.WRITE})
+    for needed in order[: order.index(Token.WRITE) + 1]:
+        tokens.check(b"bearer w", needed)

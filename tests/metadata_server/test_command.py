@@ -1,0 +1,109 @@
+"""`hicache metadata`, as operators see it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from hicache_metadata_server.cli import app
+from hicache_metadata_server.settings import ServerSettings
+from tests.metadata_server.servers import DURABLE, served
+
+
+def hicache(*arguments, **options):
+    return CliRunner().invoke(app, arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    tokens = tmp_path_factory.mktemp("tokens")
+    (tokens / "server").write_text("admin all\nread look\n")
+    (tokens / "client").write_text("all\n")
+    (tokens / "reader").write_text("look\n")
+    with served(f"{DURABLE} --token-file {tokens / 'server'}", "all") as (place, client):
+        client.wire.post("/0/initialize", {"num_pages": 50})
+        client.wire.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+        yield place.url, str(tokens / "client"), str(tokens / "reader")
+
+
+def test_looking_after_a_server(place):
+    url, token, _ = place
+    where = ("--url", url, "--token-file", token)
+    status = hicache("status", *where)
+    assert status.exit_code == 0, status.output
+    assert "durability process" in status.output
+    assert "1 scopes, 0 live pages of 50 slots" in status.output
+    listed = hicache("scopes", *where, env={"COLUMNS": "150"})
+    assert "0:kv" in listed.output
+    inspected = hicache("inspect", "0:kv", "--key", "k", "--key", "none", "--slot", "49", *where)
+    slot, held, nothing = map(msgspec.json.decode, inspected.output.splitlines())
+    assert (slot["state"], held["key"], nothing) == ("free", "k", None)
+    assert hicache("fsck", *where).exit_code == 0
+    assert hicache("fsck", "0:kv", *where).exit_code == 0
+    drained = hicache("drain", *where)
+    assert "drains; 1 leases are out" in drained.output
+    assert drained.exit_code == 1
+    assert hicache("status", *where).exit_code == 1
+    assert "drains; 0 leases are out" in hicache("drain", "--wait", "20", *where).output
+    assert hicache("drain", "--off", *where).output == "gives leases\n"
+    assert hicache("status", *where).exit_code == 0
+
+
+def test_refusals_are_sentences(place):
+    url, token, reader = place
+    for arguments, said in (
+        (("scopes", "--url", url), "wants a bearer token"),
+        (("drain", "--url", url, "--token-file", reader), "permits read, and that needs admin"),
+        (("inspect", "9:kv", "--url", url, "--token-file", token), "scope '9:kv' is not initialized"),
+        (("inspect", "nonsense", "--url", url, "--token-file", token), "422"),
+        (("status", "--url", "http://127.0.0.1:9"), "does not answer"),
+        (("status", "--url", "ftp://x"), "no http or https address"),
+        (("fsck", "--store", "memory:"), "nothing is kept"),
+        (("fsck", "--store", "nowhere"), "names no store"),
+        (("status", "--url", url, "--token-file", "/nonexistent"), "No such file"),
+    ):
+        done = hicache(*arguments)
+        assert done.exit_code == 2, done.output
+        assert said in " ".join(done.output.split()), arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--store", "redis://x"), "names no store"),
+        (("--store", "sqlite:////nonexistent/m.db"), "No such file or directory"),
+        (("--lease-seconds", "10000"), "lease_seconds must lie between"),
+        (("--durability", "hope"), "durability"),
+        (("--port", "99999"), "port"),
+        (("--tls-certificate", "x.pem"), "a certificate and a key"),
+        (("--token-file", "/nonexistent"), "No such file"),
+    ],
+)
+def test_settings_that_cannot_be(arguments, said):
+    done = hicache("serve", *arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("HICACHE_METADATA_STORE", "sqlite:///x.db")
+    monkeypatch.setenv("HICACHE_METADATA_KEYS", "500")
+    monkeypatch.setenv("HICACHE_METADATA_WRITE_TOKEN", "secret")
+    settings = ServerSettings(port=5)
+    assert (settings.store, settings.limits.keys, settings.port) == ("sqlite:///x.db", 500, 5)
+    assert settings.tokens() == {"secret": "write"}
+    assert "secret" not in repr(settings)
+
+
+def test_the_state_machine_needs_no_server():
+    """The driver's local client uses it in processes that have neither FastAPI nor SQLite open."""
+    script = (
+        "import sys, hicache_metadata_server.service.service, hicache_metadata_server.service.compatible, hicache_metadata_server.cli\n"
+        "heavy = {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', 'torch'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

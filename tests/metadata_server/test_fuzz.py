@@ -1,0 +1,169 @@
+"""Malformed and random requests: never 5xx, no page lost, no growth of memory."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+
+import msgspec
+import pytest
+
+from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, JSON, MSGPACK, ROUTES
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.stores.sqlite import SqliteStore
+from tests.metadata_server.http_calls import run, running
+
+KEEP = "5:keep"
+SCOPES = ["0:kv", "0:mamba", "1:kv"]
+WORDS = ["", "a", "b", "k1", "k2", "k3", "\x00", "\ud7ff", "é" * 300, "x" * 2000, "0:kv", "kv", "nope", "0:kv\n", "-1:kv", "NaN"]
+NUMBERS = [0, 1, -1, 2, 7, 8, 2**31, 2**40, 2**40 + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**200, 0.5, -0.5, 1e308, 1e-9]
+FIELDS = (
+    "scopes", "scope", "keys", "prefixes", "leases", "lengths", "checksums", "generations", "slots", "slot_bytes", "geometry", "identity",
+    "pins", "pin_seconds", "touch", "owner", "lease_seconds", "enabled", "num_pages", "namespace", "written_keys_to_confirm",
+    "pages_to_release", "extra",
+)  # fmt: skip
+RAW = (b"", b"{", b"[" * 5000, b"\xff\xfe", b"null", b'"\\ud800"', b'{"keys":["\\ud800"]}', b'{"keys":["\xed\xa0\x80"]}', b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b'{"keys":[],"keys":7}', b"1e999", b"-", b" " * 99)  # fmt: skip
+
+
+class Fuzzer:
+    """Draws requests: some right, some nearly, some nonsense."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+
+    def value(self, depth=0):
+        chance = self.chance
+        match chance.randrange(8 if depth < 4 else 4):
+            case 0:
+                return chance.choice(WORDS)
+            case 1:
+                return chance.choice(NUMBERS)
+            case 2:
+                return chance.choice((None, True, False))
+            case 3:
+                return chance.choice(SCOPES)
+            case 4 | 5:
+                return [self.value(depth + 1) for _ in range(chance.randrange(4))]
+            case 6:
+                return {chance.choice(FIELDS): self.value(depth + 1) for _ in range(chance.randrange(4))}
+            case _:
+                return [chance.choice(WORDS[1:6])] * chance.randrange(1, 600)
+
+    def part(self, *columns):
+        chance, count = self.chance, self.chance.randrange(4)
+        part = {"scope": chance.choice(SCOPES)}
+        for name in columns:
+            drawn = WORDS[1:6] if name in ("keys", "prefixes") else range(1, 60)
+            part[name] = [chance.choice(drawn) for _ in range(count)]
+        return part
+
+    def body(self, path):
+        """A message that is meant for the route, with something about it changed."""
+        chance = self.chance
+        columns = {
+            "reserve": ("keys", "prefixes"),
+            "commit": ("leases", "lengths", "checksums"),
+            "abort": ("leases",),
+            "renew": ("leases",),
+        }
+        meant = columns.get(path.rpartition("/")[2], ("keys",))
+        if chance.random() < 0.1:
+            meant = chance.sample(("keys", "leases", "prefixes", "lengths", "checksums", "generations"), 2)
+        body = {"scopes": [self.part(*meant) for _ in range(chance.randrange(3))]}
+        if path in ("/v2/clear", "/v2/fsck"):
+            body = {"scopes": chance.choices(SCOPES, k=2)}
+        elif path == "/v2/initialize":
+            body = {
+                "scopes": [
+                    {"scope": chance.choice(SCOPES), "slots": chance.choice((8, 2**40, 9)), "geometry": chance.choice(("", "x"))}
+                ]
+            }
+        elif path == "/v2/inspect":
+            body = {"scope": chance.choice(SCOPES), "keys": ["a"], "slots": [chance.randrange(12)]}
+        elif not path.startswith("/v2"):
+            keys = [chance.choice(WORDS[1:6]) for _ in range(chance.randrange(5))]
+            pairs = [[key, chance.choice(("", "a", 3))] for key in keys]
+            body = {
+                "keys": pairs if "reserve" in path else keys,
+                "namespace": chance.choice(("kv", "kv", "kv", "mamba", "a b", "other")),
+            }
+            body |= {
+                "written_keys_to_confirm": [[key, chance.randrange(-1, 9)] for key in keys],
+                "pages_to_release": [chance.randrange(10)],
+            }
+            body |= {"num_pages": chance.choice((8, 9, 0, 2**40))}
+        if chance.random() < 0.25:
+            body[chance.choice(FIELDS)] = self.value()
+        if chance.random() < 0.1:
+            body.pop(chance.choice(list(body)))
+        return body
+
+    def request(self):
+        chance = self.chance
+        path = chance.choice([*(path for path in ROUTES if path != "/v2/drain"), *(f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}" for name in COMPATIBLE_ROUTES), "/", "/nope", "//", "/v2/", "/metrics"])  # fmt: skip
+        method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
+        content_type = chance.choice(
+            (JSON, JSON, JSON, JSON, JSON, MSGPACK, MSGPACK, "text/plain", "application/json; charset=x", "")
+        )
+        headers = {"idempotency-key": chance.choice(("a", "b", "c" * 200))} if chance.random() < 0.2 else {}
+        if chance.random() < 0.1:
+            return method, path, chance.choice(RAW), content_type, headers
+        message = self.value() if chance.random() < 0.2 else self.body(path)
+        try:
+            encoded = msgspec.msgpack.encode(message) if content_type == MSGPACK else msgspec.json.encode(message)
+        except OverflowError:
+            encoded = b"\xcf" + b"\xff" * 8
+        if chance.random() < 0.1 and encoded:
+            at = chance.randrange(len(encoded))
+            encoded = encoded[:at] + bytes([chance.randrange(256)]) + encoded[at + 1 :]
+        return method, path, encoded, content_type, headers
+
+
+async def fuzz(store, seed, requests):
+    limits = msgspec.structs.replace(
+        DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
+    )
+    fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
+    service = MetadataService(limits, durability=store.durability, most_scopes=12)
+    async with running(store, service) as caller:
+        await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in (KEEP, *SCOPES)]})
+        assert (await caller.store(KEEP, ["one", "two"])).status == 200
+        tracemalloc.start()
+        try:
+            for number in range(requests):
+                method, path, body, content_type, headers = fuzzer.request()
+                reply = await caller.send(method, path, body, content_type=content_type or None, headers=headers, pieces=fuzzer.chance.choice((1, 1, 3)))  # fmt: skip
+                statuses[reply.status] = statuses.get(reply.status, 0) + 1
+                assert reply.status < 500, (method, path, body, reply)
+                if reply.status >= 400:
+                    native = path.startswith("/v2") and content_type == MSGPACK
+                    problem = (msgspec.msgpack if native else msgspec.json).decode(reply.body)
+                    assert set(problem) == {"code", "message", "field"}, (method, path, body, reply)
+                if number % (requests // 8) == requests // 8 - 1:
+                    gc.collect()
+                    sizes.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        found = (await caller.post("/v2/lookup", {"scopes": [{"scope": KEEP, "keys": ["one", "two"]}]})).json["scopes"][0]
+        assert (found["slots"], found["checksums"]) == ([0, 1], [2**64 - 1] * 2)
+        assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+    return statuses, sizes
+
+
+def see(statuses, sizes):
+    assert {200, 400, 404, 409, 413, 415, 422} & set(statuses) >= {200, 400, 404, 409, 415, 422}, "the fuzzer reaches everything"
+    assert statuses[200] > 0.1 * sum(statuses.values()), f"it also sends what is right: {statuses}"
+    # The first pieces fill caches; of the others none is greater than all before by more than a little.
+    assert max(sizes[-3:]) < 1.2 * max(sizes[2:5]) + 200_000, sizes
+
+
+def test_random_requests(tmp_path):
+    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 1600)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_requests(tmp_path, seed):
+    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 100 + seed, 5000)))

@@ -1,0 +1,193 @@
+"""The state machine, rule by rule where a history does not show it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hicache_metadata_server.protocol import Reserved, ScopeGeometry
+from hicache_metadata_server.state.audit import problems_of
+from hicache_metadata_server.state.scope import STEP, Scope
+from hicache_metadata_server.state.slots import FREE, LIVE, QUARANTINED
+
+
+def scope_of(slots, quarantine=0.0):
+    return Scope(ScopeGeometry(scope="0:kv", slots=slots), quarantine)
+
+
+def store(scope, keys, prefixes=(), now=0.0, lease=1):
+    states, slots, leases = scope.reserve(keys, prefixes, "", lease, now, now + 10)
+    assert set(states) <= {Reserved.LEASED}
+    assert all(scope.commit([(one, 1, 1) for one in leases], now))
+    return slots
+
+
+def test_a_scope_of_the_largest_size_takes_no_memory():
+    scope = scope_of(2**40)
+    assert store(scope, ["a", "b"]) == [0, 1]
+    assert len(scope.table) == 2
+    assert len(scope.free) == 2**40 - 2
+
+
+def oldest_tail(live, prefixes):
+    """What the documentation says, in one line: the least recently used that no other page names."""
+    return next(key for key in live if not any(prefixes[other] == key for other in live if other != key))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_eviction_takes_the_oldest_tail(seed):
+    """Against the definition itself, page by page, with chains, branches and touches in between."""
+    chance = random.Random(seed)
+    scope, live, prefixes, lease = scope_of(24), [], {}, 1
+    for number in range(400):
+        key = f"k{number}"
+        prefixes[key] = chance.choice(["", *live[-6:], *live[:2]])
+        if len(live) == 24:
+            live.remove(oldest_tail(live, prefixes))
+        store(scope, [key], [prefixes[key]], lease=lease)
+        lease += 1
+        live.append(key)
+        assert set(scope.recency) == set(live), f"after {key}"
+        if chance.random() < 0.5:
+            touched = chance.sample(live, chance.randint(1, min(6, len(live))))
+            scope.recency.touch(touched)
+            for one in reversed(touched):
+                live.remove(one)
+                live.append(one)
+    assert problems_of(scope) == []
+
+
+def test_pages_that_name_themselves_can_be_evicted():
+    scope = scope_of(2)
+    store(scope, ["a"], ["a"])
+    store(scope, ["b"], ["b"], lease=2)
+    store(scope, ["c"], lease=3)
+    assert set(scope.recency) == {"b", "c"}
+
+
+def test_slots_are_given_in_ascending_runs():
+    scope = scope_of(64)
+    keys = [f"k{i}" for i in range(32)]
+    assert store(scope, keys) == list(range(32))
+    scope.delete(list(reversed(keys[:16])), (), 1.0)
+    assert store(scope, [f"n{i}" for i in range(16)], now=2.0, lease=100) == list(range(16))
+
+
+def test_a_large_scope_keeps_some_slots_spare():
+    """Evicted slots rest: what is evicted only when it is asked for comes too late."""
+    scope, full, lease = scope_of(4096, quarantine=5.0), 0, 1
+    for number in range(800):
+        states, _, leases = scope.reserve([f"{number}-{i}" for i in range(16)], (), "", lease, number * 1.0, number + 10.0)
+        full += states.count(Reserved.FULL)
+        scope.commit([(one, 1, 1) for one in leases if one], number * 1.0)
+        lease += 16
+    assert full == 0
+    assert len(scope.recency) > 0.9 * 4096
+
+
+@pytest.mark.parametrize("quarantine", [0.0, 3.0])
+def test_clearing_a_million_is_done_bit_by_bit(quarantine):
+    pages = 20 * STEP
+    scope = scope_of(pages, quarantine)
+    store(scope, [f"k{i}" for i in range(pages)], [""] + [f"k{i}" for i in range(pages - 1)])
+    assert scope.clear(100.0) == pages
+    assert (len(scope.recency), scope.table.count(LIVE), scope.table.count(QUARANTINED) + scope.table.count(FREE)) == (
+        0,
+        0,
+        pages,
+    )
+    assert problems_of(scope) == []
+    looked_at = [scope.settle(100.0) for _ in range(100)]
+    assert max(looked_at) <= STEP
+    assert problems_of(scope) == []
+    while scope.next_time() is not None and scope.next_time() <= 103.0:
+        scope.settle(103.0)
+    assert len(scope.free) == pages
+
+
+def test_a_slot_that_a_clear_left_is_not_free_before_it_was_taken_apart():
+    pages = 4 * STEP
+    scope = scope_of(pages, 1.0)
+    slots = store(scope, [f"k{i}" for i in range(pages)])
+    scope.pin(1, slots[:10], 500.0)
+    # The ends of their old leases come up while the clear is still being taken apart.
+    scope.clear(100.0)
+    scope.unpin(1, slots[:10], 100.5)
+    states, given, _ = scope.reserve([f"n{i}" for i in range(20)], (), "", 10**6, 100.6, 110.0)
+    assert given == [-1] * 20, "their quarantine lasts until 101"
+    for _ in range(20):
+        scope.settle(101.1)
+    states, given, _ = scope.reserve([f"n{i}" for i in range(20)], (), "", 10**6, 101.1, 110.0)
+    assert set(states) == {Reserved.LEASED}
+    assert problems_of(scope) == []
+
+
+def test_a_commit_can_be_repeated_however_long_ago_it_was():
+    scope, lease = scope_of(40_000), 1
+    first = scope.reserve(["first"], (), "", lease, 0.0, 10.0)[2]
+    assert scope.commit([(first[0], 5, 6)], 0.0) == [True]
+    for number in range(60):
+        keys = [f"{number}-{i}" for i in range(600)]
+        store(scope, keys, lease=lease + 1)
+        lease += 600
+        scope.delete(keys, (), 0.0)
+    assert scope.commit([(first[0], 5, 6), (first[0], 5, 7), (first[0] + 1, 5, 6)], 1.0) == [True, False, False]
+    assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
+
+
+def plant(scope, fault):
+    table = scope.table
+    match fault:
+        case "free and live":
+            scope.free.returned.append(scope.recency.slot("a"))
+        case "twice free":
+            scope.free.returned.append(scope.free.returned[0])
+        case "lost":
+            scope.free.returned.popleft()
+        case "two keys":
+            scope.recency.order["b"] = scope.recency.slot("a")
+        case "unknown key":
+            scope.recency.order["ghost"] = scope.recency.slot("a")
+        case "live and leased":
+            scope.recency.order["held"] = scope.leases.by_key["held"]
+        case "state":
+            table.states[scope.recency.slot("a")] = QUARANTINED
+        case "no state":
+            table.states[scope.recency.slot("a")] = 9
+        case "lease":
+            del scope.leases.by_number[table.leases[scope.leases.by_key["held"]]]
+        case "lease of nobody":
+            scope.leases.by_key["ghost"] = scope.leases.by_key["held"]
+        case "generation":
+            table.generations[scope.recency.slot("a")] = 0
+        case "length":
+            table.lengths[scope.recency.slot("a")] = 10**9
+        case "log":
+            table.leases[scope.recency.slot("a")] = 77
+        case "resting":
+            scope.resting += 1
+        case "children":
+            table.children[scope.recency.slot("a")] = 5
+        case "prefix":
+            scope.chains.waiting["nobody"] = 1
+        case "outside":
+            scope.free.returned.append(10**6)
+
+
+FAULTS = (
+    "free and live", "twice free", "lost", "two keys", "unknown key", "live and leased", "state", "no state", "lease", "lease of nobody",
+    "generation", "length", "log", "resting", "children", "prefix", "outside",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fsck_finds(fault):
+    scope = Scope(ScopeGeometry(scope="0:kv", slots=16, slot_bytes=100), 0.0)
+    store(scope, ["a", "b", "c", "d"], ["", "a", "b", ""])
+    scope.delete(["d"], (), 1.0)
+    scope.reserve(["held"], (), "me", 50, 1.0, 20.0)
+    scope.delete(["c"], (), 1.0)
+    assert problems_of(scope) == []
+    plant(scope, fault)
+    assert problems_of(scope) != []

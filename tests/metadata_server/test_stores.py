@@ -1,0 +1,255 @@
+"""What a store keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+
+import pytest
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.changes import AnswerRecord
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.stores import sqlite
+from hicache_metadata_server.stores.store import StoreError, open_store
+
+NOW = 1_700_000_000.0
+STRANGE = ["a\x00b", "a", "ключ", "\U0001f5dd", "x" * 1024, " ", "'; DROP TABLE slots; --", "\x7f\x01"]
+
+
+def address(tmp_path):
+    return f"sqlite:///{tmp_path}/m.db"
+
+
+def opened(tmp_path, now=NOW, **options):
+    store = open_store(address(tmp_path), **options)
+    service = MetadataService(DEFAULTS, durability=store.durability)
+    service.restore(store.recover(now), store.rows, now)
+    return store, service
+
+
+def state(service, now):
+    """Everything that clients can see."""
+    return [
+        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.live(["a", "b"]))
+        for name, scope in sorted(service.scopes.items())
+    ]
+
+
+def reserve(service, keys, scope="0:kv", now=NOW, prefixes=()):
+    part = p.ReserveScope(scope=scope, keys=keys, prefixes=list(prefixes))
+    return service.reserve(p.Reserve(scopes=[part], owner="me"), now).scopes[0]
+
+
+def commit(service, leases, scope="0:kv", now=NOW):
+    part = p.CommitScope(scope=scope, leases=leases, lengths=[7] * len(leases), checksums=[2**64 - 1 - lease for lease in leases])
+    return service.commit(p.Commit(scopes=[part]), now)
+
+
+def initialize(service, *names, slots=1000):
+    service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=slots, identity="me") for name in names]), NOW)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_everything_comes_back(tmp_path, fold):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv", "1:kv")
+    commit(service, reserve(service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
+    held = reserve(service, ["held"])
+    commit(service, reserve(service, ["a"], "1:kv").leases, "1:kv")
+    pinned = service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW)
+    service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
+    service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
+    store.write(service.take_changes(), NOW)
+    if fold:
+        store.tidy()
+    before = state(service, NOW)
+    # Not closed: as after kill -9, but for the lock.
+    store._lock.release()
+    again, restored = opened(tmp_path)
+    assert state(restored, NOW) == before
+    assert restored.recovery_problems == []
+    assert restored.answers.find("once", b"digest", NOW).body == b"\x00body"
+    assert commit(restored, held.leases).scopes[0].states == [p.Settled.DONE]
+    assert min(reserve(restored, ["new"]).leases) > max(held.leases)
+    slot = pinned.scopes[0].slots[0]
+    assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW).slots[0].pins == 1
+    restored.settle(NOW + 8, 1000)
+    assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 8).slots[0].state is p.SlotState.QUARANTINED
+    restored.settle(NOW + 10, 1000)
+    assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 10).slots[0].state is p.SlotState.FREE
+    again.close()
+
+
+def test_a_cleared_scope_stays_cleared(tmp_path):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv", slots=5000)
+    keys = [f"k{i}" for i in range(4000)]
+    generations = reserve(service, keys)
+    commit(service, generations.leases)
+    store.write(service.take_changes(), NOW)
+    service.clear(p.Clear(scopes=["0:kv"]), NOW)
+    changes = service.take_changes()
+    assert sum(len(columns.slots) for columns in changes.slots.values()) == 0, "a clear writes one row, however much it clears"
+    store.write(changes, NOW)
+    store.close()
+    store, restored = opened(tmp_path, NOW + 1)
+    status = restored.list_scopes().scopes[0]
+    assert (status.live, status.quarantined, status.free) == (0, 4000, 1000)
+    restored.settle(NOW + 6, 10**5)
+    assert restored.list_scopes().scopes[0].free == 5000
+    again = reserve(restored, ["x"], now=NOW + 6)
+    assert again.generations == [2]
+    store.close()
+
+
+def test_random_histories_come_back_exactly(tmp_path, monkeypatch):
+    """Killed after every few groups, folded or not."""
+    monkeypatch.setattr("hicache_metadata_server.stores.folds.PIECE", 5)
+    chance, now = random.Random(5), NOW
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv", "0:mamba", slots=20)
+    store.write(service.take_changes(), now)
+    for _ in range(150):
+        scope = chance.choice(("0:kv", "0:mamba"))
+        keys = [f"k{chance.randrange(30)}" for _ in range(4)]
+        leases = [lease for lease in reserve(service, keys, scope, now).leases if lease]
+        if chance.random() < 0.8:
+            commit(service, leases, scope, now)
+        if chance.random() < 0.3:
+            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[:2])]), now)
+        if chance.random() < 0.05:
+            service.clear(p.Clear(scopes=[scope]), now)
+        store.write(service.take_changes(), now)
+        if chance.random() < 0.5:
+            store.tidy()
+        now += chance.choice((0.0, 1.0, 3.0))
+        if chance.random() < 0.2:
+            service.settle(now, 10**5)
+            before = state(service, now)
+            store._lock.release()
+            store, service = opened(tmp_path, now)
+            for (name, slots, live), (other, restored, alive) in zip(before, state(service, now), strict=True):
+                assert (name, live) == (other, alive)
+                assert [slot for slot in slots if slot.state in ("live", "leased")] == [
+                    slot for slot in restored if slot.state in ("live", "leased")
+                ]
+                assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
+    store.close()
+
+
+def test_a_group_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    changes = service.take_changes()
+    changes.answers.append(AnswerRecord("once", NOW, b"", p.JSON, object(), b""))  # what SQLite cannot take
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.write(changes, NOW)
+    service.put_back(changes)
+    changes = service.take_changes()
+    assert [record.geometry.scope for record in changes.scopes] == ["0:kv"]
+    assert changes.answers == []
+    store.write(changes, NOW)
+    store.close()
+    store, restored = opened(tmp_path)
+    assert list(restored.scopes) == ["0:kv"]
+    store.close()
+
+
+def test_a_second_server_is_refused(tmp_path):
+    store, _ = opened(tmp_path)
+    with pytest.raises(StoreError, match=r"another server has this store: .*m\.db\.lock is locked by process \d+"):
+        opened(tmp_path)
+    store.close()
+    opened(tmp_path)[0].close()
+
+
+def test_other_databases_are_left_alone(tmp_path):
+    file = tmp_path / "m.db"
+    database = sqlite3.connect(file)
+    database.execute("CREATE TABLE bookmarks (url TEXT)")
+    database.close()
+    with pytest.raises(StoreError, match="database of something else"):
+        opened(tmp_path)
+    assert sqlite3.connect(file).execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+
+
+def test_a_later_schema_is_refused(tmp_path):
+    opened(tmp_path)[0].close()
+    database = sqlite3.connect(tmp_path / "m.db")
+    database.execute("PRAGMA user_version = 99")
+    database.commit()
+    database.close()
+    with pytest.raises(StoreError, match="later version"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database at all, but long enough to look at" * 50, b"SQLite format 3\x00" + b"x" * 5000]
+)
+def test_a_file_that_is_no_database_is_refused(tmp_path, content):
+    (tmp_path / "m.db").write_bytes(content)
+    with pytest.raises(StoreError, match="cannot open"):
+        opened(tmp_path)
+
+
+def test_durability_is_what_sqlite_is_told(tmp_path):
+    for durability, synchronous in ((p.Durability.PROCESS, 1), (p.Durability.MACHINE, 2)):
+        store, service = opened(tmp_path, durability=durability)
+        assert store._database.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        assert store._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert store.is_quick == (durability is p.Durability.PROCESS)
+        assert service.about.durability is durability
+        store.close()
+
+
+def test_rows_that_contradict_each_other_are_left_out(tmp_path):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv", slots=8)
+    commit(service, reserve(service, ["a", "b", "c"]).leases)
+    store.write(service.take_changes(), NOW)
+    store.close()
+    database = sqlite3.connect(tmp_path / "m.db")
+    database.execute("UPDATE slots SET key = 'a' WHERE key = 'b'")
+    database.execute("UPDATE slots SET state = 9 WHERE key = 'c'")
+    database.execute(
+        "INSERT INTO slots SELECT place + 1000, epoch, state, generation, 'z', '', '', 99, 0, 1, 1 FROM slots WHERE key = 'a' LIMIT 1"
+    )
+    database.commit()
+    database.close()
+    store, restored = opened(tmp_path)
+    assert len(restored.recovery_problems) == 3
+    assert restored.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a", "b", "c"])]), NOW).scopes[0].slots == [
+        0,
+        -1,
+        -1,
+    ]
+    assert list(restored.fsck(p.Fsck()))[-1].problems == []
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("redis://x", "names no store"), ("sqlite:///", "names no store"), ("", "names no store")]
+)
+def test_addresses_that_name_no_store(url, said):
+    with pytest.raises(ValueError, match=said):
+        open_store(url)
+
+
+def test_a_store_in_no_directory(tmp_path):
+    with pytest.raises(StoreError, match="No such file or directory"):
+        open_store(f"sqlite:///{tmp_path}/nowhere/m.db")
+
+
+def test_the_log_is_folded_while_others_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "CHECKPOINT_WRITES", 5)
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    for i in range(30):
+        reserve(service, [f"k{i}"])
+        store.write(service.take_changes(), NOW)
+        if store.wants_checkpoint:
+            store.checkpoint()
+    assert (tmp_path / "m.db").stat().st_size > 4096, "what was written has reached the file itself"
+    store.close()
