@@ -28,7 +28,7 @@ SUITE = ("conformance", "hicache_storage", "tests/conformance/controls")
 SOURCES = {
     "mutants": SUITE,
     "right": SUITE,
-    "own": (*SUITE, "backends/hicache_backends/file", "examples/hicache-memory-driver"),
+    "own": (*SUITE, "backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver"),
 }
 """What the results of each kind depend on."""
 APART = tuple(
