@@ -87,7 +87,20 @@ def trouble():
         del registry.drivers[spec.name], registry.owners[spec.name]
 
 
-@pytest.fixture
-def storage(tmp_path):
-    """The driver that keeps the pages, and its configuration."""
-    return "file", {"path": str(tmp_path / "pages")}
+@pytest.fixture(scope="session")
+def metadata_url():
+    """A metadata server in a process of its own, which keeps its state on disk."""
+    from tests.interop.metadata import started
+
+    with started() as served:
+        yield served.url
+
+
+@pytest.fixture(params=["file", "hf3fs"])
+def storage(request, tmp_path):
+    """A driver that keeps the pages, and its configuration."""
+    config = {"path": str(tmp_path / "pages")}
+    if request.param == "hf3fs":
+        # Each test has scopes of its own, because their names have the directory's identity in them.
+        config |= {"metadata_url": request.getfixturevalue("metadata_url"), "file_size": "8MiB"}
+    return request.param, config
