@@ -19,11 +19,13 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,9 +38,25 @@ from sglang_peer import host_pool
 
 from hicache_backends.posix.mounts import mount_of
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 WAYS = {ZERO_COPY: "zero copy", STAGED: "staged"}
 """How SGLang's driver moves the pages of a host pool of that layout."""
-HEADER = ["operation", "page", "pages a call", "SGLang's way", "SGLang `HiCacheHF3FS`", "3FS driver", "ratio", "of the fastest", "goal"]
+HEADER = [
+    *(
+        "operation",
+        "page",
+        "pages a call",
+        "SGLang's way",
+        "SGLang `HiCacheHF3FS`",
+        "3FS driver",
+        "ratio",
+        "of the fastest",
+        "goal",
+    ),
+    *("CPU us a page, SGLang", "ours"),
+]
 GOALS = {
     ("read", ZERO_COPY, "64 KiB"): 2.5,
     ("read", ZERO_COPY, "1 MiB"): 1.7,
@@ -61,41 +79,56 @@ class Subject:
         return f"{self.size}, {self.pages} pages, {self.layout}"
 
 
-def measure(results: Results, subjects: list[Subject], contenders: list[Contender], rounds: int, patience: float) -> None:
+@dataclass
+class Costs:
+    """What calls have taken, by subject and operation."""
+
+    seconds: Results = field(default_factory=Results)
+    cpu: Results = field(default_factory=Results)
+    """Of all threads of this process, without the servers: what a busy machine hardly changes."""
+
+    def time(self, subject: str, who: str, operation: str, action: Callable[[], object], *, expect: object = True) -> None:
+        before = time.process_time()
+        self.seconds.time(subject, operation, who, action, expect=expect)
+        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, time.process_time() - before)
+
+
+def measure(results: Costs, subjects: list[Subject], contenders: list[Contender], rounds: int, patience: float) -> None:
     """Subjects differ in the number of pages only."""
     for contender in contenders:
         contender.prepare()
     for subject in subjects:
         for contender in turns(contenders, rounds):
-            keys, who = fresh_keys(subject.pages), contender.name
+            keys, spent = fresh_keys(subject.pages), partial(results.time, str(subject), contender.name)
             gc.collect()
             wait_for_quiet(patience)
-            results.time(str(subject), "write", who, partial(contender.write, keys))
+            spent("write", partial(contender.write, keys))
             contender.read(keys)
-            results.time(str(subject), "read", who, partial(contender.read, keys))
-            results.time(str(subject), "exists", who, partial(contender.exists, keys), expect=subject.pages)
+            spent("read", partial(contender.read, keys))
+            spent("exists", partial(contender.exists, keys), expect=subject.pages)
             contender.remove()
     for contender in contenders:
         contender.close()
 
 
-def report(results: Results, subjects: list[Subject]) -> str:
+def report(results: Costs, subjects: list[Subject]) -> str:
     rows = [
-        row(operation, subject, results.samples[str(subject), operation])
+        row(operation, subject, *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)))
         for operation in ("read", "write", "exists")
         for subject in subjects
     ]
     return table(HEADER, rows)
 
 
-def row(operation: str, subject: Subject, samples: Samples) -> list[str]:
+def row(operation: str, subject: Subject, samples: Samples, cpu: Samples) -> list[str]:
     if operation == "exists":
         shown = [f"{microseconds(samples, who)} us" for who in (PEER, OURS)]
     else:
         shown = [f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in (PEER, OURS)]
     goal = GOALS.get((operation, subject.layout, subject.size))
     ratios = [f"{samples.ratio(OURS, PEER):.1f}x", f"{samples.best_ratio(OURS, PEER):.1f}x", f"{goal:g}x" if goal else ""]
-    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios]
+    cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in (PEER, OURS)]
+    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios, *cost]
 
 
 def metadata_servers(stack: ExitStack, work: Path) -> dict[str, str | None]:
@@ -126,7 +159,7 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="hf3fs-vs-sglang-", dir=options.path)).resolve()
     facts = {**machine(), "file system": mount_of(str(work)).kind, "metadata": options.metadata}
     facts |= {name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")}
-    results, subjects = Results(), list[Subject]()
+    results, subjects = Costs(), list[Subject]()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         urls = metadata_servers(stack, work) if options.metadata == "server" else {PEER: None, OURS: None}
@@ -143,10 +176,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = [
-        {"subject": subject, "operation": operation, **samples.seconds}
-        for (subject, operation), samples in results.samples.items()
+        {
+            "subject": subject,
+            "operation": operation,
+            "seconds": samples.seconds,
+            "cpu": results.cpu.samples[subject, operation].seconds,
+        }
+        for (subject, operation), samples in results.seconds.samples.items()
     ]
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "rounds": options.rounds, "seconds": raw}, indent=1))
+    (options.out / "results.json").write_text(json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1))
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 
