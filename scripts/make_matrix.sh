@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs this project's drivers and SGLang's own through the suite, and writes docs/matrix.md from what came of it. Needs the
-# environment that scripts/make_sglang_env.sh builds. About four minutes on two cores.
+# environment that scripts/make_sglang_env.sh builds. About six minutes on two cores.
 #
 # usage: scripts/make_matrix.sh ENV RESULTS OUTPUT
 set -euo pipefail
