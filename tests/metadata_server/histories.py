@@ -136,7 +136,7 @@ class History:
 
     def write(self) -> None:
         """Keep what a restart must know."""
-        changed = list(dict.fromkeys(self.scope.changed))
+        changed = sorted(set(self.scope.changed))
         self.scope.changed = []
         if changed:
             self.rows.update({row.slot: row for row in rows_of(columns_of(self.scope, changed))})

@@ -298,7 +298,7 @@ class MetadataService:
             changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
         for name, scope in self._changed.items():
             if scope.changed:
-                changes.slots[self._numbers[name]] = columns_of(scope, list(dict.fromkeys(scope.changed)))
+                changes.slots[self._numbers[name]] = columns_of(scope, sorted(set(scope.changed)))
                 scope.changed = []
         self._made, self._changed = {}, {}
         for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
