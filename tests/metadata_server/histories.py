@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.pins import Pins
-from hicache_metadata_server.state.restoring import columns_of, restore, rows_of
+from hicache_metadata_server.state.restoring import columns_of, restore, rows_from, rows_of
 from hicache_metadata_server.state.scope import Scope
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 
@@ -149,7 +149,8 @@ class History:
         scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, Pins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
-        assert restore(scope, sorted(self.rows.values()), self.now, 100.0) == []
+        rows = rows_from(sorted(self.rows.values()), self.chance.randint(1, 5))
+        assert restore(scope, rows, self.now, 100.0) == []
         assert sorted(scope.recency) == sorted(old.recency)
         for key in scope.recency:
             slot = scope.recency.slot(key)

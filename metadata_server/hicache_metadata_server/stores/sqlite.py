@@ -14,7 +14,8 @@ import msgspec
 
 from hicache_metadata_server.protocol import Durability, ScopeGeometry
 from hicache_metadata_server.service.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.state.restoring import SlotColumns, SlotRow
+from hicache_metadata_server.service.limits import CHECKSUMS
+from hicache_metadata_server.state.restoring import BATCH, SlotColumns, SlotRow, SlotRows
 from hicache_metadata_server.stores.folds import Folds
 from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLES, VERSION
 from hicache_metadata_server.stores.store import StoreError
@@ -90,16 +91,18 @@ class SqliteStore:
                 counters=dict(database.execute("SELECT name, ceiling FROM counters")),
             )  # fmt: skip
 
-    def rows(self, scope: int) -> Iterator[SlotRow]:
-        """The slots of a scope, in ascending order."""
+    def rows(self, scope: int) -> Iterator[SlotRows]:
+        """The slots of a scope, in ascending order, some at a time."""
         first = scope << SCOPE_BITS
         with _told("read"):
-            for row in self._database.execute(
+            found = self._database.execute(
                 "SELECT place - ?, epoch, state, generation, key, prefix, owner, lease, until, length, checksum FROM slots "
                 "WHERE place >= ? AND place < ? ORDER BY place",
                 (first, first, (scope + 1) << SCOPE_BITS),
-            ):
-                yield SlotRow._make(row if row[-1] >= 0 else (*row[:-1], row[-1] + (1 << 64)))
+            )
+            while rows := found.fetchmany(BATCH):
+                *columns, checksums = zip(*rows, strict=True)
+                yield SlotRows(*columns, [checksum % CHECKSUMS for checksum in checksums])
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
