@@ -12,6 +12,7 @@ import prometheus_client
 import structlog
 import uvicorn
 
+from hicache_metadata_server.allocator import keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
@@ -52,6 +53,7 @@ def serve(settings: ServerSettings) -> None:
     """
     configure_logs(settings.log_level, settings.log_format)
     tokens = Tokens(settings.tokens())
+    keep_large_blocks_apart()
     clock = Clock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
