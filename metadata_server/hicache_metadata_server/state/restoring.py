@@ -83,12 +83,8 @@ def columns_of(scope: Scope, slots: Sequence[int]) -> SlotColumns:
     """The columns of some slots that were used, each of them once and in ascending order."""
     table, owners = scope.table, scope.leases.owners
     first, end = slots[0], slots[-1] + 1
-    pick: Callable[[Any], Any]
     # Either is several times as fast as a loop over the slots.
-    if end - first == len(slots):
-        pick = lambda column: list(column[first:end])  # noqa: E731 - next to its other form
-    else:
-        pick = itemgetter(*slots)
+    pick: Callable[[Any], Any] = (lambda column: list(column[first:end])) if end - first == len(slots) else itemgetter(*slots)
     named = [owners.get(slot, "") for slot in slots] if owners else [""] * len(slots)
     return SlotColumns(
         scope.epoch, slots, pick(table.states), pick(table.generations), pick(table.keys), pick(table.prefixes), named,

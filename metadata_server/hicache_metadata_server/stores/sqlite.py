@@ -33,8 +33,8 @@ ROWS: Final = (512, 64, 16, 4, 1)
 statements are fast, and do not keep the server waiting."""
 MOST_JOURNAL_BYTES: Final = 64 << 20
 """Before folding it can wait no longer: some 4,000 batches of 128 pages, reserved and committed."""
-GROUPS: Final = 16
-"""Of the journal, folded together."""
+FOLD_BYTES: Final = 192 << 10
+"""Of the journal, folded together: some 2000 slots, which takes some milliseconds to begin."""
 CHECKPOINT_WRITES: Final = 6000
 """Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
 CHECKPOINT_PASSES: Final = 3
@@ -102,7 +102,7 @@ class SqliteStore:
             )
             while rows := found.fetchmany(BATCH):
                 *columns, checksums = zip(*rows, strict=True)
-                yield SlotRows(*columns, [checksum % CHECKSUMS for checksum in checksums])
+                yield SlotRows._make((*columns, [checksum % CHECKSUMS for checksum in checksums]))
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
@@ -162,10 +162,14 @@ class SqliteStore:
                 self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _take_groups(self) -> None:
+        groups, last, size = list[dict[int, SlotColumns]](), 0, 0
         with _told("read"):
-            found = self._database.execute("SELECT number, slots FROM journal ORDER BY number LIMIT ?", (GROUPS,)).fetchall()
-            groups = [msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]) for _, slots in found]
-        self._folds.begin(groups, found[-1][0], sum(len(slots) for _, slots in found))
+            for last, slots in self._database.execute("SELECT number, slots FROM journal ORDER BY number"):  # noqa: B007
+                groups.append(msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]))
+                size += len(slots)
+                if size >= FOLD_BYTES:
+                    break
+        self._folds.begin(groups, last, size)
 
     def _fold(self, rows: list[tuple[object, ...]], is_last: bool) -> None:
         start = 0
