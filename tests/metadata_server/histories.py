@@ -93,7 +93,10 @@ class History:
                 self.now += chance.choice((0.5, 1, 3, 10))
                 for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
                     self.unpin(pin)
-                self.scope.settle(self.now)
+                if chance.random() < 0.5:
+                    # Else the next that somebody asks for has to see to what is due.
+                    self.scope.settle(self.now)
+                    self.see_nothing_overdue()
             case "clear" if chance.random() < 0.3:
                 self.scope.clear(self.now)
             case "crash" if chance.random() < 0.5:
@@ -114,7 +117,9 @@ class History:
         prefixes = [self.chance.choice(("", self.key())) for _ in keys]
         for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now and self.chance.random() < 0.5]:
             del self.held[lease]
+        pinned = self.pinned_pages()
         states, slots, leases = self.scope.reserve(keys, prefixes, "me", self.next_lease, self.now, self.now + 3)
+        assert pinned <= self.pinned_pages(), "a pinned page was evicted"
         self.next_lease += len(keys)
         assert len(states) == len(slots) == len(leases) == len(keys)
         for i, (key, state, slot, lease) in enumerate(zip(keys, states, slots, leases, strict=True)):
@@ -129,6 +134,10 @@ class History:
                 self.generations[slot] = self.scope.table.generations[slot]
                 self.rested.pop(slot, None)
                 self.held[lease] = key, slot, self.now + 3
+
+    def pinned_pages(self) -> set[tuple[str, int]]:
+        live = [(key, self.scope.recency.slot(key)) for key in self.scope.recency]
+        return {(key, slot) for key, slot in live if any(slot in slots and end > self.now for slots, end in self.pins.values())}
 
     def unpin(self, pin: int) -> None:
         slots, _ = self.pins.pop(pin)
@@ -167,6 +176,14 @@ class History:
         assert problems_of(self.scope) == []
         owned = [*map(self.scope.recency.slot, self.scope.recency), *self.scope.leases.by_number.values()]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
+
+    def see_nothing_overdue(self) -> None:
+        """Leases and quarantines have ended that were to end by now."""
+        table = self.scope.table
+        overdue = [
+            slot for slot, state in enumerate(table.states) if state in (LEASED, QUARANTINED) and table.until[slot] <= self.now
+        ]
+        assert [slot for slot in overdue if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)] == []
 
     def see_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""
