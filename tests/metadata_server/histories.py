@@ -86,9 +86,9 @@ class History:
             case "unpin" if self.pins:
                 self.unpin(chance.choice(list(self.pins)))
             case "renew" if self.held:
-                lease = chance.choice(list(self.held))
-                if self.scope.renew([lease], self.now, self.now + 3) == [True]:
-                    self.held[lease] = (*self.held[lease][:2], self.now + 3)
+                lease, end = chance.choice(list(self.held)), self.now + chance.choice((3, 8))
+                if self.scope.renew([lease], self.now, end) == [True]:
+                    self.held[lease] = (*self.held[lease][:2], end)
             case "wait":
                 self.now += chance.choice((0.5, 1, 3, 10))
                 for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
