@@ -74,7 +74,7 @@ class History:
             case "release":
                 self.scope.release([chance.randrange(self.slots) for _ in range(2)], self.now)
             case "delete":
-                self.scope.delete([self.key() for _ in range(2)], (), self.now)
+                self.delete()
             case "touch":
                 self.scope.recency.touch([self.key() for _ in range(3)])
             case "pin" if live:
@@ -134,6 +134,18 @@ class History:
                 self.generations[slot] = self.scope.table.generations[slot]
                 self.rested.pop(slot, None)
                 self.held[lease] = key, slot, self.now + 3
+
+    def delete(self) -> None:
+        keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
+        slots = self.scope.recency.slots(keys)
+        generations = [table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1 for slot in slots]
+        meant = [slot >= 0 and table.generations[slot] == one for slot, one in zip(slots, generations, strict=True)]
+        if self.chance.random() < 0.5:
+            generations, meant = [], [slot >= 0 for slot in slots]
+        assert self.scope.delete(keys, generations, self.now) == meant
+        assert [self.scope.recency.slot(key) >= 0 for key in keys] == [
+            slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)
+        ]
 
     def pinned_pages(self) -> set[tuple[str, int]]:
         live = [(key, self.scope.recency.slot(key)) for key in self.scope.recency]
