@@ -39,7 +39,7 @@ PEER, OURS = "SGLang 0.5.23", "hicache"
 PEER_COMMAND = ["-m", "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server", "--host", "127.0.0.1", "--port"]
 OUR_COMMAND = ["-c", "from hicache_storage.cli.main import main; main()", "metadata", "serve", "--log-level", "warning", "--port"]
 PAGES = 4_000_000
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 GOALS = {"exists, 128 keys": 2.0, "get_page_indices, 128 keys": 2.0, "reserve + confirm, 128 keys": 1.0}
 
 
