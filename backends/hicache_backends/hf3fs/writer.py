@@ -89,7 +89,7 @@ class PageWriter:
                     raise
                 outcome.faults.append(error)
                 break
-            if goes_on:
+            if goes_on or not any(share.left for share in shares):
                 continue
             left = call.remaining()
             if time.monotonic() + pause > until or (left is not None and left < 2 * pause):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,6 +174,23 @@ def test_writers_of_one_key_wait_for_each_other(mine):
         thread.join()
     assert answers == [[True] * 12] * 3
     rigs[0].expect(keys)
+
+
+def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
+    """For pages that others are writing, or slots that rest; not when its own pages are done."""
+    from hicache_backends.hf3fs import writer
+
+    pauses = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: time.monotonic() + sum(pauses))
+    monkeypatch.setattr(writer, "time", clock)
+    one = rig()
+    assert all(one.put(chain("a", 4)))
+    assert all(one.put(chain("a", 6)))
+    assert pauses == []
+    asked = p.ReserveScope(scope=one.scope.name, keys=chain("b", 1))
+    one.store.directory.reserve([asked], Call(5), owner="other", lease_seconds=60.0)
+    assert one.put(chain("b", 1)) == [False]
+    assert sum(pauses) == pytest.approx(1.0, abs=0.2)
 
 
 def test_slow_writes_renew_their_leases(mine, monkeypatch):
