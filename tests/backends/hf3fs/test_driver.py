@@ -224,10 +224,10 @@ def test_pages_longer_than_a_piece(rig):
 
 @pytest.mark.parametrize("sizes", [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)])
 def test_pieces_cover_everything_in_order(sizes):
-    from hicache_backends.hf3fs.slots.posix import PIECE_BYTES, _pieces
+    from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, pieces
 
     parts = [memoryview(os.urandom(size)) for size in sizes]
-    found = list(_pieces(parts))
+    found = list(pieces(parts))
     assert b"".join(b"".join(some) for some in found) == b"".join(parts)
     assert all(0 < sum(map(len, some)) <= PIECE_BYTES for some in found)
 
