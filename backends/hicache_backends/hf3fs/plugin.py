@@ -32,7 +32,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 stuck_reads=StuckReads.BUFFERED,
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
-            requires=("aiohttp", "tenacity"),
+            requires=("aiohttp",),
             # Whoever examines a trial store may read its files whole.
             trial_config={
                 "path": "{tmp}/store",
