@@ -14,10 +14,8 @@ from sglang.srt.mem_cache.storage.hf3fs.hf3fs_client import Hf3fsMockClient
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
 
-from hicache_metadata_server.protocol import Checked, Fsck
-from hicache_metadata_server.remote import Remote
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, pages, scribble, tokens, wipe
-from tests.interop.metadata import live, started
+from tests.interop.metadata import live
 
 pytestmark = [
     pytest.mark.interop,
@@ -27,14 +25,6 @@ pytestmark = [
 
 PAGES = 6
 TWO_RANKS = [{"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2} for number in range(2)]
-
-
-@pytest.fixture
-def server():
-    """A server that nobody else uses: this driver's scopes are called by its rank and pool alone."""
-    with started() as served:
-        yield served
-        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
 
 
 @pytest.fixture
