@@ -28,9 +28,9 @@ conformance: $(VENV)/.installed
 # Needs a real SGLang: 2.5 GB, built once into $(SGLANG_VENV).
 interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pytest -m interop tests/interop
+	$(SGLANG_VENV)/bin/python -m pytest -m interop -n 2 --dist loadfile tests/interop
 
-# Our drivers and SGLang's own, each judged for real; writes docs/matrix.md. Four minutes, and nothing of it is in `make test`.
+# Our drivers and SGLang's own, each judged for real; writes docs/matrix.md. Some six minutes, and nothing of it is in `make test`.
 matrix:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix docs/matrix.md
@@ -50,6 +50,8 @@ races: $(VENV)/.installed
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
+	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
+	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh

@@ -41,8 +41,8 @@ class Contender(Protocol):
     def close(self) -> None: ...
 
 
-def host_pool(page_bytes: int) -> MHATokenToKVPoolHost:
-    """SGLang's host pool of 128 pages, `page_first`, filled with random bytes."""
+def host_pool(page_bytes: int, layout: str = "page_first") -> MHATokenToKVPoolHost:
+    """SGLang's host pool of 128 pages, filled with random bytes."""
     layers, heads = SHAPES[page_bytes]
     size = BATCH_PAGES * PAGE_TOKENS
     device = MHATokenToKVPool(
@@ -50,7 +50,7 @@ def host_pool(page_bytes: int) -> MHATokenToKVPoolHost:
         enable_memory_saver=False,
     )  # fmt: skip
     pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, "page_first", pin_memory=False,
+        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, layout, pin_memory=False,
         device_capacity_tokens=size, start_layer=0, end_layer=layers,
     )  # fmt: skip
     assert pool.get_size_per_token() * PAGE_TOKENS == page_bytes

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs this project's drivers and SGLang's own through the suite, and writes docs/matrix.md from what came of it. Needs the
-# environment that scripts/make_sglang_env.sh builds. About four minutes on two cores.
+# environment that scripts/make_sglang_env.sh builds. About six minutes on two cores.
 #
 # usage: scripts/make_matrix.sh ENV RESULTS OUTPUT
 set -euo pipefail
@@ -11,7 +11,7 @@ hicache=$1/bin/hicache results=$2 output=$3
 common=(--profile smoke --seed 1 --run-id matrix)
 foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
 # What is wrong with these is ours to repair, and a reason to fail.
-ours=(file sglang-bridge)
+ours=(file hf3fs sglang-bridge)
 drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-sim)
 
 judge() {
@@ -34,7 +34,7 @@ lane() {
 rm -rf "$results"
 mkdir -p "$results"
 # Two at a time, because they spend half of it waiting.
-lane sglang-mooncake sglang-bridge sglang-sim &
+lane hf3fs sglang-mooncake sglang-bridge sglang-sim &
 other=$! failed=0
 lane file sglang-hf3fs sglang-file || failed=1
 wait "$other" || failed=1

@@ -22,7 +22,7 @@ needed=(
   msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow==13.0.0 psutil==7.2.2
   pybase64==1.5.1 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 triton
 )
-for_tests=(pytest pytest-timeout mfusepy)
+for_tests=(pytest pytest-timeout pytest-xdist mfusepy)
 
 # Libraries and programs that wheels expect of the machine, and the Debian packages that have them.
 libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)
@@ -192,7 +192,7 @@ fi
 # Entry points and the packages' places are read at installation, so a changed pyproject.toml is installed again.
 project=$(digest "$root/pyproject.toml")
 if ! is_done project "$project"; then
-  install --editable "$root[conformance,metrics]"
+  install --editable "$root[conformance,hf3fs,metrics,server]"
   "$python" -c 'import hicache_conformance, hicache_storage'
   mark_done project "$project"
 fi

@@ -88,7 +88,7 @@ def open_lab(owner: DriverTarget, request: pytest.FixtureRequest, config: Mappin
     settings = settings_of(request.config)
     sandbox = _sandbox(request, type(owner))
     ground = ground_in_use(request)
-    stands = standing(request.config, _name(type(owner)), commands_of(driver, owner.services))
+    stands = standing(request.config, _name(type(owner)), commands_of(driver, owner.config, owner.services))
     tmp = (ground.tmp if ground else None) or _inner(sandbox)
     options = filled_config(driver, config, tmp, stands.ports(ground))
     capabilities = instance_capabilities(driver, options)

@@ -142,7 +142,7 @@ class Session:
         home = cases[0].getparent(pytest.Class)
         assert home is not None
         owner = cast("type[DriverConformance]", home.obj)
-        commands = commands_of(owner.driver, owner.services)
+        commands = commands_of(owner.driver, owner.config, owner.services)
         return standing(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
 
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:

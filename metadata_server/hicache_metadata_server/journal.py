@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from hicache_metadata_server.service.changes import Changes
     from hicache_metadata_server.service.service import MetadataService
@@ -39,7 +38,6 @@ class Journal:
         self._busy = self._checkpointing = False
         """The thread has the store."""
         self._closed = False
-        self._holds = 0
         self._last_write = 0.0
         self.error: StoreError | None = None
         """Why the last group could not be written."""
@@ -61,16 +59,6 @@ class Journal:
         self._open.append(waiter)
         await waiter
 
-    @contextmanager
-    def held(self) -> Generator[None]:
-        """Changes made inside are one group, however often others are served in between."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            self._seal()
-
     async def close(self) -> None:
         """Write what is left, and end the threads."""
         try:
@@ -82,7 +70,7 @@ class Journal:
             await asyncio.to_thread(self._aside.shutdown)
 
     def _seal(self) -> None:
-        if not self._open or self._busy or self._holds:
+        if not self._open or self._busy:
             return
         group, self._open = self._open, []
         changes = self._service.take_changes()

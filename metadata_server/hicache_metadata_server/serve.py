@@ -12,11 +12,13 @@ import prometheus_client
 import structlog
 import uvicorn
 
+from hicache_metadata_server.allocator import keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
+from hicache_metadata_server.web.one_write import OneWriteProtocol
 from hicache_metadata_server.web.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def serve(settings: ServerSettings) -> None:
     """
     configure_logs(settings.log_level, settings.log_format)
     tokens = Tokens(settings.tokens())
+    keep_large_blocks_apart()
     clock = Clock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
@@ -76,7 +79,8 @@ def serve(settings: ServerSettings) -> None:
     uvicorn.run(
         create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
-        server_header=False, date_header=False, lifespan="on",
+        server_header=False, date_header=False, lifespan="on", http=OneWriteProtocol, ws="none",
+        proxy_headers=False,
     )  # fmt: skip
 
 

@@ -216,6 +216,31 @@ def test_wrong_bytes_arrive(stage, kind):
     assert damaged(storage) == 3
 
 
+def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself(kit):
+    ground, (storage, pool) = ObjectsGround(), kit.dict_storage()
+    real = storage.read_objects
+
+    def verifying(batches, call):
+        answers = real(batches, call)
+        return [
+            [ok and one.verify() for ok, one in zip(answer, batch.reads, strict=True)]
+            for answer, batch in zip(answers, batches, strict=True)
+        ]
+
+    storage.read_objects = verifying
+    ground.attach(storage)
+    pool.fill(0, 1)
+    assert write(storage, pool, KEYS[:1]) == [True]
+    ground.strike(
+        FaultPlan(
+            "objects",
+            (Fault(kind=FaultKind.DUPLICATE, operations=("read",)), Fault(kind=FaultKind.BIT_FLIP, operations=("read",))),
+        )
+    )
+    assert read(storage, pool, KEYS[:1]) == [False]
+    assert damaged(storage) == 1
+
+
 @pytest.mark.parametrize("kind", [FaultKind.BIT_FLIP, FaultKind.TORN_WRITE])
 def test_wrong_bytes_are_stored(stage, kind):
     ground, storage, pool = stage

@@ -23,6 +23,7 @@ from hicache_conformance.grounds import services as services_module
 from hicache_conformance.grounds.disk import DiskGround, missing_for_disk
 from hicache_conformance.grounds.network import NetworkGround
 from hicache_conformance.grounds.services import Services, ServicesGround
+from hicache_conformance.grounds.standing import commands_of
 from hicache_conformance.violation import Untestable
 
 CONTENT = bytes(range(256)) * 64
@@ -533,3 +534,13 @@ def test_servers_go_with_a_suite_that_is_killed(command):
     eventually(lambda: not accepts(port))
     suite.stdin.close()
     suite.stdout.close()
+
+
+def test_servers_that_the_options_do_not_name_are_not_started():
+    assert len(commands_of("hf3fs", {}, None)) == 1
+    assert len(commands_of("hf3fs", {"file_size": "32MiB"}, None)) == 1
+    assert commands_of("hf3fs", {"metadata_url": ""}, None) == ()
+    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None) == ()
+    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve --port {port:mine}"]) == (
+        ("serve", "--port", "{port:mine}"),
+    )

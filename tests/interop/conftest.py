@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.interop.engine import Rank
 
 MISSING = """SGLang is not installed here, and these tests are about nothing else.
 Build an environment that has it and run them there:
@@ -87,7 +92,47 @@ def trouble():
         del registry.drivers[spec.name], registry.owners[spec.name]
 
 
+@pytest.fixture(scope="session")
+def metadata_url():
+    """A metadata server in a process of its own, which keeps its state on disk."""
+    from tests.interop.metadata import started
+
+    with started() as served:
+        yield served.url
+
+
 @pytest.fixture
-def storage(tmp_path):
-    """The driver that keeps the pages, and its configuration."""
-    return "file", {"path": str(tmp_path / "pages")}
+def server():
+    """A metadata server of the test's own, which it may kill; in order at the end."""
+    from hicache_metadata_server.protocol import Checked, Fsck
+    from hicache_metadata_server.remote import Remote
+    from tests.interop.metadata import started
+
+    with started() as served:
+        yield served
+        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
+
+
+@pytest.fixture
+def sglang_hf3fs(monkeypatch, tmp_path):
+    """Attaches SGLang's own 3FS driver to ranks; takes its signal handlers away at the end."""
+    from tests.interop.metadata import attach_sglang_hf3fs
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
+
+    def attach(rank: Rank, url: str, **options: int) -> object:
+        return attach_sglang_hf3fs(rank, url, tmp_path, monkeypatch, **options)
+
+    yield attach
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(params=["file", "hf3fs"])
+def storage(request, tmp_path):
+    """A driver that keeps the pages, and its configuration."""
+    config = {"path": str(tmp_path / "pages")}
+    if request.param == "hf3fs":
+        # Each test has scopes of its own, because their names have the directory's identity in them.
+        config |= {"metadata_url": request.getfixturevalue("metadata_url"), "file_size": "8MiB"}
+    return request.param, config

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.pins import Pins
-from hicache_metadata_server.state.restoring import columns_of, restore, rows_of
+from hicache_metadata_server.state.restoring import columns_of, restore, rows_from, rows_of
 from hicache_metadata_server.state.scope import Scope
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 
@@ -74,7 +74,7 @@ class History:
             case "release":
                 self.scope.release([chance.randrange(self.slots) for _ in range(2)], self.now)
             case "delete":
-                self.scope.delete([self.key() for _ in range(2)], (), self.now)
+                self.delete()
             case "touch":
                 self.scope.recency.touch([self.key() for _ in range(3)])
             case "pin" if live:
@@ -86,14 +86,17 @@ class History:
             case "unpin" if self.pins:
                 self.unpin(chance.choice(list(self.pins)))
             case "renew" if self.held:
-                lease = chance.choice(list(self.held))
-                if self.scope.renew([lease], self.now, self.now + 3) == [True]:
-                    self.held[lease] = (*self.held[lease][:2], self.now + 3)
+                lease, end = chance.choice(list(self.held)), self.now + chance.choice((3, 8))
+                if self.scope.renew([lease], self.now, end) == [True]:
+                    self.held[lease] = (*self.held[lease][:2], end)
             case "wait":
                 self.now += chance.choice((0.5, 1, 3, 10))
                 for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
                     self.unpin(pin)
-                self.scope.settle(self.now)
+                if chance.random() < 0.5:
+                    # Else the next that somebody asks for has to see to what is due.
+                    self.scope.settle(self.now)
+                    self.see_nothing_overdue()
             case "clear" if chance.random() < 0.3:
                 self.scope.clear(self.now)
             case "crash" if chance.random() < 0.5:
@@ -114,7 +117,9 @@ class History:
         prefixes = [self.chance.choice(("", self.key())) for _ in keys]
         for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now and self.chance.random() < 0.5]:
             del self.held[lease]
+        pinned = self.pinned_pages()
         states, slots, leases = self.scope.reserve(keys, prefixes, "me", self.next_lease, self.now, self.now + 3)
+        assert pinned <= self.pinned_pages(), "a pinned page was evicted"
         self.next_lease += len(keys)
         assert len(states) == len(slots) == len(leases) == len(keys)
         for i, (key, state, slot, lease) in enumerate(zip(keys, states, slots, leases, strict=True)):
@@ -130,13 +135,29 @@ class History:
                 self.rested.pop(slot, None)
                 self.held[lease] = key, slot, self.now + 3
 
+    def delete(self) -> None:
+        keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
+        slots = self.scope.recency.slots(keys)
+        generations = [table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1 for slot in slots]
+        meant = [slot >= 0 and table.generations[slot] == one for slot, one in zip(slots, generations, strict=True)]
+        if self.chance.random() < 0.5:
+            generations, meant = [], [slot >= 0 for slot in slots]
+        assert self.scope.delete(keys, generations, self.now) == meant
+        assert [self.scope.recency.slot(key) >= 0 for key in keys] == [
+            slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)
+        ]
+
+    def pinned_pages(self) -> set[tuple[str, int]]:
+        live = [(key, self.scope.recency.slot(key)) for key in self.scope.recency]
+        return {(key, slot) for key, slot in live if any(slot in slots and end > self.now for slots, end in self.pins.values())}
+
     def unpin(self, pin: int) -> None:
         slots, _ = self.pins.pop(pin)
         self.scope.unpin(pin, slots, self.now)
 
     def write(self) -> None:
         """Keep what a restart must know."""
-        changed = list(dict.fromkeys(self.scope.changed))
+        changed = sorted(set(self.scope.changed))
         self.scope.changed = []
         if changed:
             self.rows.update({row.slot: row for row in rows_of(columns_of(self.scope, changed))})
@@ -149,7 +170,8 @@ class History:
         scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, Pins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
-        assert restore(scope, sorted(self.rows.values()), self.now, 100.0) == []
+        rows = rows_from(sorted(self.rows.values()), self.chance.randint(1, 5))
+        assert restore(scope, rows, self.now, 100.0) == []
         assert sorted(scope.recency) == sorted(old.recency)
         for key in scope.recency:
             slot = scope.recency.slot(key)
@@ -166,6 +188,14 @@ class History:
         assert problems_of(self.scope) == []
         owned = [*map(self.scope.recency.slot, self.scope.recency), *self.scope.leases.by_number.values()]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
+
+    def see_nothing_overdue(self) -> None:
+        """Leases and quarantines have ended that were to end by now."""
+        table = self.scope.table
+        overdue = [
+            slot for slot, state in enumerate(table.states) if state in (LEASED, QUARANTINED) and table.until[slot] <= self.now
+        ]
+        assert [slot for slot in overdue if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)] == []
 
     def see_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""

@@ -28,8 +28,8 @@ class Reply:
 class Caller:
     def __init__(self, app):
         self.app = app
-        self.service = app.state.server.service
-        self.journal = lambda: app.state.server.desk.journal
+        self.service = app.server.service
+        self.journal = lambda: app.server.desk.journal
 
     async def send(self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1):
         size = -(-len(body) // pieces) or 1
@@ -69,7 +69,7 @@ class Caller:
 async def running(store=None, service=None, **options):
     store = store or MemoryStore()
     app = create_app(service or MetadataService(durability=store.durability), store, **options)
-    async with app.router.lifespan_context(app):
+    async with app.server.running():
         yield Caller(app)
 
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
 from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
+from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.stores.store import StoreError, open_store
 from hicache_metadata_server.web.tokens import Tokens, read_token_file
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 100_000}]}
+
+
+@asynccontextmanager
+async def reopened(directory):
+    """A server on the store of that directory, as the one before has left it."""
+    store = open_store(f"sqlite:///{directory}/m.db")
+    async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
+        yield caller
 
 
 def keys(count, name="k"):
@@ -89,6 +100,71 @@ def test_long_requests_with_an_idempotency_key_are_done_once():
             again = await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
             assert first == again
             assert caller.service.list_scopes().scopes[0].leased == 2000
+
+    run(scenario())
+
+
+def test_a_long_request_that_comes_again_meanwhile_is_done_once():
+    async def scenario():
+        async with running(SlowStore()) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            request = {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]}
+            calls = [caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"}) for _ in range(3)]
+            first, *others = await asyncio.gather(*calls)
+            assert others == [first, first]
+            assert set(first.json["scopes"][0]["states"]) == {"leased"}
+
+    run(scenario())
+
+
+def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(tmp_path):
+    async def scenario():
+        request, once = {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]}, {"Idempotency-Key": "once"}
+        async with reopened(tmp_path) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            desk, done = caller.app.server.desk, []
+            do_piece = desk._do_piece
+
+            def crash_in_the_third(*piece):
+                if len(done) == 2:
+                    raise asyncio.CancelledError
+                done.append(do_piece(*piece))
+                return done[-1]
+
+            desk._do_piece = crash_in_the_third
+            with pytest.raises(asyncio.CancelledError):
+                await caller.post("/v2/reserve", request, headers=once)
+        async with reopened(tmp_path) as caller:
+            assert caller.service.list_scopes().scopes[0].leased == 1024
+            first = await caller.post("/v2/reserve", request, headers=once)
+            assert set(first.json["scopes"][0]["states"]) == {"leased"}
+            assert first.json["scopes"][0]["leases"][:1024] == [lease for piece in done for lease in piece.scopes[0].leases]
+            assert caller.service.list_scopes().scopes[0].leased == 2000
+            assert await caller.post("/v2/reserve", request, headers=once) == first
+
+    run(scenario())
+
+
+def test_others_write_while_a_long_request_is_done():
+    async def scenario():
+        store = SlowStore()
+        async with running(store) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            await caller.store("0:kv", keys(16_000))
+            store.seconds, order = 0.002, []
+
+            async def delete():
+                await caller.post("/0/delete_keys", {"keys": keys(16_000)})
+                order.append("deleted")
+
+            async def write():
+                await asyncio.sleep(0)
+                await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(1, "new")}]})
+                order.append("reserved")
+
+            await asyncio.gather(delete(), write())
+            assert order == ["reserved", "deleted"]
+            assert max(len(columns.slots) for group in store.written[-20:] for columns in group.slots.values()) < 2000
 
     run(scenario())
 

@@ -160,7 +160,7 @@ def see(statuses, sizes):
 
 
 def test_random_requests(tmp_path):
-    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 1600)))
+    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 2000)))
 
 
 @pytest.mark.fuzz

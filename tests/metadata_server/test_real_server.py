@@ -75,9 +75,12 @@ def test_every_acknowledged_change_survives_kill_9(seed):
         for writer in writers:
             assert writer.live or writer.unsure, "a writer got nothing done before the kill"
             keys = [key for key in writer.live if key not in writer.unsure]
-            found = scope.lookup(keys)
-            assert list(zip(found.slots, found.checksums, strict=True)) == [writer.live[key] for key in keys]
-            owners |= {slot: key for slot, key in zip(found.slots, keys, strict=True) if slot not in owners}
+            # A fast machine writes more in the time than one request may ask for.
+            for start in range(0, len(keys), 10_000):
+                some = keys[start : start + 10_000]
+                found = scope.lookup(some)
+                assert list(zip(found.slots, found.checksums, strict=True)) == [writer.live[key] for key in some]
+                owners |= {slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners}
         assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
         assert client.call("/v2/fsck", Fsck(), Checked).problems == []
 

@@ -32,13 +32,15 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 stuck_reads=StuckReads.BUFFERED,
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
-            requires=("aiohttp", "tenacity"),
+            requires=("aiohttp",),
             # Whoever examines a trial store may read its files whole.
             trial_config={
                 "path": "{tmp}/store",
                 "metadata_url": "http://127.0.0.1:{port:meta}",
                 "file_size": "64MiB",
                 "lease_seconds": "1",
+                # Longer than a lease, so that what a killed writer had begun is not refused to the next.
+                "wait_seconds": "3",
             },
             trial_services=(
                 (

@@ -31,15 +31,8 @@ class ReadOutcome:
     faults: list[OSError] = field(default_factory=list[OSError])
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What the directory says about one page."""
-
-    scope: ScopeOfSlots
-    slot: int
-    generation: int
-    length: int
-    checksum: int
+_Place = tuple[int, int, int, int]
+"""What the directory says about one page: slot, generation, length and checksum."""
 
 
 class PageReader:
@@ -91,28 +84,29 @@ class PageReader:
         call: Call,
     ) -> dict[ObjectRead, _Place]:
         """Read what was found; those that hold something else, and where."""
-        places = dict[ObjectRead, _Place]()
+        jobs, places = list[SlotRead](), list[_Place]()
         for scope, reads, found in zip(scopes, left, located.scopes, strict=True):
             columns = zip(found.slots, found.generations, found.lengths, found.checksums, strict=True)
-            for read, columns_of_one in zip(reads, columns, strict=True):
-                place = _Place(scope, *columns_of_one)
-                if read in before and before[read] != place:
+            for read, place in zip(reads, columns, strict=True):
+                slot, _, length, _ = place
+                if before and read in before and before[read] != place:
                     read.retract()
-                if place.slot < 0:
+                if slot < 0:
                     continue
-                if place.length != read.namespace.object_bytes or before.get(read) == place:
+                if length != read.namespace.object_bytes or (before and before.get(read) == place):
                     # It was this page's slot before and after it was read: what is in it is damage.
                     read.damaged = True
                 else:
-                    places[read] = place
-        jobs = [SlotRead(read, place.scope.file, place.slot) for read, place in places.items()]
+                    jobs.append(SlotRead(read, scope.file, slot))
+                    places.append(place)
         self._store.engine.read(jobs, call)
         wrong = dict[ObjectRead, _Place]()
-        for job in jobs:
+        for job, place in zip(jobs, places, strict=True):
+            read = job.read
             if job.fault is not None:
                 outcome.faults.append(job.fault)
-            elif job.whole and job.read.verify() and stored_checksum(job.read.envelope) == places[job.read].checksum:
-                outcome.arrived.add(job.read)
+            elif job.whole and read.verify() and stored_checksum(read.envelope) == place[3]:
+                outcome.arrived.add(read)
             else:
-                wrong[job.read] = places[job.read]
+                wrong[read] = place
         return wrong

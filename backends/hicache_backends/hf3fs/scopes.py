@@ -77,11 +77,13 @@ def store_id(directory: str) -> str:
 
 def metadata_key(key: str) -> str:
     """A key as servers take it: not empty, and distinct from all others'."""
-    if key and not key.startswith(ESCAPE):
-        return key
-    return ESCAPE + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+    return metadata_keys([key])[0]
 
 
 def metadata_keys(keys: Sequence[str]) -> list[str]:
     """All of a batch."""
-    return [metadata_key(key) for key in keys]
+    return [key if key and key[0] != ESCAPE else _escaped(key) for key in keys]
+
+
+def _escaped(key: str) -> str:
+    return ESCAPE + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()

@@ -89,7 +89,7 @@ class PageWriter:
                     raise
                 outcome.faults.append(error)
                 break
-            if goes_on:
+            if goes_on or not any(share.left for share in shares):
                 continue
             left = call.remaining()
             if time.monotonic() + pause > until or (left is not None and left < 2 * pause):
@@ -115,14 +115,8 @@ class PageWriter:
 
     def _reserve(self, shares: Sequence[_Share], call: Call) -> None:
         config = self._store.config
-        asked = [
-            ReserveScope(
-                scope=share.scope.name,
-                keys=metadata_keys([write.key for write in share.left]),
-                prefixes=_prefixes(share.left, call),
-            )
-            for share in shares
-        ]
+        named = [(share.scope.name, metadata_keys([write.key for write in share.left])) for share in shares]
+        asked = [ReserveScope(scope=name, keys=keys, prefixes=_prefixes(keys, call)) for name, keys in named]
         begin = time.monotonic()
         answer = self._store.directory.reserve(asked, call, owner=self._owner, lease_seconds=config.lease_seconds)
         until = begin + LEASE_SHARE * answer.lease_seconds
@@ -224,14 +218,9 @@ class PageWriter:
         return fitting
 
 
-def _prefixes(writes: Sequence[ObjectWrite], call: Call) -> list[str]:
+def _prefixes(keys: Sequence[str], call: Call) -> list[str]:
     """The key before each: pages that exist already are left out of a batch, but an earlier page of the chain does as well."""
-    before = call.prefix_keys[-1] if call.prefix_keys else None
-    prefixes = list[str]()
-    for write in writes:
-        prefixes.append("" if before is None else metadata_key(before))
-        before = write.key
-    return prefixes
+    return [metadata_key(call.prefix_keys[-1]) if call.prefix_keys else "", *keys][: len(keys)]
 
 
 def _stretches(jobs: Sequence[SlotWrite]) -> Iterator[list[SlotWrite]]:

@@ -17,6 +17,7 @@ from hicache_conformance.faults.scene import (
     check_hits,
     check_kept,
     counted,
+    deadline_on,
     hurry,
     wait_until_serving,
     working,
@@ -57,7 +58,7 @@ class FaultCases:
         plan = FaultPlan(ground.name, TROUBLES[ground.name][trouble])
         subject, keys = working(lab, ground)
         before = counted(subject)
-        hurry(subject)
+        hurry(subject, deadline_on(ground))
         with records_above_debug() as records:
             ground.strike(plan)
             stored, missed, calls = _use(lab, ground, subject, keys, plan)
@@ -75,7 +76,7 @@ class FaultCases:
         plan = FaultPlan(ground.name, AWAY[ground.name])
         subject, keys = working(lab, ground)
         before = counted(subject)
-        hurry(subject)
+        hurry(subject, deadline_on(ground))
         ground.strike(plan)
         with records_above_debug() as records:
             _, missed, calls = _use(lab, ground, subject, keys, plan, rounds=2 * ROUNDS)
@@ -93,7 +94,7 @@ class FaultCases:
         plan = FaultPlan(ground.name, AWAY[ground.name])
         working(lab, ground, pages=1)
         subject, keys = lab.unopened(options=UNGUARDED), lab.keys(3)
-        hurry(subject)
+        hurry(subject, deadline_on(ground))
         ground.strike(plan)
         with contextlib.suppress(HiCacheError):
             bounded(ground, plan, "open", subject.storage.open)
@@ -108,7 +109,7 @@ class FaultCases:
         plan = FaultPlan(ground.name, AWAY[ground.name])
         subject, keys = working(lab, ground, options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1))
         for _ in range(2):
-            hurry(subject)
+            hurry(subject, deadline_on(ground))
             ground.strike(plan)
             _use(lab, ground, subject, keys, plan)
             ground.heal()
@@ -126,7 +127,7 @@ class FaultCases:
         plan = FaultPlan("process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),))
         subject.store(keys)
         _use(lab, here, subject, keys, plan)
-        hurry(subject)
+        hurry(subject, deadline_on(here))
         with _no_more_descriptors():
             stored, _, _ = _use(lab, here, subject, keys, plan)
         hurry(subject, None)
@@ -139,7 +140,7 @@ class FaultCases:
         failing = {"disk": "full-halfway", "objects": "failing-writes", "network": "cut-requests", "services": "killed"}
         plan = FaultPlan(ground.name, TROUBLES[ground.name][failing[ground.name]])
         subject, _ = working(lab, ground)
-        hurry(subject)
+        hurry(subject, deadline_on(ground))
         ground.strike(plan)
         seen = list[tuple[int, int]]()
         for _ in range(4):

@@ -9,7 +9,7 @@ import pytest
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.decay import Decay, let_rot
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import UNGUARDED, check_hits, hurry, working
+from hicache_conformance.faults.scene import UNGUARDED, check_hits, deadline_on, hurry, working
 from hicache_conformance.grounds.disk import DiskGround
 from hicache_conformance.grounds.services import ServicesGround
 from hicache_conformance.manifest import Level
@@ -75,7 +75,7 @@ def _damaged(lab: Lab, ground: Ground, subject: Subject, keys: list[str], decay:
     if not isinstance(ground, DiskGround):
         # What can rot is what the store keeps: here it is written wrong from the start, and answered as written.
         keys[:] = lab.keys(PAGES)
-        hurry(subject)
+        hurry(subject, deadline_on(ground))
         ground.strike(FaultPlan(ground.name, (_on_its_way(ground, decay, lab.chance("rot")),)))
         subject.set(keys)
         ground.heal()

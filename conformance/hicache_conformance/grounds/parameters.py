@@ -39,7 +39,7 @@ def parametrize(owner: type[DriverTarget], metafunc: pytest.Metafunc) -> None:
 def open_ground(owner: DriverTarget, request: pytest.FixtureRequest) -> Iterator[Ground]:
     """The ground that a case was parametrized with; healed before the case and after it."""
     cls = type(owner)
-    stands = standing(request.config, f"{cls.__module__}.{cls.__qualname__}", commands_of(cls.driver, cls.services))
+    stands = standing(request.config, f"{cls.__module__}.{cls.__qualname__}", commands_of(cls.driver, cls.config, cls.services))
     ground = stands.ground(request.param)
     ground.heal()
     ground.plans.clear()

@@ -110,6 +110,8 @@ def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faul
     flip, short = struck(faults, FaultKind.BIT_FLIP), struck(faults, FaultKind.SHORT_READ)
     for batch, other in zip(batches, stand_ins, strict=True):
         for read, stand_in in zip(batch.reads, other.reads, strict=True):
+            # A driver may have verified it before, where it was asked twice.
+            read.retract()
             read.envelope, read.damaged = stand_in.envelope, stand_in.damaged and not swaps
             with call.caller as waits:
                 if waits:

@@ -31,14 +31,19 @@ _STANDING: Final = pytest.StashKey["Standing"]()
 Commands = tuple[tuple[str, ...], ...]
 
 
-def commands_of(driver: str, services: Sequence[str | Sequence[str]] | None) -> Commands:
-    """Commands of the servers: those given, or else those that the driver names for a throwaway store.
+def commands_of(driver: str, config: Mapping[str, object], services: Sequence[str | Sequence[str]] | None) -> Commands:
+    """Commands of the servers: those given, or else those that the driver names for a throwaway store, unless `config` has taken
+    it away from them.
 
     Raises:
         DriverError: there is no such driver.
     """
     if services is None:
-        return registry().get(driver).trial_services
+        spec = registry().get(driver)
+        options = {**spec.trial_config, **config}.values()
+        # A driver that was told of none of their ports does without them, and nothing is learnt from killing them.
+        is_for_others = port_names(spec.trial_config.values()) and not port_names(options)
+        return () if is_for_others else spec.trial_services
     return tuple(tuple(shlex.split(command)) if isinstance(command, str) else tuple(command) for command in services)
 
 
@@ -47,7 +52,7 @@ def ground_names(driver: str, config: Mapping[str, object], services: Sequence[s
     try:
         spec = registry().get(driver)
         own = issubclass(driver_class(spec), ObjectStorage)
-        commands = commands_of(driver, services)
+        commands = commands_of(driver, config, services)
     except DriverError:
         return []
     options = list({**spec.trial_config, **config}.values())

@@ -23,6 +23,16 @@ def digest_of(path: str, content_type: str, body: bytes) -> bytes:
     return xxhash.xxh3_128_digest(b"%b %b %b" % (path.encode(), content_type.encode(), body))
 
 
+def see_once(once: str) -> None:
+    """See that a client's idempotency key is not too long.
+
+    Raises:
+        RefusedError: it is.
+    """
+    if len(once) > KEY_CHARACTERS:
+        raise invalid(f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER)
+
+
 class AnswerBook:
     """Answers by idempotency key, until they are forgotten."""
 
@@ -40,10 +50,8 @@ class AnswerBook:
         """The answer that this request has had.
 
         Raises:
-            RefusedError: the key is too long, or belongs to another request.
+            RefusedError: the key belongs to another request.
         """
-        if len(once) > KEY_CHARACTERS:
-            raise invalid(f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER)
         record = self._kept.get(once)
         if record is None or record.until <= now:
             return None

@@ -104,7 +104,7 @@ class CompatibleService:
     def _confirm(self, scope: Scope, pairs: list[tuple[str, int]], now: float) -> str:
         by_key, leases, refused = scope.leases.by_key, scope.table.leases, ""
         mine = dict(pairs)
-        if len(mine) < len(pairs) or any(by_key.get(key, -1) != slot for key, slot in pairs):
+        if len(mine) < len(pairs) or list(map(by_key.get, mine)) != list(mine.values()):
             mine = {}
             for i, (key, slot) in enumerate(pairs):
                 if by_key.get(key, -1) == slot:

@@ -11,7 +11,7 @@ import msgspec
 
 from hicache_metadata_server.protocol import Limits, ScopeGeometry
 from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.state.restoring import SlotRow, restore
+from hicache_metadata_server.state.restoring import SlotRow, restore, rows_from
 from hicache_metadata_server.state.slots import LIVE
 
 if TYPE_CHECKING:
@@ -111,6 +111,6 @@ def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: fl
         rows = [
             SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0) for lease, (key, slot) in enumerate(imported.pages, first)
         ]
-        problems = restore(scope, rows, now, service.limits.most_lease_seconds)
+        problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
         service.find(imported.name).changed += [row.slot for row in rows]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Recovered
-    from hicache_metadata_server.state.restoring import SlotRow
+    from hicache_metadata_server.state.restoring import SlotRows
 
 MOST_SCOPES: Final = 4096
 _ZEROS: Final = (0, 0, 0)
@@ -298,7 +298,7 @@ class MetadataService:
             changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
         for name, scope in self._changed.items():
             if scope.changed:
-                changes.slots[self._numbers[name]] = columns_of(scope, list(dict.fromkeys(scope.changed)))
+                changes.slots[self._numbers[name]] = columns_of(scope, sorted(set(scope.changed)))
                 scope.changed = []
         self._made, self._changed = {}, {}
         for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
@@ -328,7 +328,7 @@ class MetadataService:
         for name in changes.counters:
             self._ceilings[name] = 0
 
-    def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRow]], now: float) -> None:
+    def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float) -> None:
         """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))

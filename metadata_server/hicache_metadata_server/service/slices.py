@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import Struct, structs
 
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 ENTRIES: Final = 512
 """In a piece: about a millisecond."""
 
-_COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
-    p.Lookup: ("keys",),
-    p.Touch: ("keys",),
-    p.Reserve: ("keys", "prefixes"),
-    p.Commit: ("leases", "lengths", "checksums"),
-    p.Abort: ("leases",),
-    p.Renew: ("leases",),
-    p.Delete: ("keys", "generations"),
-}
-_FROM_THE_END: Final = (p.Lookup, p.Touch)
-"""Their keys count as used from the last to the first."""
 _FLAT: Final = (p.CompatibleKeys, p.CompatibleReserve)
 
 
@@ -34,55 +23,56 @@ def is_long(request: object) -> bool:
         return len(request.keys) > ENTRIES
     if isinstance(request, p.Lookup) and request.pin_seconds > 0:
         return False
-    columns = _COLUMNS.get(type(request)) if isinstance(request, Struct) else None
+    columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
     if not columns:
         return False
     parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
     return sum(len(getattr(part, columns[0])) for part in parts) > ENTRIES
 
 
-def sliced(request: Any, do: Callable[[Any], Any]) -> Iterator[Any]:
-    """Do a request that was checked; yields None after each piece, and at last the answer."""
-    answers = list[tuple[int, int, Any]]()
-    pieces = list(_pieces(request))
-    for number, start, piece in reversed(pieces) if isinstance(request, (*_FROM_THE_END, p.CompatibleKeys)) else pieces:
-        answers.append((number, start, do(piece)))
-        yield None
-    answers.sort(key=lambda answer: answer[:2])
-    if isinstance(request, _FLAT):
-        yield _joined_dicts([answer for _, _, answer in answers])
-    else:
-        yield _joined(answers)
+class Piece(NamedTuple):
+    """A part of a long request that is a request itself."""
+
+    scope: int
+    """The number of its scope in the request."""
+    start: int
+    """Its first entry there."""
+    request: Any
 
 
-def _pieces(request: Any) -> Iterator[tuple[int, int, Any]]:
-    """Number of the scope, first entry, and request of each piece; a scope without entries has one of none."""
+def pieces_of(request: Any) -> list[Piece]:
+    """The pieces of a long request in the order in which they are to be done; a scope without entries has one of none."""
+    pieces = list(_cut(request))
+    return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.CompatibleKeys)) else pieces
+
+
+def joined(pieces: list[Piece], answers: list[Any]) -> Any:
+    """One answer, made of those to the pieces."""
+    places = sorted(range(len(pieces)), key=lambda place: pieces[place][:2])
+    if isinstance(pieces[0].request, _FLAT):
+        return _joined_dicts([answers[place] for place in places])
+    return _joined([(pieces[place].scope, answers[place]) for place in places])
+
+
+def _cut(request: Any) -> Iterator[Piece]:
     if isinstance(request, _FLAT):
         for start in range(0, len(request.keys), ENTRIES):
-            yield 0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES])
+            yield Piece(0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES]))
         return
-    columns = _COLUMNS[type(request)]
+    columns = p.COLUMNS[type(request)]
     for number, part in enumerate(request.scopes):
         for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
             cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
-            yield number, start, structs.replace(request, scopes=[structs.replace(part, **cut)])
+            yield Piece(number, start, structs.replace(request, scopes=[structs.replace(part, **cut)]))
 
 
-def _joined(answers: list[tuple[int, int, Any]]) -> Any:
+def _joined(answers: list[tuple[int, Any]]) -> Any:
     """One answer whose columns are those of the pieces, one after the other."""
     parts = dict[int, list[Any]]()
-    for number, _, answer in answers:
+    for number, answer in answers:
         parts.setdefault(number, []).append(answer.scopes[0])
-    scopes = [
-        structs.replace(some[0], **{name: _merged([getattr(part, name) for part in some]) for name in some[0].__struct_fields__})
-        for some in parts.values()
-    ]  # fmt: skip
-    return structs.replace(answers[0][2], scopes=scopes)
-
-
-def _merged(values: list[Any]) -> Any:
-    """Columns one after the other; counts added up."""
-    return sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
+    scopes = [p.merged(some) for some in parts.values()]
+    return structs.replace(answers[0][1], scopes=scopes)
 
 
 def _joined_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:

@@ -61,6 +61,10 @@ class Recency:
             return [key in order for key in keys]
         return [key in order or key in self.aside for key in keys]
 
+    def has_none(self, keys: Sequence[str]) -> bool:
+        """Whether none of the keys is live."""
+        return self.order.keys().isdisjoint(keys) and self.aside.keys().isdisjoint(keys)
+
     def add(self, key: str, slot: int) -> None:
         """A page has become live, which is use."""
         self.order[key] = slot

@@ -100,29 +100,22 @@ class Scope:
         Leases are numbered from `first_lease`; at most one a key. `prefixes` is empty or as long as `keys`.
         """
         self.settle(now)
-        by_key, recency = self.leases.by_key, self.recency
-        slots = recency.slots(keys)
-        if max(slots, default=0) < 0 and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
-            # Nearly always: nothing in the batch is known.
-            new = dict(zip(keys, range(len(keys)), strict=True))
-        else:
-            # Of a key that stands several times the first one counts.
-            new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
-            recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
-        if new and self._make_room(len(new), now):
-            # A page of this batch may have gone to make room for another.
-            slots = recency.slots(keys)
-        if len(keys) == len(new) <= len(self.free):
+        places = self._places_of_new(keys)
+        if places:
+            self._make_room(len(places), now)
+        if len(keys) == len(places) <= len(self.free):
+            # Nearly always: nothing in the batch is known, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
             return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
-        places = sorted(new.values())[: len(self.free)]
+        # Looked up only now: a page of this batch may have gone to make room for another.
+        slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.leases.by_key
+        places = places[: len(self.free)]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
         states = [
             Reserved.EXISTS if slot >= 0 else Reserved.BUSY if key in by_key else Reserved.FULL
             for key, slot in zip(keys, slots, strict=True)
         ]
-        leases = [0] * len(keys)
         for lease, (i, slot) in enumerate(zip(places, given, strict=True), first_lease):
             states[i], slots[i], leases[i] = Reserved.LEASED, slot, lease
         return states, slots, leases
@@ -250,6 +243,16 @@ class Scope:
         return slot if slot >= 0 else self.leases.by_key.get(key, NO_SLOT)
 
     # How slots change their state.
+
+    def _places_of_new(self, keys: Sequence[str]) -> Sequence[int]:
+        """Where in a batch the keys are that are neither live nor leased, the first of several; the live ones count as used."""
+        by_key, recency = self.leases.by_key, self.recency
+        if recency.has_none(keys) and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+            return range(len(keys))
+        slots = recency.slots(keys)
+        recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
+        new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
+        return sorted(new.values())
 
     def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> list[int]:
         """Lease a slot for each key, of which there are enough."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicache_metadata_server.service.changes import Changes, Recovered
-    from hicache_metadata_server.state.restoring import SlotRow
+    from hicache_metadata_server.state.restoring import SlotRows
 
 MEMORY: Final = "memory:"
 SQLITE: Final = "sqlite:///"
@@ -32,8 +32,8 @@ class Store(Protocol):
         """Everything but slots, once at the start; pins and answers that have ended by `now` are dropped."""
         ...
 
-    def rows(self, scope: int) -> Iterable[SlotRow]:
-        """The slots of a scope, in ascending order."""
+    def rows(self, scope: int) -> Iterable[SlotRows]:
+        """The slots of a scope, in ascending order, some at a time."""
         ...
 
     def write(self, changes: Changes, now: float) -> None:
@@ -89,7 +89,7 @@ class MemoryStore:
 
         return Recovered()
 
-    def rows(self, scope: int) -> Iterable[SlotRow]:
+    def rows(self, scope: int) -> Iterable[SlotRows]:
         return ()
 
     def write(self, changes: Changes, now: float) -> None:

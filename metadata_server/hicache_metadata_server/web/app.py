@@ -47,7 +47,7 @@ class Server:
         self.desk = Desk(service, clock)
 
     @contextlib.asynccontextmanager
-    async def running(self, app: FastAPI) -> AsyncGenerator[None]:
+    async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
         """What stands around the requests: the journal, and the clock's work."""
         if self.store.durability is not p.Durability.NONE:
             self.desk.journal = self.metrics.journal = Journal(self.service, self.store, self.clock)
@@ -82,7 +82,7 @@ class Server:
 
 def create_app(
     service: MetadataService, store: Store, *, tokens: Tokens | None = None, clock: Callable[[], float] | None = None
-) -> FastAPI:
+) -> Front:
     """The application of one service, which was restored from its store."""
     server = Server(service, store, tokens or Tokens(), clock or Clock())
     version = service.about.server.rpartition(" ")[2]
@@ -93,10 +93,8 @@ def create_app(
         return described
 
     app.openapi = schema  # type: ignore[method-assign]  # fastapi's own way to bring a schema along
-    app.add_middleware(Front, desk=server.desk, tokens=server.tokens, metrics=server.metrics)
     _add_pages(app, server)
-    app.state.server = server
-    return app
+    return Front(app, server)
 
 
 def _add_pages(app: FastAPI, server: Server) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.answers import digest_of
+from hicache_metadata_server.service.answers import digest_of, see_once
 from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.compatible import CompatibleService
 from hicache_metadata_server.service.refused import RefusedError, invalid
-from hicache_metadata_server.service.slices import is_long, sliced
+from hicache_metadata_server.service.slices import is_long, joined, pieces_of
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
 
@@ -99,11 +98,12 @@ class Desk:
             request = endpoint.body.decode(body, content_type)
         digest = b""
         if once and endpoint.once:
+            see_once(once)
             digest = digest_of(endpoint.name, content_type, body)
-            kept = self.service.answers.find(once, digest, self.clock())
+            kept = self._kept(once, digest)
             if kept is not None:
                 await self._written()
-                return Said(kept.status, kept.content_type, kept.body)
+                return kept
         try:
             if isinstance(request, p.Fsck):
                 said = self._said(await self._fsck(request), content_type)
@@ -119,15 +119,15 @@ class Desk:
         return said
 
     async def _answer_long(self, endpoint: Endpoint, request: Any, content_type: str, once: str, digest: bytes) -> Said:
-        check, do = endpoint.check, endpoint.do_checked
-        assert check is not None, "what is done in pieces is checked as a whole"
-        assert do is not None, "what is done in pieces is checked as a whole"
-        # One at a time: what is done inside is one group, and another one's would keep it from being written.
+        assert endpoint.check is not None, "what is done in pieces is checked as a whole"
+        # One at a time: several would make those who ask for little wait for a piece of each.
         async with self._long:
-            check(request)
-            with self.journal.held() if self.journal else nullcontext():
-                said = self._said(await self._in_pieces(request, do), content_type)
-                self._remember(once, digest, said)
+            # The same request may have come twice, and have waited for itself.
+            if digest and (kept := self._kept(once, digest)) is not None:
+                return kept
+            endpoint.check(request)
+            said = self._said(await self._in_pieces(endpoint, request, once, digest), content_type)
+            self._remember(once, digest, said)
         return said
 
     async def _fsck(self, request: p.Fsck) -> p.Checked:
@@ -138,10 +138,27 @@ class Desk:
         assert checked is not None, "the last piece is the answer"
         return checked
 
-    async def _in_pieces(self, request: Any, do: Do) -> Any:
-        answer: Any = None
-        for answer in sliced(request, lambda piece: do(piece, self.clock())):  # noqa: B007 - the last one is the answer
+    async def _in_pieces(self, endpoint: Endpoint, request: Any, once: str, digest: bytes) -> Any:
+        """Others are served after each piece, and what it has changed is written, so that nobody waits for all of it."""
+        pieces, answers = pieces_of(request), list[Any]()
+        for number, piece in enumerate(pieces):
+            # No header has a line feed in it, so that nobody else's idempotency key is this one.
+            answers.append(self._do_piece(endpoint, piece.request, f"{number}\n{once}", digest))
+            if endpoint.changes:
+                await self._written()
             await asyncio.sleep(0)
+        return joined(pieces, answers)
+
+    def _do_piece(self, endpoint: Endpoint, request: Any, once: str, digest: bytes) -> Any:
+        """A piece of a request that a crash has cut short, and that is sent again, is not done again either."""
+        assert endpoint.do_checked is not None, "what is done in pieces is checked as a whole"
+        if not digest:
+            return endpoint.do_checked(request, self.clock())
+        kept = self._kept(once, digest)
+        if kept is not None:
+            return msgspec.msgpack.decode(kept.body, type=p.ROUTES[endpoint.name].answer)
+        answer = endpoint.do_checked(request, self.clock())
+        self._remember(once, digest, self._said(answer, p.MSGPACK))
         return answer
 
     async def _written(self) -> None:
@@ -157,6 +174,10 @@ class Desk:
         if answer is None:
             return Said(204, content_type, b"")
         return Said(200, content_type, _CODERS[content_type].encode(answer))
+
+    def _kept(self, once: str, digest: bytes) -> Said | None:
+        record = self.service.answers.find(once, digest, self.clock())
+        return Said(record.status, record.content_type, record.body) if record is not None else None
 
     def _remember(self, once: str, digest: bytes, said: Said) -> None:
         if digest:

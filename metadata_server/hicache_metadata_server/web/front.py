@@ -14,9 +14,8 @@ from hicache_metadata_server.web.desk import Said
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from hicache_metadata_server.web.desk import Desk, Endpoint
-    from hicache_metadata_server.web.metrics import Metrics
-    from hicache_metadata_server.web.tokens import Tokens
+    from hicache_metadata_server.web.app import Server
+    from hicache_metadata_server.web.desk import Endpoint
 
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
@@ -32,9 +31,10 @@ class _GoneError(Exception):
 class Front:
     """Answers the protocol's requests; health and pages go on to the application behind."""
 
-    def __init__(self, app: ASGIApp, *, desk: Desk, tokens: Tokens, metrics: Metrics) -> None:
-        self._app, self._desk, self._tokens, self._metrics = app, desk, tokens, metrics
-        self._most_body = desk.service.limits.body_bytes
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app, self.server = app, server
+        self._desk, self._tokens, self._metrics = server.desk, server.tokens, server.metrics
+        self._most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

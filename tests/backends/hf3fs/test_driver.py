@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,6 +176,23 @@ def test_writers_of_one_key_wait_for_each_other(mine):
     rigs[0].expect(keys)
 
 
+def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
+    """For pages that others are writing, or slots that rest; not when its own pages are done."""
+    from hicache_backends.hf3fs import writer
+
+    pauses = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: time.monotonic() + sum(pauses))
+    monkeypatch.setattr(writer, "time", clock)
+    one = rig()
+    assert all(one.put(chain("a", 4)))
+    assert all(one.put(chain("a", 6)))
+    assert pauses == []
+    asked = p.ReserveScope(scope=one.scope.name, keys=chain("b", 1))
+    one.store.directory.reserve([asked], Call(5), owner="other", lease_seconds=60.0)
+    assert one.put(chain("b", 1)) == [False]
+    assert sum(pauses) == pytest.approx(1.0, abs=0.2)
+
+
 def test_slow_writes_renew_their_leases(mine, monkeypatch):
     from hicache_backends.hf3fs import writer
 
@@ -206,10 +224,10 @@ def test_pages_longer_than_a_piece(rig):
 
 @pytest.mark.parametrize("sizes", [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)])
 def test_pieces_cover_everything_in_order(sizes):
-    from hicache_backends.hf3fs.slots.posix import PIECE_BYTES, _pieces
+    from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, pieces
 
     parts = [memoryview(os.urandom(size)) for size in sizes]
-    found = list(_pieces(parts))
+    found = list(pieces(parts))
     assert b"".join(b"".join(some) for some in found) == b"".join(parts)
     assert all(0 < sum(map(len, some)) <= PIECE_BYTES for some in found)
 

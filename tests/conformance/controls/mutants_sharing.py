@@ -21,7 +21,8 @@ def _mutant(name: str, rule: str, where: str, told: str, **more: Any) -> Control
 
 
 CONTROLS = {
-    "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "process reader"),
+    # Whether a reader meets half of the page, or nothing where a page was, is up to the moment.
+    "WritesInPlace": _mutant("WritesInPlace", "SET-2", "Process", "SET-2: "),
     "RenamesTooSoon": _mutant("RenamesTooSoon", "SET-2", "Process", "holds zeros in bytes"),
     "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "SET-4: "),
     "MixesWriters": _mutant("MixesWriters", "SET-4", "Process", "is value"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import threading
 from concurrent.futures import CancelledError
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from yarl import URL
 
 from hicache_backends.hf3fs.client.directory import Directory
 from hicache_backends.hf3fs.client.failures import MetadataError, PassingError, refusal
@@ -29,6 +30,7 @@ T = TypeVar("T")
 ATTEMPTS: Final = 3
 """Each with the same idempotency key."""
 PAUSE_SECONDS: Final = 0.02
+"""Before the second attempt, at most; doubled for each further one."""
 LONGEST_PAUSE_SECONDS: Final = 0.2
 ATTEMPT_SECONDS: Final = 2.0
 """A server that was restarted is asked again, though the one before it does not answer any more."""
@@ -61,6 +63,7 @@ class RemoteDirectory(Directory):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http or https address")
         self._url = url.rstrip("/")
+        self._routes = {path: (route.method, URL(self._url + path)) for path, route in p.ROUTES.items()}
         self._headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -167,24 +170,21 @@ class RemoteDirectory(Directory):
         if p.ROUTES[path].changes:
             headers = {**headers, p.IDEMPOTENCY_HEADER: secrets.token_hex(16)}
         body = None if request is None else msgspec.msgpack.encode(request)
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(PassingError),
-            stop=stop_after_attempt(ATTEMPTS),
-            wait=wait_random_exponential(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
-            reraise=True,
-        ):
-            with attempt:
+        longest = PAUSE_SECONDS
+        for _ in range(ATTEMPTS - 1):
+            try:
                 return await self._once(path, body, headers, kind)
-        raise AssertionError("unreachable")
+            except PassingError:
+                await asyncio.sleep(random.uniform(0, longest))
+                longest = min(2 * longest, LONGEST_PAUSE_SECONDS)
+        return await self._once(path, body, headers, kind)
 
     async def _once(self, path: str, body: bytes | None, headers: dict[str, str], kind: type[T]) -> T:
-        session = self._session or self._open_session()
+        session, (method, url) = self._session or self._open_session(), self._routes[path]
         try:
             async with (
                 asyncio.timeout(ATTEMPT_SECONDS),
-                session.request(
-                    p.ROUTES[path].method, self._url + path, data=body, headers=headers, allow_redirects=False
-                ) as response,
+                session.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
             ):
                 return _decoded(response, await _body(response), kind)
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.posix.descriptors import Handle
@@ -27,10 +27,10 @@ class SlotRead:
     whole: bool = False
     """The parts are filled and `read.verify()` has been asked."""
     fault: OSError | None = None
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return self.read.namespace.object_bytes
+    def __post_init__(self) -> None:
+        self.size = self.read.namespace.object_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +46,11 @@ class SlotWrite:
     fault: OSError | None = None
     in_doubt: bool = False
     """It may still be written, some time: its slot is not to be given back before its lease ends."""
+    size: int = field(init=False)
+    """Bytes that are written; not `namespace.object_bytes`, where somebody writes an object of another length."""
 
-    @property
-    def size(self) -> int:
-        """Bytes that are written; not `namespace.object_bytes`, where somebody writes an object of another length."""
-        return sum(map(len, self.write.buffers)) + ENVELOPE_BYTES
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.write.buffers)) + ENVELOPE_BYTES
 
     @property
     def late(self) -> bool:

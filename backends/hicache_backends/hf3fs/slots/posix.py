@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import errno
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
+from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, JobT, pieces, runs
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import kept
 from hicache_backends.posix.vectored import read_into, write_from
 from hicache_backends.posix.workers import Workers
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
+from hicache_storage.objects.envelope import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from xxhash import xxh3_64
 
     from hicache_storage.objects import Call
 
-PIECE_BYTES: Final = 512 << 10
-"""Moved at a time: what was read is still in the core's cache when its checksum is computed."""
+LONGEST: Final = PIECE_BYTES + ENVELOPE_BYTES
+"""What is longer is moved piece by piece."""
 CLOSE_SECONDS: Final = 5.0
-
-JobT = TypeVar("JobT", SlotRead, SlotWrite)
 
 
 class PosixEngine(SlotEngine):
-    """For a FUSE mount of 3FS, any shared file system, or a local disk.
+    """For a FUSE mount of 3FS, any shared file system, or a local disk. Neighbouring slots are moved with one request.
 
     Args:
         threads: most that move the bytes of one call.
@@ -43,13 +44,13 @@ class PosixEngine(SlotEngine):
         self.buffered = buffered
         self._threads, self._bytes_per_thread, self._verifies = threads, bytes_per_thread, verifies
         self._workers = Workers(threads - 1, "hicache-hf3fs")
-        self._buffers = Buffers(PIECE_BYTES + ENVELOPE_BYTES) if buffered else None
+        self._buffers = Buffers(LONGEST) if buffered else None
 
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
-        self._share(jobs, partial(self._read_one, call=call))
+        self._share(jobs, partial(self._read_some, call=call))
 
     def write(self, jobs: Sequence[SlotWrite], call: Call) -> None:
-        self._share(jobs, partial(_write_one, call=call))
+        self._share(jobs, partial(_write_some, call=call))
 
     def stuck(self) -> int:
         return 0 if self._buffers is None else self._buffers.stuck()
@@ -57,41 +58,81 @@ class PosixEngine(SlotEngine):
     def close(self) -> None:
         self._workers.close(CLOSE_SECONDS)
 
-    def _share(self, jobs: Sequence[JobT], do: Callable[[JobT], None]) -> None:
+    def _share(self, jobs: Sequence[JobT], do: Callable[[Sequence[JobT]], None]) -> None:
         """Give each thread about as many bytes as the others."""
         total = sum([job.size for job in jobs])
-        count = max(1, min(self._threads, total // self._bytes_per_thread))
+        count = min(self._threads, total // self._bytes_per_thread)
+        if count < 2:
+            do(jobs)
+            return
         parts, done = [list[JobT]() for _ in range(count)], 0
         for job in jobs:
             parts[min(count - 1, done * count // total)].append(job)
             done += job.size
-        self._workers.run([partial(_each, part, do) for part in parts if part])
+        self._workers.run([partial(do, part) for part in parts if part])
 
-    def _read_one(self, job: SlotRead, *, call: Call) -> None:
+    def _read_some(self, jobs: Sequence[SlotRead], *, call: Call) -> None:
+        for run in runs(jobs):
+            self._read_run(run, call)
+
+    def _read_run(self, run: Sequence[SlotRead], call: Call) -> None:
+        file, handle, fault = run[0].file, None, None
         try:
-            handle = job.file.borrow()
+            handle = file.borrow()
+            if self._fill(run, handle.descriptor, call):
+                return
         except OSError as error:
-            job.fault = kept(error)
+            fault = kept(error)
+            if handle is not None and error.errno != errno.ETIMEDOUT:
+                file.forget(handle)
+        if len(run) == 1 or handle is None or call.expired():
+            for job in run:
+                job.fault = fault
             return
-        try:
-            job.whole = self._fill(job, handle.descriptor, call)
-        except OSError as error:
-            job.fault = kept(error)
-            if error.errno != errno.ETIMEDOUT:
-                job.file.forget(handle)
+        # The others have nothing to do with what is wrong with one of them.
+        for job in run:
+            self._read_run([job], call)
 
-    def _fill(self, job: SlotRead, descriptor: int, call: Call) -> bool:
-        """Fill the parts from the slot, and verify; `False` where the file ends too early."""
+    def _fill(self, run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+        """Fill the parts from neighbouring slots, and verify; `False` where the file ends too early."""
+        if run[0].size > LONGEST:
+            [job] = run
+            return self._fill_by_pieces(job, descriptor, call)
+        if self._buffers is None:
+            return _fill_in_place(run, descriptor, call)
+        with self._buffers.lend(call) as buffer:
+            return self._fill_through(buffer, run, descriptor, call)
+
+    def _fill_through(self, buffer: memoryview, run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+        file, size = run[0].file, run[0].size
+        step = file.geometry.slot_bytes
+        some = buffer[: step * (len(run) - 1) + size]
+        if not read_into(descriptor, [some], file.offset(run[0].slot)):
+            return False
+        pages = [some[start : start + size] for start in range(0, len(some), step)]
+        for job, page in zip(run, pages, strict=True):
+            job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
+            job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
+        with call.caller as waits:
+            _stop_unless(waits)
+            for job, page in zip(run, pages, strict=True):
+                if job.read.verify():
+                    _scatter(page, job.read.buffers)
+                job.whole = True
+        return True
+
+    def _fill_by_pieces(self, job: SlotRead, descriptor: int, call: Call) -> bool:
         read, offset = job.read, job.file.offset(job.slot)
-        checksum = running_checksum() if self._verifies else None
+        digest = running_checksum() if self._verifies else None
         read.envelope = bytearray(ENVELOPE_BYTES)
-        pieces = list(_pieces(read.buffers))
-        for number, pages in enumerate(pieces, start=1):
-            targets = [*pages, memoryview(read.envelope)] if number == len(pieces) else pages
-            if not self._move(descriptor, targets, pages, offset, checksum, call):
+        cut = list(pieces(read.buffers))
+        for number, pages in enumerate(cut, start=1):
+            targets = [*pages, memoryview(read.envelope)] if number == len(cut) else pages
+            if not self._move(descriptor, targets, pages, offset, digest, call):
                 return False
             offset += sum(map(len, targets))
-        read.verify(None if checksum is None else checksum.intdigest())
+        read.verify(None if digest is None else digest.intdigest())
+        job.whole = True
         return True
 
     def _move(
@@ -100,7 +141,7 @@ class PosixEngine(SlotEngine):
         targets: list[memoryview],
         pages: list[memoryview],
         offset: int,
-        checksum: xxh3_64 | None,
+        digest: xxh3_64 | None,
         call: Call,
     ) -> bool:
         if self._buffers is None:
@@ -108,90 +149,100 @@ class PosixEngine(SlotEngine):
                 _stop_unless(waits)
                 if not read_into(descriptor, targets, offset):
                     return False
-                if checksum is not None:
+                if digest is not None:
                     for page in pages:
-                        checksum.update(page)
+                        digest.update(page)
             return True
         with self._buffers.lend(call) as buffer:
             some = buffer[: sum(map(len, targets))]
             if not read_into(descriptor, [some], offset):
                 return False
-            if checksum is not None:
-                checksum.update(some[: sum(map(len, pages))])
+            if digest is not None:
+                digest.update(some[: sum(map(len, pages))])
             with call.caller as waits:
                 _stop_unless(waits)
-                start = 0
-                for target in targets:
-                    target[:] = some[start : start + len(target)]
-                    start += len(target)
+                _scatter(some, targets)
         return True
 
 
-def _write_one(job: SlotWrite, *, call: Call) -> None:
-    if call.expired() or job.late:
-        job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
-        return
+def _fill_in_place(run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+    file = run[0].file
+    gap, targets = memoryview(bytearray(file.geometry.slot_bytes - run[0].size)), list[memoryview]()
+    for job in run:
+        job.read.envelope = bytearray(ENVELOPE_BYTES)
+        targets += job.read.parts
+        targets.append(gap)
+    with call.caller as waits:
+        _stop_unless(waits)
+        if not read_into(descriptor, targets[:-1], file.offset(run[0].slot)):
+            return False
+        for job in run:
+            job.read.verify()
+            job.whole = True
+    return True
+
+
+def _write_some(jobs: Sequence[SlotWrite], *, call: Call) -> None:
+    for run in runs(jobs):
+        _write_run(run, call)
+
+
+def _write_run(run: Sequence[SlotWrite], call: Call) -> None:
+    file, handle = run[0].file, None
     try:
-        handle = job.file.borrow()
+        _stop_if_late(run, call)
+        handle = file.borrow()
+        _put(run, handle.descriptor)
     except OSError as error:
-        job.fault = kept(error)
+        if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            file.forget(handle)
+        if len(run) == 1:
+            run[0].fault = kept(error)
+            return
+        # The others have nothing to do with what is wrong with one of them.
+        for job in run:
+            _write_run([job], call)
         return
-    try:
-        _put(job, handle.descriptor)
+    for job in run:
         job.whole = True
-    except OSError as error:
-        job.fault = kept(error)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            job.file.forget(handle)
 
 
-def _put(job: SlotWrite, descriptor: int) -> None:
-    write, offset = job.write, job.file.offset(job.slot)
-    if job.size <= PIECE_BYTES:
-        write_from(descriptor, write.parts, offset)
+def _put(run: Sequence[SlotWrite], descriptor: int) -> None:
+    file = run[0].file
+    offset = file.offset(run[0].slot)
+    if len(run) == 1 and run[0].size > PIECE_BYTES:
+        _put_by_pieces(run[0], descriptor, offset)
         return
-    checksum = running_checksum()
-    for sources in _pieces(write.buffers):
+    sources = list[memoryview]()
+    for job in run:
+        sources += job.write.parts
+        sources.append(memoryview(bytes(file.geometry.slot_bytes - job.size)))
+    write_from(descriptor, sources[:-1], offset)
+
+
+def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int) -> None:
+    write, digest = job.write, running_checksum()
+    for sources in pieces(write.buffers):
         for source in sources:
-            checksum.update(source)
+            digest.update(source)
         write_from(descriptor, sources, offset)
         offset += sum(map(len, sources))
-    write.seal(checksum.intdigest())
+    write.seal(digest.intdigest())
     write_from(descriptor, [memoryview(write.envelope)], offset)
 
 
-def _pieces(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Consecutive parts of at most a piece together; longer ones are cut."""
-    some, room = list[memoryview](), PIECE_BYTES
-    for part in parts:
-        if len(part) <= room:
-            some.append(part)
-            room -= len(part)
-            continue
-        for start, end in _cuts(len(part), room):
-            if end - start > room:
-                yield some
-                some, room = [], PIECE_BYTES
-            some.append(part[start:end])
-            room -= end - start
-    if some:
-        yield some
-
-
-def _cuts(length: int, room: int) -> Iterator[tuple[int, int]]:
-    """Ends of the pieces of a part: first what still fits, then whole pieces."""
+def _scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
     start = 0
-    while start < length:
-        end = min(length, start + (room or PIECE_BYTES))
-        yield start, end
-        start, room = end, PIECE_BYTES
-
-
-def _each(part: Sequence[JobT], do: Callable[[JobT], None]) -> None:
-    for job in part:
-        do(job)
+    for target in targets:
+        target[:] = page[start : start + len(target)]
+        start += len(target)
 
 
 def _stop_unless(waits: bool) -> None:
     if not waits:
         raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
+
+
+def _stop_if_late(run: Sequence[SlotWrite], call: Call) -> None:
+    if call.expired() or time.monotonic() >= min([job.until for job in run]):
+        raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")

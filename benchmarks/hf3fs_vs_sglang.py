@@ -1,0 +1,192 @@
+"""The 3FS driver against SGLang's `HiCacheHF3FS`: same directory, same SGLang host pool, a metadata server each, taking turns.
+
+    python benchmarks/hf3fs_vs_sglang.py
+
+Neither has 3FS: ours uses its posix engine, SGLang's its mock client, and both read and write a file of slots. Ours verifies
+checksums, and its server has each change on disk before it answers; SGLang's driver verifies nothing, and its server keeps nothing.
+Each file holds four calls of 128 pages and is written once before anything is measured, so that nobody pays for new blocks.
+
+Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from file_vs_sglang import SIZES, microseconds, speed
+from hf3fs_contenders import OURS, PEER, QUARANTINE_SECONDS, STAGED, ZERO_COPY, Contender, Ours, Peer
+from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
+from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
+from sglang_peer import host_pool
+
+from hicache_backends.posix.mounts import mount_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAYS = {ZERO_COPY: "zero copy", STAGED: "staged"}
+"""How SGLang's driver moves the pages of a host pool of that layout."""
+HEADER = [
+    *(
+        "operation",
+        "page",
+        "pages a call",
+        "SGLang's way",
+        "SGLang `HiCacheHF3FS`",
+        "3FS driver",
+        "ratio",
+        "of the fastest",
+        "goal",
+    ),
+    *("CPU us a page, SGLang", "ours"),
+]
+GOALS = {
+    ("read", ZERO_COPY, "64 KiB"): 2.5,
+    ("read", ZERO_COPY, "1 MiB"): 1.7,
+    ("read", STAGED, "1 MiB"): 3.0,
+    ("write", ZERO_COPY, "64 KiB"): 2.0,
+    ("write", ZERO_COPY, "1 MiB"): 1.2,
+}
+ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is moved: pages of a size, so many a call, of a pool of some layout."""
+
+    size: str
+    pages: int
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.pages} pages, {self.layout}"
+
+
+@dataclass
+class Costs:
+    """What calls have taken, by subject and operation."""
+
+    seconds: Results = field(default_factory=Results)
+    cpu: Results = field(default_factory=Results)
+    """Of all threads of this process, without the servers: what a busy machine hardly changes."""
+
+    def time(self, subject: str, who: str, operation: str, action: Callable[[], object], *, expect: object = True) -> None:
+        before = time.process_time()
+        self.seconds.time(subject, operation, who, action, expect=expect)
+        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, time.process_time() - before)
+
+
+def measure(results: Costs, subjects: list[Subject], contenders: list[Contender], rounds: int, patience: float) -> None:
+    """Subjects differ in the number of pages only."""
+    for contender in contenders:
+        contender.prepare()
+    for subject in subjects:
+        for contender in turns(contenders, rounds):
+            keys, spent = fresh_keys(subject.pages), partial(results.time, str(subject), contender.name)
+            gc.collect()
+            wait_for_quiet(patience)
+            spent("write", partial(contender.write, keys))
+            contender.read(keys)
+            spent("read", partial(contender.read, keys))
+            spent("exists", partial(contender.exists, keys), expect=subject.pages)
+            contender.remove()
+    for contender in contenders:
+        contender.close()
+
+
+def report(results: Costs, subjects: list[Subject]) -> str:
+    rows = [
+        row(operation, subject, *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)))
+        for operation in ("read", "write", "exists")
+        for subject in subjects
+    ]
+    return table(HEADER, rows)
+
+
+def row(operation: str, subject: Subject, samples: Samples, cpu: Samples) -> list[str]:
+    if operation == "exists":
+        shown = [f"{microseconds(samples, who)} us" for who in (PEER, OURS)]
+    else:
+        shown = [f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in (PEER, OURS)]
+    goal = GOALS.get((operation, subject.layout, subject.size))
+    ratios = [f"{samples.ratio(OURS, PEER):.1f}x", f"{samples.best_ratio(OURS, PEER):.1f}x", f"{goal:g}x" if goal else ""]
+    cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in (PEER, OURS)]
+    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios, *cost]
+
+
+def metadata_servers(stack: ExitStack, work: Path) -> dict[str, str | None]:
+    """One for each, running until the end: SGLang's keeps nothing, ours has it on disk before it answers."""
+    store = ("--store", f"sqlite:///{work}/meta.db", "--quarantine-seconds", str(QUARANTINE_SECONDS))
+    commands = {PEER: [sys.executable, *PEER_COMMAND, "PORT"], OURS: [sys.executable, *OUR_COMMAND, "PORT", *store]}
+    servers = [stack.enter_context(started(name, command, work / f"{name}.log")) for name, command in commands.items()]
+    return {server.name: f"http://127.0.0.1:{server.port}" for server in servers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--path", type=Path, default=Path(), help="where to make the stores' directory; the file system to measure"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/hf3fs"), help="where results.md and results.json go")
+    parser.add_argument("--sizes", default="64 KiB,1 MiB", help="page sizes; also 256 KiB and 4 MiB")
+    parser.add_argument("--pages", default="32,128", help="pages a call")
+    parser.add_argument("--layouts", default=f"{ZERO_COPY},{STAGED}", help="of the host pool; SGLang's driver stages layer_first")
+    parser.add_argument(
+        "--metadata", choices=["server", "local"], default="server", help="a process of its own, or maps in this one; for both"
+    )
+    parser.add_argument("--jobs", type=int, default=16, help="of SGLang's driver: its threads and clients, 16 by default")
+    parser.add_argument("--entries", type=int, default=8, help="of SGLang's driver: pages a thread takes at a time, 8 by default")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
+    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="hf3fs-vs-sglang-", dir=options.path)).resolve()
+    facts = {**machine(), "file system": mount_of(str(work)).kind, "metadata": options.metadata}
+    facts |= {name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")}
+    results, subjects = Costs(), list[Subject]()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        urls = metadata_servers(stack, work) if options.metadata == "server" else {PEER: None, OURS: None}
+        for layout, size in itertools.product(options.layouts.split(","), options.sizes.split(",")):
+            print(f"{size}, {layout} ...", file=sys.stderr, flush=True)
+            pool, directory = host_pool(SIZES[size], layout), work / f"{size.replace(' ', '')}-{layout}"
+            peer = Peer(pool, directory, SIZES[size], urls[PEER], jobs=options.jobs, entries=options.entries)
+            ours = Ours(pool, directory, SIZES[size], urls[OURS])
+            these = [Subject(size, int(pages), layout) for pages in options.pages.split(",")]
+            measure(results, these, [peer, ours], options.rounds * ROUNDS[size], options.patience)
+            shutil.rmtree(directory)
+            subjects += these
+    text = report(results, subjects)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.md").write_text(text)
+    raw = [
+        {
+            "subject": subject,
+            "operation": operation,
+            "seconds": samples.seconds,
+            "cpu": results.cpu.samples[subject, operation].seconds,
+        }
+        for (subject, operation), samples in results.seconds.samples.items()
+    ]
+    (options.out / "results.json").write_text(json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1))
+    print(json.dumps(facts, indent=1), text, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

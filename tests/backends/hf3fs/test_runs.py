@@ -1,0 +1,107 @@
+"""Neighbouring slots are moved with one request, and what is wrong with one of them is its own affair."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from hicache_backends.hf3fs.slots import posix as posix_module
+from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES
+from tests.backends.hf3fs.harness import chain, content
+
+
+@pytest.fixture(params=["waits", "buffered"])
+def one(request, rig):
+    return rig(stuck_reads=request.param, components=(30_000, 35_536), pages=24, file_size="4MiB")
+
+
+class Requests:
+    """Sees each request and the slots that it touches, and fails those that touch one slot."""
+
+    def __init__(self, monkeypatch, one, name):
+        self.slots = list[list[int]]()
+        self.bad = -1
+        step, real = one.scope.file.geometry.slot_bytes, getattr(posix_module, name)
+
+        def stand_in(descriptor, buffers, offset):
+            touched = list(range(offset // step, (offset + sum(map(len, buffers)) - 1) // step + 1))
+            self.slots.append(touched)
+            if self.bad in touched:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(descriptor, buffers, offset)
+
+        monkeypatch.setattr(posix_module, name, stand_in)
+
+
+def test_neighbours_go_together(one, monkeypatch):
+    reads, writes, keys = Requests(monkeypatch, one, "read_into"), Requests(monkeypatch, one, "write_from"), chain("a", 20)
+    together = PIECE_BYTES // one.scope.file.geometry.slot_bytes
+    assert together == 7
+    assert all(one.put(keys))
+    one.expect(keys)
+    for requests in (reads, writes):
+        assert [len(slots) for slots in requests.slots] == [7, 7, 6]
+        assert [slot for slots in requests.slots for slot in slots] == [one.slot(key) for key in keys]
+
+
+def test_strangers_do_not(one, monkeypatch):
+    keys = chain("a", 12)
+    assert all(one.put(keys))
+    reads, asked = Requests(monkeypatch, one, "read_into"), [keys[at] for at in (0, 1, 3, 4, 5, 2, 11, 10, 8)]
+    one.expect(asked)
+    assert [len(slots) for slots in reads.slots] == [2, 3, 1, 1, 1, 1]
+
+
+def test_a_request_that_fails_costs_the_pages_that_are_to_blame(one, monkeypatch):
+    keys = chain("a", 10)
+    assert all(one.put(keys))
+    reads = Requests(monkeypatch, one, "read_into")
+    reads.bad = one.slot(keys[3])
+    assert [page is None for page in one.get(keys)] == [number == 3 for number in range(10)]
+    assert one.storage.fault_count() == 1
+    reads.bad = -1
+    one.expect(keys)
+
+
+def test_a_write_that_fails_costs_the_pages_that_are_to_blame(one, monkeypatch):
+    writes, keys = Requests(monkeypatch, one, "write_from"), chain("a", 10)
+    writes.bad = 3
+    assert one.put(keys) == [number != 3 for number in range(10)]
+    writes.bad = -1
+    assert [page is None for page in one.get(keys)] == [number == 3 for number in range(10)]
+    assert all(one.put(keys))
+    one.expect(keys)
+
+
+def test_a_file_that_ends_too_early_costs_what_is_missing(one):
+    keys = chain("a", 10)
+    assert all(one.put(keys))
+    os.truncate(one.scope.file.path, one.scope.file.offset(one.slot(keys[6])) + 100)
+    found = one.get(keys)
+    assert found[:6] == [content(key, 0, one.page_bytes) for key in keys[:6]]
+    assert found[6:] == [None] * 4
+
+
+def test_damaged_pages_among_sound_ones_are_left_out(one):
+    keys, other = chain("a", 14), chain("b", 1)
+    assert all(one.put(keys))
+    # One byte, another page's slot copied over it, nothing but zeros.
+    one.overwrite(one.slot(keys[2]), b"\xff\0", 40_000)
+    assert all(one.put(other))
+    with open(one.scope.file.path, "rb") as file:
+        file.seek(one.scope.file.offset(one.slot(other[0])))
+        one.overwrite(one.slot(keys[6]), file.read(one.scope.file.geometry.slot_bytes))
+    one.overwrite(one.slot(keys[13]), bytes(one.scope.file.geometry.slot_bytes))
+    wanted = [None if number in (2, 6, 13) else content(key, 0, one.page_bytes) for number, key in enumerate(keys)]
+    assert one.get(keys) == wanted
+
+
+def test_what_lies_between_slots_is_nobodys(one):
+    """The bytes from a page's envelope to the next slot may hold anything."""
+    keys = chain("a", 8)
+    assert all(one.put(keys))
+    for key in keys:
+        one.overwrite(one.slot(key), b"\xaa" * 100, one.page_bytes + 64)
+    one.expect(keys)

@@ -1,0 +1,76 @@
+"""Metadata servers for the tests, ours and SGLang's own, each a process of its own; and SGLang's driver, pointed at one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from hicache_conformance.metadata.server import Served
+from hicache_metadata_server.protocol import Scopes
+from hicache_metadata_server.remote import Remote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from tests.interop.engine import Rank
+
+WAIT_SECONDS = 60.0
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} '
+    "--log-level warning --quarantine-seconds 0.05 --lease-seconds 2 --store sqlite:///"
+)
+SGLANG_SERVE = (
+    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host 127.0.0.1 --port {{port}} "
+    "--save-interval 1 --persistence-path "
+)
+
+
+def started(store: Path | str = "{tmp}/m.db") -> Served:
+    """Our server on a store of its own, or on this one."""
+    return Served(command=f"{SERVE}{store}")
+
+
+def sglang_started(file: Path) -> Served:
+    """SGLang's own server, which saves what it has to a file each second."""
+    return Served(command=f"{SGLANG_SERVE}{file}")
+
+
+def wait_until_saved(file: Path, live: dict[str, int]) -> None:
+    """Until SGLang's server has saved so many keys in each of these scopes."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        if {name: len(rank["key_to_index"]) for name, rank in saved.items()} == live:
+            return
+        assert time.monotonic() < deadline, f"SGLang's server has not saved {live}: {file.read_text()[:500]}"
+        time.sleep(0.1)
+
+
+def live(url: str) -> dict[str, int]:
+    """How many pages our server says there are, by scope."""
+    return {scope.scope: scope.live for scope in Remote(url).call("/v2/scopes", None, Scopes).scopes}
+
+
+def attach_sglang_hf3fs(
+    rank: Rank, url: str, place: Path, monkeypatch: pytest.MonkeyPatch, *, file_size: int = 1 << 20
+) -> object:
+    """Attach SGLang's driver as an engine does: named `hf3fs`, told the rest by a file, with its mock client."""
+    file = place / "hf3fs.json"
+    file.write_text(
+        json.dumps(
+            {
+                "file_path_prefix": str(place / "hf3fs"),
+                "file_size": file_size,
+                "numjobs": 2,
+                "entries": 8,
+                "metadata_server_url": url,
+            }
+        )
+    )
+    monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(file))
+    rank.attach_config({"use_mock_hf3fs_client": True}, backend="hf3fs")
+    return rank.controller.storage_backend

@@ -1,0 +1,232 @@
+"""SGLang's own 3FS driver, unchanged, with its client and its mock file client, against our metadata server.
+
+What is read has no holes before its last page: at a hole this driver puts pages into each other's places, whatever the server (D7).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+from sglang.srt.mem_cache.storage.hf3fs.hf3fs_client import Hf3fsMockClient
+from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
+from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
+
+from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, pages, scribble, tokens, wipe
+from tests.interop.metadata import WAIT_SECONDS, live
+
+pytestmark = [
+    pytest.mark.interop,
+    # Its mock client reads into bytes, of which torch makes a tensor; that is told once in a process.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
+
+PAGES = 6
+TWO_RANKS = [{"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2} for number in range(2)]
+
+
+@pytest.fixture
+def attached(ranks, server, sglang_hf3fs):
+    """Makes a rank whose storage is SGLang's driver."""
+
+    def attach(pools, parallel=None, **options):
+        rank = ranks(pools, **(parallel or {}))
+        driver = sglang_hf3fs(rank, server.url, **options)
+        return rank, driver
+
+    return attach
+
+
+def with_mamba(pools):
+    pools.side["mamba"] = mamba_pool("page_first")
+    return pools
+
+
+def keys(count, mark=""):
+    return [f"{mark}{number:064x}" for number in range(count)]
+
+
+def indices(count):
+    return torch.arange(count * PAGE_SIZE)
+
+
+def store(rank, driver, names, seed=1):
+    """Write pages of random bytes; their contents."""
+    scribble(rank.pools.kv, seed)
+    assert all(driver.batch_set_v1(names, indices(len(names))))
+    return pages(rank.pools.kv, indices(len(names)))
+
+
+def fetch(rank, driver, names):
+    """Read pages; those that arrived, and None for others."""
+    wipe(rank.pools.kv)
+    answer = driver.batch_get_v1(names, indices(len(names)))
+    found = pages(rank.pools.kv, indices(len(names)))
+    return [page if there else None for page, there in zip(found, answer, strict=True)]
+
+
+def same(found, expected):
+    return all(page is not None and torch.equal(page, wanted) for page, wanted in zip(found, expected, strict=True))
+
+
+def test_it_is_sglangs_own(attached):
+    _, driver = attached(mha_pools("page_first"))
+    assert importlib.metadata.version("sglang") == "0.5.23"
+    assert type(driver) is HiCacheHF3FS
+    assert type(driver.metadata_client) is Hf3fsGlobalMetadataClient
+    assert {type(client) for client in driver.clients} == {Hf3fsMockClient}
+
+
+@pytest.mark.parametrize(
+    ("make_pools", "layout", "slots"),
+    [
+        pytest.param(mha_pools, "page_first", 2, id="mha, K and V in slots of their own"),
+        pytest.param(mha_pools, "layer_first", 1, id="mha, staged"),
+        pytest.param(mla_pools, "page_first_direct", 1, id="mla"),
+    ],
+)
+def test_pages_of_the_controller_come_back(attached, server, make_pools, layout, slots):
+    rank, _ = attached(make_pools(layout))
+    backup = rank.backup(tokens(PAGES))
+    assert backup.completed_tokens == PAGES * PAGE_SIZE
+    assert live(server.url) == {"0:kv": PAGES * slots}
+    rank.wipe()
+    result = rank.prefetch(tokens(PAGES + 2))
+    assert (result.hit_tokens, result.completed_tokens) == (PAGES * PAGE_SIZE, PAGES * PAGE_SIZE)
+    assert rank.delivered(result, backup)
+
+
+@pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
+def test_set_exists_get_clear(attached, make_pools):
+    rank, driver = attached(make_pools("page_first"))
+    names = keys(PAGES)
+    assert driver.batch_exists(names) == 0
+    assert fetch(rank, driver, names) == [None] * PAGES
+    contents = store(rank, driver, names)
+    assert driver.batch_exists([*names, "another"]) == PAGES
+    assert driver.batch_exists(["another", *names]) == 0
+    assert same(fetch(rank, driver, names), contents)
+    found = fetch(rank, driver, [*names, "another"])
+    assert found.pop() is None
+    assert same(found, contents)
+    driver.clear()
+    assert driver.batch_exists(names) == 0
+    assert fetch(rank, driver, names) == [None] * PAGES
+    contents = store(rank, driver, names, seed=2)
+    assert same(fetch(rank, driver, names), contents)
+
+
+def test_what_is_there_is_not_written_again(attached):
+    rank, driver = attached(mla_pools("page_first"))
+    contents = store(rank, driver, keys(PAGES), seed=1)
+    store(rank, driver, keys(PAGES), seed=2)
+    assert same(fetch(rank, driver, keys(PAGES)), contents)
+
+
+def test_delete(attached, server):
+    """Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it never finds."""
+    rank, driver = attached(mla_pools("page_first"))
+    names = keys(PAGES)
+    contents = store(rank, driver, names)
+    assert driver.exists(names[2])
+    driver.delete(names[2])
+    driver.delete("nobody's")
+    assert not driver.exists(names[2])
+    assert driver.batch_exists(names) == 2
+    assert fetch(rank, driver, [names[2]]) == [None]
+    assert same(fetch(rank, driver, names[:2] + names[3:]), contents[:2] + contents[3:])
+    assert live(server.url) == {"0:kv": PAGES - 1}
+    again = store(rank, driver, names, seed=3)
+    assert same(fetch(rank, driver, names), [*contents[:2], again[2], *contents[3:]])
+
+
+def test_two_namespaces(attached, server):
+    """States of Mamba have a scope beside that of KV, and the hit needs both."""
+    rank, driver = attached(with_mamba(mha_pools("page_first")))
+    backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
+    assert backup.pool_hits == {"mamba": 1}
+    assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 1}
+    rank.wipe()
+    result = rank.prefetch(tokens(PAGES), windows={"mamba": 1})
+    assert result.completed_tokens == PAGES * PAGE_SIZE
+    assert rank.delivered(result, backup)
+    assert rank.delivered(result, backup, "mamba")
+    driver.metadata_client.clear(0, namespace="mamba")
+    assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 0}
+    rank.wipe()
+    assert rank.prefetch(tokens(PAGES), windows={"mamba": 1}).hit_tokens == 0
+    rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
+    driver.clear()
+    assert live(server.url) == {"0:kv": 0, "0:mamba": 0}
+
+
+def test_two_ranks(attached, server):
+    """The same keys and other bytes, at the same time; a clear of one is not one of the other."""
+    both = [attached(mha_pools("page_first"), parallel) for parallel in TWO_RANKS]
+    contents = [None, None]
+
+    def work(number):
+        rank, driver = both[number]
+        for batch in range(10):
+            stored = store(rank, driver, keys(PAGES, f"{batch}-"), seed=10 * number + batch)
+            contents[number] = contents[number] or stored
+            assert same(fetch(rank, driver, keys(PAGES, f"{batch}-")), stored)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert live(server.url) == {"0:kv": 20 * PAGES, "1:kv": 20 * PAGES}
+    first = [fetch(rank, driver, keys(PAGES, "0-")) for rank, driver in both]
+    assert same(first[0], contents[0])
+    assert same(first[1], contents[1])
+    assert not torch.equal(contents[0][0], contents[1][0])
+    both[0][1].clear()
+    assert live(server.url) == {"0:kv": 0, "1:kv": 20 * PAGES}
+    assert same(fetch(*both[1], keys(PAGES, "0-")), contents[1])
+
+
+def test_ranks_of_replicated_kv_share_one_scope(attached, server):
+    writer, reader = [attached(mla_pools("page_first"), parallel) for parallel in TWO_RANKS]
+    contents = store(*writer, keys(PAGES))
+    assert live(server.url) == {"0:kv": PAGES}
+    assert same(fetch(*reader, keys(PAGES)), contents)
+
+
+def test_pages_survive_a_kill_of_the_server(attached, server):
+    rank, _ = attached(with_mamba(mha_pools("page_first")))
+    backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
+    server.kill()
+    server.start()
+    rank.wipe()
+    result = rank.prefetch(tokens(PAGES), windows={"mamba": 1})
+    assert result.completed_tokens == PAGES * PAGE_SIZE
+    assert rank.delivered(result, backup)
+    assert rank.delivered(result, backup, "mamba")
+
+
+def test_more_pages_than_the_file_has(attached, server):
+    """SGLang's own server fails every call after such a batch (D4); here old pages make room, and none is another's."""
+    pools = mla_pools("page_first")
+    page_bytes = pools.kv.get_ksize_per_token() * PAGE_SIZE
+    rank, driver = attached(pools, file_size=4 * page_bytes)
+    written = {}
+    deadline = time.monotonic() + WAIT_SECONDS
+    # What is evicted rests for a while before its slot is given away, and a fast machine is through with ten batches by then.
+    for batch in itertools.count():
+        if batch >= 10 and len(written) > 4:
+            break
+        assert time.monotonic() < deadline, "no page of a later batch was ever stored"
+        names = keys(PAGES, f"{batch}-")
+        scribble(rank.pools.kv, batch)
+        answer = driver.batch_set_v1(names, indices(PAGES))
+        contents = pages(rank.pools.kv, indices(PAGES))
+        written |= {name: page for name, page, stored in zip(names, contents, answer, strict=True) if stored}
+        found = {name: fetch(rank, driver, [name])[0] for name in written}
+        assert all(page is None or torch.equal(page, written[name]) for name, page in found.items())
+        assert sum(page is not None for page in found.values()) == live(server.url)["0:kv"] <= 4
