@@ -3,6 +3,7 @@
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.namespace import Namespace
+from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ObjectStorage",
     "ObjectWrite",
     "ReadBatch",
+    "RegisteredPool",
     "WriteBatch",
     "running_checksum",
 ]

@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from hicache_backends.mooncake.client import library
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -152,8 +153,10 @@ class DevCluster:
         """Start all, and wait until the master knows every store's memory.
 
         Raises:
+            DriverUnavailableError: Mooncake is not installed, or a library that it is linked to.
             StorageUnavailableError: one of them does not come up; none is left running.
         """
+        library.check_installed()
         try:
             for process in (self.master, *self.stores):
                 process.start()

@@ -95,14 +95,16 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     ] = None
     replica_num: Annotated[int, Meta(ge=1, description="Copies of each page, on as many nodes.")] = 1
     stuck_reads: Annotated[
-        Literal["waits", "buffered"],
+        Literal["auto", "waits", "buffered"],
         Meta(
-            description="What a get does about a transfer that does not come back before the deadline. 'waits': it waits for "
-            "Mooncake's own timeouts; pages come straight into the host pool. 'buffered': it returns; pages come into buffers of "
-            "the driver's own and are copied. Only over tcp."
+            description="What a get does about a transfer that does not come back before the deadline. 'buffered', over tcp: it "
+            "returns; pages come into buffers of the driver's own and are copied. 'waits': it waits for Mooncake's own timeouts; "
+            "pages come straight into the host pool. By default 'buffered' over tcp, and 'waits' elsewhere."
         ),
-    ] = "waits"
-    buffer_size: Annotated[int | str, Meta(description="Each of the buffers of stuck_reads 'buffered'.")] = "64mb"
+    ] = "auto"
+    buffer_size: Annotated[
+        int | str, Meta(description="Each of the buffers of stuck_reads 'buffered'; a page has to fit into one.")
+    ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
         Meta(description="How long the master may take over one request or connection. $MC_RPC_TIMEOUT_MS counts first."),
@@ -166,22 +168,21 @@ def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | Non
     found["protocol"] = str(found["protocol"]).lower()
     settings = msgspec.convert({**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings)
     _check_address(settings.master_server_address, origins["master_server_address"])
-    if config.stuck_reads == "buffered" and settings.protocol != "tcp":
-        raise ConfigError("stuck_reads 'buffered' is for protocol 'tcp'; leave it at 'waits'")
-    buffer_bytes(config)
     return settings
 
 
-def buffer_bytes(config: MooncakeConfig) -> int:
-    """Size of a buffer of `stuck_reads="buffered"`.
+def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None:
+    """Size of each of the buffers that pages are read into; None where they are read straight into the host pool.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no size, or the protocol has no use for buffers.
     """
+    if config.stuck_reads == "buffered" and settings.protocol != "tcp":
+        raise ConfigError(f"stuck_reads 'buffered' is for protocol 'tcp', and this is {settings.protocol!r}; leave it at 'auto'")
     size = size_of(config.buffer_size, "option 'buffer_size'")
     if not size:
         raise ConfigError("option 'buffer_size' must not be 0")
-    return size
+    return None if config.stuck_reads == "waits" or settings.protocol != "tcp" else size
 
 
 def _read(path: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.attachment import Attachment
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.config import MooncakeConfig
     from hicache_backends.mooncake.reader import Reader
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, WriteBatch
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, RegisteredPool, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
 
-NOBODY_S_NAME = "hicache-health"
+NOBODY_S_OBJECT = "hicache-health"
 
 
 class MooncakeStorage(ObjectStorage):
@@ -48,7 +49,7 @@ class MooncakeStorage(ObjectStorage):
 
     def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
         self._config, self._settings = config, client_settings(config)
-        buffered = config.stuck_reads == "buffered"
+        self._buffer_bytes = buffer_bytes(config, self._settings)
         super().__init__(
             identity,
             driver_name="mooncake",
@@ -59,12 +60,15 @@ class MooncakeStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 networked=True,
-                stuck_reads=StuckReads.BUFFERED if buffered else StuckReads.WAITS,
+                stuck_reads=StuckReads.WAITS if self._buffer_bytes is None else StuckReads.BUFFERED,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
         )
         self._attachment: Attachment | None = None
+        self._admitted: dict[PoolName, RegisteredPool] = {}
+        self._connecting = threading.Lock()
+        """Guards both: a pool is either there when the connection is made, or registered with it."""
 
     @property
     def attachment(self) -> Attachment:
@@ -77,34 +81,36 @@ class MooncakeStorage(ObjectStorage):
             raise StorageUnavailableError("mooncake: the store is not open")
         return self._attachment
 
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        name = PoolName(host_pool_name)
-        if self._settings.protocol != "tcp" and not regions_of(self._pools[name].access):
-            self._pools = {other: pool for other, pool in self._pools.items() if other != name}
+    def admit_pool(self, pool: RegisteredPool) -> None:
+        protocol, size = self._settings.protocol, self._buffer_bytes
+        if protocol != "tcp" and not regions_of(pool.access):
             raise InvalidPoolError(
-                f"pool {name!r} has no addresses in host memory, which {self._settings.protocol} needs; use a layout that has "
+                f"pool {pool.name!r} has no addresses in host memory, which {protocol} needs; use a layout that has "
                 "(page_first, page_first_direct), or protocol 'tcp'"
             )
-        if self._attachment is not None:
-            self._register(self._attachment, name)
+        if size is not None and pool.namespace.object_bytes > size:
+            raise InvalidPoolError(
+                f"pool {pool.name!r}: a page and its envelope have {pool.namespace.object_bytes} bytes, and the option "
+                f"'buffer_size' is {size}; make it larger"
+            )
+        with self._connecting:
+            if self._attachment is not None:
+                _register(self._attachment, pool)
+            self._admitted[pool.name] = pool
 
     def connect(self) -> None:
-        attachment = Attachment(self._settings)
-        try:
-            for name in self._pools:
-                self._register(attachment, name)
-            blocks = Blocks(attachment.register_block)
-            self._reader: Reader = (
-                BufferedReader(buffer_bytes(self._config))
-                if self._capabilities.stuck_reads is StuckReads.BUFFERED
-                else DirectReader(blocks)
-            )
-            self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds)
-        except BaseException:
-            attachment.close()
-            raise
-        self._attachment = attachment
+        with self._connecting:
+            attachment = Attachment(self._settings)
+            try:
+                for pool in self._admitted.values():
+                    _register(attachment, pool)
+                blocks = Blocks(attachment.register_block)
+                self._reader: Reader = DirectReader(blocks) if self._buffer_bytes is None else BufferedReader(self._buffer_bytes)
+                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds)
+            except BaseException:
+                attachment.close()
+                raise
+            self._attachment = attachment
 
     def disconnect(self) -> None:
         attachment, self._attachment = self.attachment, None
@@ -112,7 +118,7 @@ class MooncakeStorage(ObjectStorage):
 
     def check_health(self) -> Health:
         with self.attachment.call() as connection:
-            connection.exist([NOBODY_S_NAME])
+            connection.exist([NOBODY_S_OBJECT])
         segment = self._settings.global_segment_size
         lent = f"lending {segment:,} bytes" if segment else "lending no memory"
         return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
@@ -163,10 +169,6 @@ class MooncakeStorage(ObjectStorage):
         buffers = [memoryview(bytearray(length)) for length in read.namespace.geometry.component_bytes]
         return ObjectRead(read.namespace, read.key, buffers, verifies_checksum=self._config.verify_checksums)
 
-    def _register(self, attachment: Attachment, name: PoolName) -> None:
-        access = self._pools[name].access
-        attachment.register(str(name), regions_of(access), access)
-
     def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
         """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
         if not faults:
@@ -175,6 +177,10 @@ class MooncakeStorage(ObjectStorage):
             raise faults[0]
         self.recorder.count_fault()
         logger.debug("answering misses for a part of a call: %s", faults[0])
+
+
+def _register(attachment: Attachment, pool: RegisteredPool) -> None:
+    attachment.register(str(pool.name), regions_of(pool.access), pool.access)
 
 
 def _names(batches: Sequence[LookupBatch]) -> list[str]:

@@ -62,7 +62,7 @@ class Block:
         self.view = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self.address = address_of(self.view)
         self.spoilt = False
-        """A transfer has failed, and may still write here."""
+        """The library has given up a read into it, which may still arrive."""
 
 
 _spoilt: Final = list[Block]()

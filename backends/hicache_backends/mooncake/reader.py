@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hicache_backends.mooncake.client import library
@@ -42,7 +44,10 @@ class Reader(Protocol):
 
 
 class DirectReader:
-    """Straight into the parts of the reads. Waits for what it has begun (`stuck_reads="waits"`)."""
+    """Straight into the parts of the reads. Waits for what it has begun (`stuck_reads="waits"`).
+
+    Over TCP that is not enough for rule GET-9: a transfer that the library gives up, after `GIVES_UP_SECONDS`, may still arrive.
+    """
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -56,24 +61,23 @@ class DirectReader:
         return outcome
 
     def _read(self, connection: Connection, reads: Sequence[ObjectRead], outcome: ReadOutcome) -> None:
-        names = [read.namespace.object_name(read.key) for read in reads]
         with self._blocks.lend() as block:
             # An envelope that stood here before must not pass for one that has arrived.
             block.view[: len(reads) * ENVELOPE_BYTES] = bytes(len(reads) * ENVELOPE_BYTES)
             addresses = [[*map(address_of, read.buffers), block.address + at * ENVELOPE_BYTES] for at, read in enumerate(reads)]
             sizes = [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads]
-            codes = connection.read(names, addresses, sizes)
-            block.spoilt = settle(connection, reads, names, codes, outcome)
+            arrived, block.spoilt = _transfer(connection, reads, addresses, sizes, outcome)
             for at, read in enumerate(reads):
-                if read in outcome.arrived:
+                if read in arrived:
                     read.envelope = bytes(block.view[at * ENVELOPE_BYTES : (at + 1) * ENVELOPE_BYTES])
+        outcome.arrived |= arrived
 
 
 class BufferedReader:
     """Into buffers of its own, and from there to the parts of the reads as long as their caller waits (rule GET-9).
 
     Args:
-        size: bytes of each buffer. A page that does not fit is a miss.
+        size: bytes of each buffer; an object fits into one.
     """
 
     def __init__(self, size: int) -> None:
@@ -82,66 +86,84 @@ class BufferedReader:
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         outcome = ReadOutcome()
-        fitting = [read for read in reads if read.namespace.object_bytes <= self._size]
-        if len(fitting) < len(reads):
-            outcome.faults.append(StorageUnavailableError("a page is larger than the option 'buffer_size'"))
-        for some in rounds(fitting, BLOCK_ENVELOPES, self._size):
+        for some in rounds(reads, BLOCK_ENVELOPES, self._size):
             if call.expired():
                 break
             with self._buffers.lend(call) as buffer:
-                self._read(connection, some, buffer, outcome, call)
+                self._read(connection, some, buffer, outcome)
         return outcome
 
-    def _read(
-        self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
-    ) -> None:
-        names = [read.namespace.object_name(read.key) for read in reads]
-        places, end = list[int](), 0
-        for read in reads:
-            places.append(end)
-            end += read.namespace.object_bytes
+    def _read(self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome) -> None:
+        sizes = [read.namespace.object_bytes for read in reads]
+        ends = list(accumulate(sizes))
+        for end in ends:
             # As above: whatever was read here before is no envelope of this read.
             buffer[end - ENVELOPE_BYTES : end] = bytes(ENVELOPE_BYTES)
         base = address_of(buffer)
-        codes = connection.read(names, [[base + place] for place in places], [[read.namespace.object_bytes] for read in reads])
-        own = ReadOutcome(faults=outcome.faults)
-        settle(connection, reads, names, codes, own)
-        for read, place in zip(reads, places, strict=True):
-            if read in own.arrived and read.fill(buffer[place : place + read.namespace.object_bytes]):
+        places = [[base + end - size] for end, size in zip(ends, sizes, strict=True)]
+        arrived, spoilt = _transfer(connection, reads, places, [[size] for size in sizes], outcome)
+        if spoilt:
+            self._buffers.forsake(buffer)
+        for read, end, size in zip(reads, ends, sizes, strict=True):
+            if read in arrived and read.fill(buffer[end - size : end]):
                 outcome.arrived.add(read)
 
 
-def settle(
-    connection: Connection, reads: Sequence[ObjectRead], names: Sequence[str], codes: Sequence[int], outcome: ReadOutcome
-) -> bool:
-    """Tell what arrived from what is missing, damaged, or a fault; whether a transfer has failed."""
-    failed = False
+def _transfer(
+    connection: Connection,
+    reads: Sequence[ObjectRead],
+    addresses: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+    outcome: ReadOutcome,
+) -> tuple[set[ObjectRead], bool]:
+    """Let objects be transferred; those that arrived, and whether others may still do so later."""
+    names = [read.namespace.object_name(read.key) for read in reads]
+    began = time.monotonic()
+    codes = connection.read(names, addresses, sizes)
+    late = library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.GIVES_UP_SECONDS
+    doubtful = list[tuple[ObjectRead, str, int]]()
     for read, name, code in zip(reads, names, codes, strict=True):
-        if code == read.namespace.object_bytes:
-            outcome.arrived.add(read)
-        elif code >= 0:
-            read.damaged = True
+        if code >= 0:
+            read.damaged = code != read.namespace.object_bytes
+        elif code in (library.TRANSFER_FAILED, library.INVALID_PARAMS):
+            doubtful.append((read, name, code))
         elif code not in library.GONE:
-            failed |= code == library.TRANSFER_FAILED
-            # An object of another length is refused with the same codes as a transfer that fails.
-            length = connection.size(name) if code in (library.TRANSFER_FAILED, library.INVALID_PARAMS) else code
-            if length >= 0 and length != read.namespace.object_bytes:
-                read.damaged = True
-            elif length not in library.GONE:
-                outcome.faults.append(StorageUnavailableError(f"an object cannot be read (code {code})"))
-    return failed
+            outcome.faults.append(_fault(code))
+    outcome.faults += _failed(connection, doubtful)
+    return {read for read, code in zip(reads, codes, strict=True) if code == read.namespace.object_bytes}, late
+
+
+def _failed(connection: Connection, doubtful: Sequence[tuple[ObjectRead, str, int]]) -> list[Exception]:
+    """Tell objects of another length, which are damaged, from transfers that failed: the library answers both with the same codes."""
+    faults = list[Exception]()
+    for number, (read, name, code) in enumerate(doubtful):
+        length = connection.size(name)
+        if length in library.UNREACHABLE:
+            # Nobody is asked for the others: each would take as long again.
+            return faults + [_fault(code) for _, _, code in doubtful[number:]]
+        read.damaged = length >= 0 and length != read.namespace.object_bytes
+        if not read.damaged and length not in library.GONE:
+            faults.append(_fault(code))
+    return faults
+
+
+def _fault(code: int) -> StorageUnavailableError:
+    return StorageUnavailableError(f"an object cannot be read (code {code})")
 
 
 def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None) -> Iterator[list[ObjectRead]]:
     """Lists of reads, each of distinct objects: the library fills one destination for each name."""
-    left = list(reads)
+    left: Sequence[ObjectRead] = reads
     while left:
-        some, names, size, later = list[ObjectRead](), set[tuple[str, str]](), 0, list[ObjectRead]()
+        some, names, size, later = list[ObjectRead](), set[str](), 0, list[ObjectRead]()
         for read in left:
-            name, length = (read.namespace.name, read.key), read.namespace.object_bytes
-            if len(some) == most or name in names or (most_bytes is not None and some and size + length > most_bytes):
+            name, length = f"{read.namespace.name}-{read.key}", read.namespace.object_bytes
+            if name in names:
                 later.append(read)
                 continue
+            if len(some) == most or (most_bytes is not None and some and size + length > most_bytes):
+                yield some
+                some, names, size = [], set(), 0
             some.append(read)
             names.add(name)
             size += length

@@ -64,7 +64,6 @@ class PageWriter:
             StorageUnavailableError: the master does not answer, and nothing was stored.
         """
         outcome = WriteOutcome()
-        connection.settle()
         until = time.monotonic() + self._wait_seconds
         for start in range(0, len(writes), BLOCK_ENVELOPES):
             try:
@@ -103,6 +102,7 @@ class PageWriter:
 
     def _pass(self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome, call: Call) -> list[_Object]:
         """Store what can be stored now; what there may be room for, or an answer about, later."""
+        connection.settle()
         codes = connection.begin([item.name for item in items], [sum(item.sizes) for item in items], self._config)
         begun, others, later = list[_Object](), list[_Object](), list[_Object]()
         for item, code in zip(items, codes, strict=True):
@@ -117,7 +117,7 @@ class PageWriter:
                 outcome.faults.append(StorageUnavailableError(f"an object cannot be stored (code {code})"))
         if begun:
             self._transfer(connection, begun, outcome, call)
-        return later + self._settle_others(connection, others, outcome, call)
+        return later + _not_stored_by_others(connection, others, outcome)
 
     def _transfer(self, connection: Connection, begun: Sequence[_Object], outcome: WriteOutcome, call: Call) -> None:
         arrived, published = [False] * len(begun), False
@@ -147,25 +147,12 @@ class PageWriter:
         if not all(done):
             outcome.faults.append(StorageUnavailableError("an object could not be made visible"))
 
-    def _settle_others(
-        self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome, call: Call
-    ) -> list[_Object]:
-        """Objects that are there whole are stored; those that are being written may be soon."""
-        if not items:
-            return []
-        there = connection.exist([item.name for item in items])
-        outcome.stored.update(item.write for item, exists in zip(items, there, strict=True) if exists)
-        left = [item for item, exists in zip(items, there, strict=True) if not exists]
-        stranded = [item for item in left if item.name in connection.stranded]
-        if stranded and not call.expired():
-            codes = connection.write_at_once(
-                [item.name for item in stranded],
-                [item.addresses for item in stranded],
-                [item.sizes for item in stranded],
-                self._config,
-            )
-            outcome.stored.update(item.write for item, code in zip(stranded, codes, strict=True) if not code)
-        return [item for item in left if item.write not in outcome.stored]
+
+def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> list[_Object]:
+    """Objects that are there whole are stored; the others are being written, and may be there soon."""
+    there = connection.exist([item.name for item in items]) if items else []
+    outcome.stored.update(item.write for item, exists in zip(items, there, strict=True) if exists)
+    return [item for item, exists in zip(items, there, strict=True) if not exists]
 
 
 def _is_whole(write: ObjectWrite) -> bool:

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.client.opening import set_up, warm_up
 from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -20,9 +21,6 @@ PROBE_SECONDS: Final = 2.0
 """How long a master may be silent before it counts as hanging."""
 MOST_NAMES: Final = 50_000
 """In one request: the master takes about 3 us for each."""
-WARM_THREADS: Final = 6
-WARM_REQUESTS: Final = 10
-WARM_NAMES: Final = [f"hicache-warm-up-{number}" for number in range(64)]
 
 
 class Connection:
@@ -40,15 +38,17 @@ class Connection:
         if settings.master is not None:
             # Setting up holds the interpreter's lock: not for a master that hangs.
             check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
-        self._store = _set_up(settings)
+        self._store = set_up(settings)
         self._lock = threading.Lock()
         self._calls = 0
         self._closing = False
         self._suspect = False
+        self._memory = threading.Lock()
+        """Guards what is registered. Calls do not wait for it: to pin a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
-        self.stranded = set[str]()
+        self._stranded = set[str]()
         """Names that the library believes this client is still writing, after a write that could not be ended."""
-        self._warm_up()
+        warm_up(self.exist)
 
     def close(self) -> None:
         """Disconnect, as soon as no call is in flight."""
@@ -65,7 +65,7 @@ class Connection:
 
         What is registered already is counted, and stays until it has been unregistered as often.
         """
-        with self._lock:
+        with self._memory:
             count = self._registered.get((start, size), 0)
             if not count and self._store.register_buffer(start, size):
                 return False
@@ -74,7 +74,7 @@ class Connection:
 
     def unregister(self, start: int, size: int) -> None:
         """Take back one `register`."""
-        with self._lock:
+        with self._memory:
             count = self._registered.pop((start, size), 0)
             if count > 1:
                 self._registered[start, size] = count - 1
@@ -93,6 +93,9 @@ class Connection:
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
+        strange = [code for code in codes if code < 0 and code not in library.GONE]
+        if strange:
+            raise StorageUnavailableError(f"the master answered {strange[0]} to the question whether an object is there")
         return [code == 1 for code in codes]
 
     def read(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -129,23 +132,34 @@ class Connection:
         return [code >= 0 for code in _fitting(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:
-        """Make objects visible whose bytes have arrived; whether they certainly are."""
-        codes = self._asked(lambda store: store.batch_put_session_end(names), len(names))
+        """Make objects visible whose bytes have arrived; whether they certainly are. What is not is withdrawn."""
+        try:
+            codes = self._asked(lambda store: store.batch_put_session_end(names), len(names))
+        except StorageUnavailableError:
+            self._strand(names)
+            raise
         failed = [name for name, code in zip(names, codes, strict=True) if code]
         if failed:
             self.withdraw(failed)
         return [not code for code in codes]
 
     def withdraw(self, names: Sequence[str]) -> None:
-        """Give up objects that were begun."""
-        codes = self._asked(lambda store: store.batch_put_session_revoke(names), len(names))
-        with self._lock:
-            self.stranded.update(name for name, code in zip(names, codes, strict=True) if code)
+        """Give up objects that were begun, now or, if the master does not answer, before the next are begun."""
+        try:
+            codes = self._asked(lambda store: store.batch_put_session_revoke(names), len(names))
+        except StorageUnavailableError:
+            self._strand(names)
+        else:
+            self._strand([name for name, code in zip(names, codes, strict=True) if code not in library.NOT_BEGUN])
 
     def settle(self) -> None:
-        """Try once more to give up what could not be given up before."""
+        """Try once more to give up what could not be given up before.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
         with self._lock:
-            names = sorted(self.stranded)
+            names = sorted(self._stranded)
         if not names:
             return
         with self._call() as store:
@@ -155,14 +169,12 @@ class Connection:
                 # It was made visible, and only the answer was lost: ending it again ends the session.
                 store.batch_put_session_end(complete)
         with self._lock:
-            self.stranded.difference_update(name for name, code in zip(names, codes, strict=True) if not code)
-            self.stranded.difference_update(complete)
+            self._stranded.difference_update(name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN)
+            self._stranded.difference_update(complete)
 
-    def write_at_once(
-        self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], config: object
-    ) -> list[int]:
-        """Begin, transfer and publish in one call, which a caller who leaves does not stop; 0 or a code."""
-        return self._answered(lambda store: store.batch_put_from_multi_buffers(names, addresses, sizes, config), len(names))
+    def _strand(self, names: Sequence[str]) -> None:
+        with self._lock:
+            self._stranded.update(names)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """Remove objects, leased ones too; which were there.
@@ -170,6 +182,9 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
+        return [gone for start in range(0, len(names), MOST_NAMES) for gone in self._remove(names[start : start + MOST_NAMES])]
+
+    def _remove(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_remove(names, True), len(names))
         strange = [code for code in codes if code and code not in library.GONE]
         if strange:
@@ -212,22 +227,6 @@ class Connection:
         if last:
             self._store.close()
 
-    def _warm_up(self) -> None:
-        """Let the library open its connections to the master now, and not one by one as calls happen to overlap."""
-        together = threading.Barrier(WARM_THREADS)
-
-        def ask() -> None:
-            with contextlib.suppress(threading.BrokenBarrierError, StorageUnavailableError):
-                together.wait(PROBE_SECONDS)
-                for _ in range(WARM_REQUESTS):
-                    self._answered(lambda store: store.batch_is_exist(WARM_NAMES), len(WARM_NAMES))
-
-        threads = [threading.Thread(target=ask, name="hicache-mooncake-warm-up", daemon=True) for _ in range(WARM_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
     def _asked(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
         """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
         with self._call() as store:
@@ -264,27 +263,3 @@ def _fitting(codes: list[int], count: int) -> list[int]:
     if len(codes) != count:
         raise StorageUnavailableError(f"the library answered for {len(codes)} objects and was asked for {count}")
     return codes
-
-
-def _set_up(settings: ClientSettings) -> Store:
-    store = library.new_store()
-    milliseconds = str(max(1, int(settings.rpc_timeout_seconds * 1000)))
-    bounds = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-    with library.environment(bounds):
-        code = store.setup(
-            settings.local_hostname,
-            settings.metadata_server,
-            settings.global_segment_size,
-            settings.local_buffer_size,
-            settings.protocol,
-            settings.device_name,
-            settings.master_server_address,
-            tenant_id=settings.tenant_id,
-        )
-    if code:
-        store.close()
-        raise StorageUnavailableError(
-            f"Mooncake's client cannot be set up (code {code}) with the master {settings.master_server_address!r}, metadata_server "
-            f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and protocol {settings.protocol!r}"
-        )
-    return store

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 OLDEST: Final = "0.3.13"
+SYSTEM_PACKAGES: Final = "libibverbs1 librdmacm1 libcurl4 libunwind8 libnuma1 liburing2"
+INSTALL: Final = f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
 LOG_VARIABLE: Final = "GLOG_minloglevel"
 ERRORS_ONLY: Final = "2"
 
@@ -29,8 +31,12 @@ RPC_TIMED_OUT: Final = -901
 TENANT_QUOTA: Final = -1700
 GONE: Final = frozenset({-702, -703, NOT_FOUND, -707, -710, -712})
 """Not there, not complete, or no longer where the master thought: a miss."""
+NOT_BEGUN: Final = frozenset({0, INVALID_PARAMS})
+"""What the library answers who gives up an object that it is writing no longer, or has never begun to."""
 FULL: Final = frozenset({NO_ROOM, TENANT_QUOTA})
 UNREACHABLE: Final = frozenset({RPC_FAILED, RPC_TIMED_OUT})
+GIVES_UP_SECONDS: Final = 60.0
+"""A transfer that takes longer is answered as failed though it goes on. A sooner failure is the end of it."""
 
 
 class Store(Protocol):
@@ -71,10 +77,6 @@ class Store(Protocol):
         all_dst_offsets: Sequence[Sequence[int]],
     ) -> list[int]: ...
 
-    def batch_put_from_multi_buffers(
-        self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]], config: object
-    ) -> list[int]: ...
-
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]: ...
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]: ...
@@ -86,6 +88,15 @@ class Store(Protocol):
     def get_size(self, key: str) -> int: ...
 
 
+def check_installed() -> None:
+    """Load the library.
+
+    Raises:
+        DriverUnavailableError: it is missing, or one that it is linked to; the message says how to install them.
+    """
+    _module()
+
+
 def new_store() -> Store:
     """A client that is not set up.
 
@@ -94,7 +105,7 @@ def new_store() -> Store:
     """
     store = cast("Store", _module().MooncakeDistributedStore())
     if not hasattr(store, "batch_put_session_start"):
-        raise DriverUnavailableError(f"the installed Mooncake is too old: pip install '{PACKAGE}>={OLDEST}'")
+        raise DriverUnavailableError(f"driver 'mooncake': the installed Mooncake is too old: pip install '{PACKAGE}>={OLDEST}'")
     return store
 
 
@@ -123,4 +134,4 @@ def _module() -> Any:
         try:
             return importlib.import_module("mooncake.store")
         except ImportError as error:
-            raise DriverUnavailableError(f"driver 'mooncake' needs {PACKAGE} and its system libraries: {error}") from error
+            raise DriverUnavailableError(f"driver 'mooncake' cannot load Mooncake: {error}; {INSTALL}") from error

@@ -30,10 +30,9 @@ class _Connections:
     """All connections of a process. The lock is held while one is set up: the second who asks gets the same."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: dict[ClientSettings, _Entry] = {}
         self._inherited = list[object]()
-        self._pid = os.getpid()
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin_anew)
 
     def acquire(self, settings: ClientSettings) -> Connection:
         """The connection with these settings, one user more.
@@ -41,8 +40,6 @@ class _Connections:
         Raises:
             StorageUnavailableError: it cannot be set up.
         """
-        if self._pid != os.getpid():
-            self._begin_anew()
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
@@ -51,26 +48,34 @@ class _Connections:
             return entry.connection
 
     def release(self, connection: Connection) -> None:
-        """One user less."""
-        if self._pid != os.getpid():
-            return
+        """One user less. Nothing happens to a connection that a forked child has inherited."""
         with self._lock:
-            entry = self._entries.pop(connection.settings)
+            entry = self._entries.get(connection.settings)
+            if entry is None or entry.connection is not connection:
+                return
             entry.users -= 1
-            # Put back last: the order is that of the last use.
-            if entry.users or not connection.settings.global_segment_size:
-                self._entries[connection.settings] = entry
-                idle = [settings for settings, other in self._entries.items() if not other.users]
-                going = [self._entries.pop(settings).connection for settings in idle[:-MOST_IDLE]]
-            else:
-                going = [connection]
+            going = self._dispensable(entry)
         for gone in going:
             gone.close()
+
+    def _dispensable(self, released: _Entry) -> list[Connection]:
+        """Take out the connections that are kept no longer; the lock is held."""
+        settings = released.connection.settings
+        # Put back last: the order is that of the last use.
+        self._entries[settings] = self._entries.pop(settings)
+        idle = [settings for settings, entry in self._entries.items() if not entry.users]
+        lending = [settings for settings in idle if settings.global_segment_size]
+        spare = [settings for settings in idle if not settings.global_segment_size]
+        return [self._entries.pop(settings).connection for settings in lending + spare[:-MOST_IDLE]]
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[ClientSettings, _Entry] = {}
 
     def _begin_anew(self) -> None:
         """In a forked child: its parent's clients have no threads here, so that they can neither be used nor ended."""
         self._inherited.append(self._entries)
-        self._lock, self._entries, self._pid = threading.Lock(), {}, os.getpid()
+        self._begin()
 
 
 connections: Final = _Connections()
