@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client.connection import Connection
+from hicache_storage.spec import StorageForkedError
 
 if TYPE_CHECKING:
     from hicache_backends.mooncake.config import ClientSettings
@@ -31,6 +32,7 @@ class _Connections:
 
     def __init__(self) -> None:
         self._inherited = list[object]()
+        self._begun = False
         self._begin()
         os.register_at_fork(after_in_child=self._begin_anew)
 
@@ -38,11 +40,18 @@ class _Connections:
         """The connection with these settings, one user more.
 
         Raises:
-            StorageUnavailableError: it cannot be set up.
+            StorageForkedError: the library was used before this process was forked.
+            StorageUnavailableError: the connection cannot be set up.
         """
+        if self._inherited:
+            raise StorageForkedError(
+                "mooncake: the process that this one was forked from has used Mooncake, whose threads are not here: a client would "
+                "hang. Start processes by spawn, or before the first storage is opened"
+            )
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
+                self._begun = True
                 entry = self._entries[settings] = _Entry(Connection(settings))
             entry.users += 1
             return entry.connection
@@ -74,7 +83,8 @@ class _Connections:
 
     def _begin_anew(self) -> None:
         """In a forked child: its parent's clients have no threads here, so that they can neither be used nor ended."""
-        self._inherited.append(self._entries)
+        if self._begun:
+            self._inherited.append(self._entries)
         self._begin()
 
 
