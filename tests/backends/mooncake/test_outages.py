@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.cluster import DevCluster
-from tests.backends.mooncake.harness import Rig, chain, content
+from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 
 DEADLINE_SECONDS = 1.5
 SLACK_SECONDS = 1.0
@@ -23,7 +24,7 @@ class Worker(threading.Thread):
 
     def __init__(self, options, number, stop):
         super().__init__(name=f"worker-{number}")
-        self.rig = Rig(options, deadline=DEADLINE_SECONDS, stuck_reads="buffered", pages=8)
+        self.rig = Rig(options, deadline=DEADLINE_SECONDS, pages=8)
         self.chance, self.stop = random.Random(number), stop
         self.wrong, self.hits, self.longest = [], 0, 0.0
 
@@ -105,6 +106,52 @@ def test_a_store_is_killed():
         wait_for_hits(workers)
         cluster.stores[0].start()
         wait_for_hits(workers)
+
+
+def test_a_store_hangs():
+    """A get is left at its deadline, and what arrives later arrives in the driver's buffers."""
+    with DevCluster(1, 32 << 20) as cluster:
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(64 << 10, 64 << 10), pages=8)
+        keys = chain("hang", 8)
+        assert rig.put(keys) == [True] * 8
+        rig.expect(keys)
+        cluster.stores[0].suspend()
+        began = time.monotonic()
+        assert rig.get(keys) == [None] * 8
+        assert time.monotonic() - began < DEADLINE_SECONDS + SLACK_SECONDS
+        cluster.stores[0].resume()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.driver._reader._buffers._lent:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert set(rig.pool.memory) == {UNTOUCHED}
+        while rig.put(keys) != [True] * 8 or rig.get(keys) != [content(key, 0, rig.page_bytes) for key in keys]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        rig.storage.close()
+
+
+def test_a_write_that_could_not_be_given_up():
+    """The library goes on believing that it is written; the next set of that page ends this, and stores it."""
+    with DevCluster(1, 16 << 20) as cluster:
+        rig = Rig(cluster.options)
+        rig.storage.open()
+        connection, name = rig.driver.attachment._connection, rig.name("begun")
+        assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
+        cluster.master.kill()
+        connection.withdraw([name])
+        assert connection._stranded == {name}
+        cluster.master.start()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.put(["begun"]) != [True]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert connection._stranded == set()
+        rig.expect(["begun"])
+        # What is not being written cannot be left behind.
+        connection.withdraw(["never begun"])
+        assert connection._stranded == set()
+        rig.storage.close()
 
 
 @pytest.mark.parametrize("way", ["waits", "buffered"])
