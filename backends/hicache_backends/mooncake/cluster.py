@@ -110,10 +110,10 @@ class DevCluster:
         stores: how many.
         store_bytes: memory that each of them lends.
         port: of the master; a free one if 0.
-        lease_milliseconds: how long a page that was looked up is not evicted.
+        lease_milliseconds: how long a page that was looked up is not evicted; a read that takes longer is a miss.
     """
 
-    def __init__(self, stores: int = 1, store_bytes: int = 256 << 20, *, port: int = 0, lease_milliseconds: int = 500) -> None:
+    def __init__(self, stores: int = 1, store_bytes: int = 256 << 20, *, port: int = 0, lease_milliseconds: int = 2000) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hicache-mooncake-")
         logs = Path(self._directory.name)
         master, metrics, *ports = _free_ports(2 + stores)

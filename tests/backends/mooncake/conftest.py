@@ -9,7 +9,8 @@ from tests.backends.mooncake.harness import Rig, StrangersClient
 @pytest.fixture(scope="module")
 def cluster():
     """A master and two stores that the tests of a module share; none of them hurts it."""
-    with DevCluster(2, 64 << 20) as running:
+    # A lease must not end during a read, however busy the machine is.
+    with DevCluster(2, 64 << 20, lease_milliseconds=30_000) as running:
         yield running
 
 

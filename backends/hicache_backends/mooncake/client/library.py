@@ -16,8 +16,8 @@ PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 OLDEST: Final = "0.3.13"
 SYSTEM_PACKAGES: Final = "libibverbs1 librdmacm1 libcurl4 libunwind8 libnuma1 liburing2"
 INSTALL: Final = f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
-LOG_VARIABLE: Final = "GLOG_minloglevel"
-ERRORS_ONLY: Final = "2"
+ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
+"""Looked at by its C++ side when it is loaded."""
 
 # Codes of mooncake-store's `ErrorCode`.
 NO_ROOM: Final = -200
@@ -129,8 +129,7 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def _module() -> Any:
-    # Its C++ side logs every lookup of a fault; the SDK logs each episode once.
-    with environment({LOG_VARIABLE: ERRORS_ONLY}):
+    with environment(ERRORS_ONLY):
         try:
             return importlib.import_module("mooncake.store")
         except ImportError as error:

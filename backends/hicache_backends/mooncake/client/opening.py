@@ -30,8 +30,12 @@ def set_up(settings: ClientSettings) -> Store:
     """
     store = library.new_store()
     milliseconds = str(max(1, int(settings.rpc_timeout_seconds * 1000)))
-    bounds = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-    with library.environment(bounds):
+    variables = {
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    }
+    with library.environment(variables):
         code = store.setup(
             settings.local_hostname,
             settings.metadata_server,
