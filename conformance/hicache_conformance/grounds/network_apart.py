@@ -5,10 +5,11 @@ A driver whose library holds the interpreter's lock while it waits for its serve
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -25,9 +26,11 @@ _SERVE: Final = "from hicache_conformance.grounds.network_apart import serve; se
 class _Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the process is told, a line each; it answers each with a line."""
 
-    do: str
+    do: Literal["listen", "apply", "heal", "requests", "struck", "close"]
     servers: dict[str, int] = {}
+    """To stand before, for `listen`, which comes first."""
     plan: FaultPlan | None = None
+    """For `apply`."""
 
 
 class NetworkApart(Ground):
@@ -38,9 +41,16 @@ class NetworkApart(Ground):
     def __init__(self, servers: Mapping[str, int]) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        # Its standard input ends with this process, and then it ends too.
-        self._process = subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._ports = msgspec.convert(self._tell(_Order("listen", servers=dict(servers))), dict[str, int])
+        # It ends when its standard input does, and so with this process; a Ctrl-C at the terminal is not for it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+        try:
+            self._ports = msgspec.convert(self._tell(_Order("listen", servers=dict(servers))), dict[str, int])
+        except BaseException:
+            self._process.kill()
+            self._process.communicate()
+            raise
 
     @property
     def ports(self) -> Mapping[str, int]:
@@ -59,13 +69,23 @@ class NetworkApart(Ground):
         return int(self._tell(_Order("struck")))
 
     def close(self) -> None:
-        self._tell(_Order("close"))
-        self._process.communicate()
+        """Idempotent; harmless where the process has ended."""
+        if self._process.poll() is None:
+            with contextlib.suppress(RuntimeError):
+                self._tell(_Order("close"))
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.communicate()
 
     def _tell(self, order: _Order) -> Any:
-        with self._lock:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
+        """Give an order; the answer.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        answer = b""
+        with self._lock, contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
@@ -76,22 +96,28 @@ class NetworkApart(Ground):
 
 def serve() -> None:
     """Run the proxies, and obey until standard input ends."""
-    ground: NetworkGround | None = None
-    for line in sys.stdin.buffer:
-        order = msgspec.json.decode(line, type=_Order)
-        answer: object = None
-        if ground is None:
-            ground = NetworkGround(order.servers)
-            answer = dict(ground.ports)
-        elif order.do == "apply" and order.plan is not None:
+    orders = (msgspec.json.decode(line, type=_Order) for line in sys.stdin.buffer)
+    ground = NetworkGround(next(orders).servers)
+    _answer(dict(ground.ports))
+    for order in orders:
+        _answer(_obey(ground, order))
+
+
+def _obey(ground: NetworkGround, order: _Order) -> int | None:
+    match order.do:
+        case "requests":
+            return ground.requests()
+        case "struck":
+            return ground.struck()
+        case "apply" if order.plan is not None:
             ground.apply(order.plan)
-        elif order.do == "requests":
-            answer = ground.requests()
-        elif order.do == "struck":
-            answer = ground.struck()
-        elif order.do == "heal":
+        case "heal":
             ground.heal()
-        elif order.do == "close":
+        case _:
             ground.close()
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+    return None
+
+
+def _answer(answer: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()

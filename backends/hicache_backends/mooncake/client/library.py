@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 OLDEST: Final = "0.3.13"
-SYSTEM_PACKAGES: Final = "libibverbs1 librdmacm1 libcurl4 libunwind8 libnuma1 liburing2"
+SYSTEM_PACKAGES: Final = "libibverbs1 libcurl4 libnuma1"
 INSTALL: Final = f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
 ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
 """Looked at by its C++ side when it is loaded."""
