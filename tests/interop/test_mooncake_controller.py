@@ -24,7 +24,7 @@ RECOVERY_SECONDS = 60.0
 @pytest.fixture
 def cluster():
     """A master and a store of the test's own, which it may kill."""
-    with DevCluster(1, 32 << 20) as running:
+    with DevCluster(1, 32 << 20, lease_milliseconds=30_000) as running:
         yield running
 
 

@@ -110,10 +110,19 @@ class DevCluster:
         stores: how many.
         store_bytes: memory that each of them lends.
         port: of the master; a free one if 0.
+        client_ttl_seconds: after so long without a sign of life the master drops a store, and the pages in it.
         lease_milliseconds: how long a page that was looked up is not evicted; a read that takes longer is a miss.
     """
 
-    def __init__(self, stores: int = 1, store_bytes: int = 256 << 20, *, port: int = 0, lease_milliseconds: int = 2000) -> None:
+    def __init__(
+        self,
+        stores: int = 1,
+        store_bytes: int = 256 << 20,
+        *,
+        port: int = 0,
+        client_ttl_seconds: int = 10,
+        lease_milliseconds: int = 2000,
+    ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hicache-mooncake-")
         logs = Path(self._directory.name)
         master, metrics, *ports = _free_ports(2 + stores)
@@ -125,7 +134,7 @@ class DevCluster:
             "mooncake.cli",
             [
                 *(f"--rpc_address={LOOPBACK}", f"--rpc_port={master}", f"--metrics_host={LOOPBACK}", f"--metrics_port={metrics}"),
-                *(f"--default_kv_lease_ttl={lease_milliseconds}", "--client_ttl=2"),
+                *(f"--default_kv_lease_ttl={lease_milliseconds}", f"--client_ttl={client_ttl_seconds}"),
                 *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
             ],
             master,

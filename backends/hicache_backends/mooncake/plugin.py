@@ -42,7 +42,12 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             trial_services=(
                 (
                     *(sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1", "--rpc_port={port:master}"),
-                    *("--metrics_host=127.0.0.1", "--metrics_port={port:metrics}", "--default_kv_lease_ttl=2000"),
+                    *(
+                        "--metrics_host=127.0.0.1",
+                        "--metrics_port={port:metrics}",
+                        "--default_kv_lease_ttl=2000",
+                        "--client_ttl=30",
+                    ),
                     *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
                 ),
                 (

@@ -9,8 +9,8 @@ from tests.backends.mooncake.harness import Rig, StrangersClient
 @pytest.fixture(scope="module")
 def cluster():
     """A master and two stores that the tests of a module share; none of them hurts it."""
-    # A lease must not end during a read, however busy the machine is.
-    with DevCluster(2, 64 << 20, lease_milliseconds=30_000) as running:
+    # However busy the machine is, no lease may end during a read, and no store may seem dead.
+    with DevCluster(2, 64 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as running:
         yield running
 
 

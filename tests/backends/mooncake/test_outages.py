@@ -100,7 +100,7 @@ def test_the_master_hangs():
 
 
 def test_a_store_is_killed():
-    with DevCluster(2, 32 << 20) as cluster, under_load(cluster.options) as workers:
+    with DevCluster(2, 32 << 20, client_ttl_seconds=2) as cluster, under_load(cluster.options) as workers:
         wait_for_hits(workers)
         cluster.stores[0].kill()
         wait_for_hits(workers)
