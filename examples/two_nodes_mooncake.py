@@ -20,6 +20,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256, shake_128
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,6 +70,9 @@ def main() -> int:
     arguments = _arguments()
     if arguments.node:
         return run_node(arguments.node, arguments.master, arguments.pages)
+    if find_spec("mooncake") is None:
+        print("this needs Mooncake: pip install 'hicache-storage[mooncake]'", file=sys.stderr)
+        return 2
     # So that namespaces and processes go then too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.attachment import Attachment
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
-from hicache_backends.mooncake.memory import Blocks, regions_of
+from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.reader import BufferedReader, DirectReader
 from hicache_backends.mooncake.steady import read_steadily
-from hicache_backends.mooncake.writer import PageWriter
+from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
@@ -104,9 +104,14 @@ class MooncakeStorage(ObjectStorage):
             try:
                 for pool in self._admitted.values():
                     _register(attachment, pool)
-                blocks = Blocks(attachment.register_block)
-                self._reader: Reader = DirectReader(blocks) if self._buffer_bytes is None else BufferedReader(self._buffer_bytes)
-                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds)
+                self._reader: Reader = (
+                    DirectReader(Blocks(attachment.register_block))
+                    if self._buffer_bytes is None
+                    else BufferedReader(self._buffer_bytes)
+                )
+                gathers = self._settings.protocol == "tcp"
+                blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if gathers else BLOCK_BYTES)
+                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, gathers=gathers)
             except BaseException:
                 attachment.close()
                 raise

@@ -54,12 +54,12 @@ def regions_of(access: PageAccess) -> list[tuple[int, int]]:
 
 
 class Block:
-    """Memory for the envelopes of one call."""
+    """Memory for one call: for envelopes, and for small pages that are gathered before they are sent."""
 
     __slots__ = ("address", "spoilt", "view")
 
-    def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, size))
         self.address = address_of(self.view)
         self.spoilt = False
         """The library has given up a read into it, which may still arrive."""
@@ -74,10 +74,11 @@ class Blocks:
 
     Args:
         register: told address and size of each new block.
+        size: bytes of each.
     """
 
-    def __init__(self, register: Callable[[int, int], None]) -> None:
-        self._register = register
+    def __init__(self, register: Callable[[int, int], None], size: int = BLOCK_BYTES) -> None:
+        self._register, self._size = register, size
         self._lock = threading.Lock()
         self._spare = list[Block]()
 
@@ -87,8 +88,8 @@ class Blocks:
         with self._lock:
             block = self._spare.pop() if self._spare else None
         if block is None:
-            block = Block()
-            self._register(block.address, BLOCK_BYTES)
+            block = Block(self._size)
+            self._register(block.address, self._size)
         try:
             yield block
         finally:

@@ -13,12 +13,17 @@ from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.memory import Blocks
     from hicache_storage.objects import Call
 
+MOST_OBJECTS: Final = BLOCK_ENVELOPES
+"""In one request."""
+GATHERED_BYTES: Final = 256 << 10
+"""Objects up to here are copied together before they are sent: over TCP each part of an object costs a request of its own."""
+GATHER_BLOCK_BYTES: Final = 16 << 20
 SHORTEST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.1
 
@@ -51,10 +56,11 @@ class PageWriter:
     Args:
         copies: of each page.
         wait_seconds: how long for room, and for pages that somebody else is storing.
+        gathers: send small objects in one part; blocks then have `GATHER_BLOCK_BYTES`.
     """
 
-    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float) -> None:
-        self._blocks, self._wait_seconds = blocks, wait_seconds
+    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, *, gathers: bool) -> None:
+        self._blocks, self._wait_seconds, self._gathers = blocks, wait_seconds, gathers
         self._config = library.replicate_config(copies)
 
     def write(self, connection: Connection, writes: Sequence[ObjectWrite], call: Call) -> WriteOutcome:
@@ -65,10 +71,10 @@ class PageWriter:
         """
         outcome = WriteOutcome()
         until = time.monotonic() + self._wait_seconds
-        for start in range(0, len(writes), BLOCK_ENVELOPES):
+        for some in self._portions(writes):
             try:
                 with self._blocks.lend() as block:
-                    self._store(connection, writes[start : start + BLOCK_ENVELOPES], block, until, outcome, call)
+                    self._store(connection, some, block, until, outcome, call)
             except StorageUnavailableError as error:
                 if not outcome.stored:
                     raise
@@ -85,7 +91,10 @@ class PageWriter:
         outcome: WriteOutcome,
         call: Call,
     ) -> None:
-        left = [_laid_out(write, block, at) for at, write in enumerate(writes) if _is_whole(write)]
+        left, place = list[_Object](), 0
+        for write in filter(_is_whole, writes):
+            left.append(_gathered(write, block, place) if self._is_gathered(write) else _scattered(write, block, place))
+            place += left[-1].sizes[-1]
         if len(left) < len(writes):
             outcome.faults.append(StorageUnavailableError("a page has another length than its namespace says"))
         replaced = [item.name for item in left if item.write.replaces]
@@ -99,6 +108,22 @@ class PageWriter:
                 return
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _is_gathered(self, write: ObjectWrite) -> bool:
+        return self._gathers and write.namespace.object_bytes <= GATHERED_BYTES
+
+    def _portions(self, writes: Sequence[ObjectWrite]) -> Iterator[list[ObjectWrite]]:
+        """Lists of writes that fit into a request and a block."""
+        some, size = list[ObjectWrite](), 0
+        for write in writes:
+            needed = write.namespace.object_bytes if self._is_gathered(write) else ENVELOPE_BYTES
+            if some and (len(some) == MOST_OBJECTS or size + needed > GATHER_BLOCK_BYTES):
+                yield some
+                some, size = [], 0
+            some.append(write)
+            size += needed
+        if some:
+            yield some
 
     def _pass(self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome, call: Call) -> list[_Object]:
         """Store what can be stored now; what there may be room for, or an answer about, later."""
@@ -160,8 +185,15 @@ def _is_whole(write: ObjectWrite) -> bool:
     return tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes
 
 
-def _laid_out(write: ObjectWrite, block: Block, at: int) -> _Object:
-    place = at * ENVELOPE_BYTES
+def _gathered(write: ObjectWrite, block: Block, place: int) -> _Object:
+    end = place
+    for part in write.parts:
+        block.view[end : end + len(part)] = part
+        end += len(part)
+    return _Object(write, write.namespace.object_name(write.key), [block.address + place], [end - place])
+
+
+def _scattered(write: ObjectWrite, block: Block, place: int) -> _Object:
     block.view[place : place + ENVELOPE_BYTES] = write.envelope
     return _Object(
         write,

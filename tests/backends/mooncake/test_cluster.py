@@ -56,6 +56,23 @@ def test_a_cluster_that_does_not_come_up():
         assert cluster.master.pid is not None
 
 
+def test_without_the_library_the_command_names_the_fix():
+    source = (
+        "import sys; sys.modules['mooncake'] = None; sys.argv = ['hicache', 'mooncake', 'dev-cluster']\n"
+        "from hicache_storage.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
+
+
+@pytest.mark.parametrize("size", [16 << 20, 100_000_000])
+def test_stores_of_any_size_are_known_to_the_master(size):
+    with DevCluster(2, size) as cluster:
+        assert cluster._capacity() > size
+
+
 def test_a_master_that_hangs_is_told_from_one_that_is_gone():
     with DevCluster(0) as cluster:
         host, port = cluster.address.split(":")

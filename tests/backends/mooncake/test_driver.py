@@ -10,7 +10,7 @@ import pytest
 
 from hicache_backends.mooncake.client.shared import connections
 from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError, StuckReads
-from tests.backends.mooncake.harness import Rig, chain, content, identity
+from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 
 
 def test_importing_and_constructing_need_no_library():
@@ -38,9 +38,10 @@ def test_a_library_that_is_missing_is_named(cluster):
     assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
 
 
+@pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
 @pytest.mark.parametrize("way", ["waits", "buffered"])
-def test_pages_come_back(rig, way):
-    one = rig(stuck_reads=way)
+def test_pages_come_back(rig, way, components):
+    one = rig(stuck_reads=way, components=components)
     keys = chain(f"back {way}", 12)
     assert one.hits(keys) == 0
     assert one.put(keys) == [True] * 12
@@ -60,6 +61,10 @@ def test_more_pages_than_one_request_takes(rig):
     # Pages that go through a buffer which holds three of them.
     small = rig(pages=600, components=(64,), stuck_reads="buffered", buffer_size=3 * 128)
     small.expect(keys)
+    # More than are gathered for one request.
+    large = rig(pages=70, components=(250_000,))
+    assert large.put(keys[:70]) == [True] * 70
+    large.expect(keys[:70])
 
 
 def test_a_process_that_lends_memory(cluster, rig):
