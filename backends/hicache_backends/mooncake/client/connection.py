@@ -46,6 +46,7 @@ class Connection:
         self._memory = threading.Lock()
         """Guards what is registered. Calls do not wait for it: to pin a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
+        self._settling = threading.Lock()
         self._stranded = set[str]()
         """Names that the library believes this client is still writing, after a write that could not be ended."""
         warm_up(self.exist)
@@ -158,19 +159,20 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._lock:
-            names = sorted(self._stranded)
-        if not names:
+        if not self._stranded:
             return
-        with self._call() as store:
-            codes = _fitting(store.batch_put_session_revoke(names), len(names))
+        # One at a time: who comes second must not give up what somebody has begun anew meanwhile.
+        with self._settling, self._call() as store:
+            with self._lock:
+                names = sorted(self._stranded)
+            codes = _fitting(store.batch_put_session_revoke(names), len(names)) if names else []
             complete = [name for name, code in zip(names, codes, strict=True) if code == library.INVALID_WRITE]
             if complete:
                 # It was made visible, and only the answer was lost: ending it again ends the session.
                 store.batch_put_session_end(complete)
-        with self._lock:
-            self._stranded.difference_update(name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN)
-            self._stranded.difference_update(complete)
+            given_up = [name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN]
+            with self._lock:
+                self._stranded.difference_update(given_up, complete)
 
     def _strand(self, names: Sequence[str]) -> None:
         with self._lock:
