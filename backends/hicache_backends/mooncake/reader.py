@@ -137,7 +137,10 @@ def _failed(connection: Connection, doubtful: Sequence[tuple[ObjectRead, str, in
     """Tell objects of another length, which are damaged, from transfers that failed: the library answers both with the same codes."""
     faults = list[Exception]()
     for number, (read, name, code) in enumerate(doubtful):
-        length = connection.size(name)
+        try:
+            length = connection.size(name)
+        except StorageUnavailableError:
+            length = library.RPC_FAILED
         if length in library.UNREACHABLE:
             # Nobody is asked for the others: each would take as long again.
             return faults + [_fault(code) for _, _, code in doubtful[number:]]

@@ -9,7 +9,7 @@ from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.reader import BufferedReader, DirectReader, rounds
 from hicache_storage.objects import Call, Namespace, ObjectRead
-from hicache_storage.spec import PageGeometry, PoolName
+from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.mooncake.harness import identity
 
 LENGTH = 100 + 64
@@ -27,7 +27,10 @@ class Scripted:
 
     def size(self, name):
         self.asked += 1
-        return self.lengths.pop(0)
+        length = self.lengths.pop(0)
+        if isinstance(length, Exception):
+            raise length
+        return length
 
 
 def reads(count):
@@ -51,9 +54,10 @@ def test_answers(ways):
     ]
 
 
-def test_a_master_that_goes_while_lengths_are_asked_for(ways):
+@pytest.mark.parametrize("answer", [library.RPC_TIMED_OUT, StorageUnavailableError("no master")], ids=["code", "error"])
+def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     """It is asked once more at most: each request may take as long as the master is waited for."""
-    connection = Scripted([library.TRANSFER_FAILED] * 5, [50, library.RPC_TIMED_OUT])
+    connection = Scripted([library.TRANSFER_FAILED] * 5, [50, answer])
     some = reads(5)
     outcome = ways.read(connection, some, Call())
     assert connection.asked == 2
