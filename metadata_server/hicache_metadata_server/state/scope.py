@@ -46,6 +46,8 @@ class Scope:
         self.resting = 0
         """Quarantined slots."""
         self.changed: list[int] = []
+        self.leased: list[int] = []
+        """Of these, the ones that were leased anew."""
         self.epoch = 0
         """Times that it was cleared. What was written down in an earlier epoch is live or leased no more."""
         self.cleared_until = 0.0
@@ -278,6 +280,7 @@ class Scope:
         self.leases.log.add(first_lease, slots)
         self.timers.add(until, slots)
         self.changed += slots
+        self.leased += slots
         return slots
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
