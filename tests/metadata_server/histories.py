@@ -62,7 +62,8 @@ class History:
             case "commit" if self.held:
                 leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
                 valid = [self.scope.leases.by_number.get(lease) == self.held[lease][1] for lease in leases]
-                done = self.scope.commit([(lease, chance.randint(1, 9), chance.getrandbits(64)) for lease in leases], self.now)
+                lengths, checksums = [chance.randint(1, 9) for _ in leases], [chance.getrandbits(64) for _ in leases]
+                done = self.scope.commit(leases, lengths, checksums, self.now)
                 for lease, was_valid, did in zip(leases, valid, done, strict=True):
                     key, slot, end = self.held.pop(lease)
                     assert did == (was_valid and end > self.now)

@@ -14,6 +14,7 @@ from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.state.written import numbers_of
 from hicache_metadata_server.stores.store import StoreError, open_store
 from hicache_metadata_server.web.tokens import Tokens, read_token_file
 from tests.metadata_server.http_calls import SlowStore, run, running
@@ -164,7 +165,7 @@ def test_others_write_while_a_long_request_is_done():
 
             await asyncio.gather(delete(), write())
             assert order == ["reserved", "deleted"]
-            assert max(len(columns.slots) for group in store.written[-20:] for columns in group.slots.values()) < 2000
+            assert max(len(slots.states.states) for group in store.written[-20:] for slots in group.slots.values()) < 2000
 
     run(scenario())
 
@@ -201,7 +202,7 @@ def test_requests_that_arrive_together_share_a_transaction():
             await asyncio.gather(*(caller.post("/v2/reserve", request) for request in requests))
             # The first may go alone; those that come while it is written go together.
             assert len(store.written) - before <= 3
-            assert sum(len(group.slots[1].slots) for group in store.written[before:]) == 160
+            assert sum(len(group.slots[1].states.states) for group in store.written[before:]) == 160
 
     run(scenario())
 
@@ -239,7 +240,7 @@ def test_a_store_that_fails_is_told_and_nothing_is_lost():
                 "states"
             ] == ["busy"] * 3
             # What could not be written went with the next group.
-            assert sorted(store.written[-1].slots[1].slots) == [0, 1, 2]
+            assert list(numbers_of(store.written[-1].slots[1].states.slots)) == [0, 1, 2]
             assert (await caller.send("GET", "/readyz")).status == 200
 
     run(scenario())

@@ -111,5 +111,6 @@ class CompatibleService:
                     mine[key] = slot
                 elif scope.recency.slot(key) != slot:
                     refused = refused or f"written_keys_to_confirm[{i}]"
-        scope.commit([(leases[slot], 0, 0) for slot in mine.values()], now)
+        zeros = [0] * len(mine)
+        scope.commit([leases[slot] for slot in mine.values()], zeros, zeros, now)
         return refused

@@ -188,7 +188,7 @@ class MetadataService:
         scopes = self._all_known(request.scopes)
 
         def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
-            return scope.commit(list(zip(part.leases, part.lengths, part.checksums, strict=True)), now)
+            return scope.commit(part.leases, part.lengths, part.checksums, now)
 
         return self._settled(request.scopes, scopes, settle)
 

@@ -42,8 +42,8 @@ class Folds:
         """Take the next group."""
         for scope, changes in group.items():
             first = scope << SCOPE_BITS
-            for block, *share in shares(changes):
-                self._shares.setdefault(first + block, []).append(tuple(share))
+            for block, written, start, end in shares(changes):
+                self._shares.setdefault(first + block, []).append((written, start, end))
         self.last = last
         self.journal_bytes += journal_bytes
 
