@@ -14,7 +14,7 @@ from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.state.written import numbers_of
+from hicache_metadata_server.state.written import slots_of
 from hicache_metadata_server.stores.store import StoreError, open_store
 from hicache_metadata_server.web.tokens import Tokens, read_token_file
 from tests.metadata_server.http_calls import SlowStore, run, running
@@ -240,7 +240,7 @@ def test_a_store_that_fails_is_told_and_nothing_is_lost():
                 "states"
             ] == ["busy"] * 3
             # What could not be written went with the next group.
-            assert list(numbers_of(store.written[-1].slots[1].states.slots)) == [0, 1, 2]
+            assert list(slots_of(store.written[-1].slots[1].states.slots, 3)) == [0, 1, 2]
             assert (await caller.send("GET", "/readyz")).status == 200
 
     run(scenario())

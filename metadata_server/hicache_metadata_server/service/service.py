@@ -15,7 +15,7 @@ from hicache_metadata_server.service.refused import RefusedError, invalid, too_l
 from hicache_metadata_server.state.audit import SHOWN, audit
 from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
-from hicache_metadata_server.state.written import changes_of, numbers_of
+from hicache_metadata_server.state.written import changes_of, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -322,8 +322,8 @@ class MetadataService:
             self._made[names[record.number]] = self.scopes[names[record.number]]
         for number, slots in changes.slots.items():
             scope = self._changed[names[number]] = self.scopes[names[number]]
-            scope.changed += numbers_of(slots.states.slots)
-            scope.leased += numbers_of(slots.leases.slots)
+            scope.changed += slots_of(slots.states.slots, len(slots.states.states))
+            scope.leased += slots_of(slots.leases.slots, len(slots.leases.keys))
         for pin in changes.pins:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed

@@ -6,6 +6,8 @@ from array import array
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hicache_metadata_server.state.slots import LIVE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -13,14 +15,16 @@ if TYPE_CHECKING:
 
 
 class SlotStates(NamedTuple):
-    """How some slots are now. Each column has 8 bytes a slot, `states` one."""
+    """How some slots are now. Columns have 8 bytes a slot, `states` one."""
 
     epoch: int
     slots: bytes
-    """In ascending order, as in all columns."""
+    """In ascending order, as in all columns; of three neighbours and more the first and the last."""
     states: bytes
     until: bytes
+    """Empty where all are live."""
     lengths: bytes
+    """Empty where all are 0; so are checksums."""
     checksums: bytes
 
 
@@ -49,9 +53,10 @@ def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChang
     table, owners = scope.table, scope.leases.owners
     slots = sorted(set(changed))
     pick = _picker(slots)
+    now = bytes(pick(table.states))
     states = SlotStates(
-        scope.epoch, array("Q", slots).tobytes(), bytes(pick(table.states)), _wide("d", pick(table.until)),
-        _wide("Q", pick(table.lengths)), _wide("Q", pick(table.checksums)),
+        scope.epoch, _places(slots), now, b"" if now.count(LIVE) == len(now) else _wide("d", pick(table.until)),
+        _unless_zero(pick(table.lengths)), _unless_zero(pick(table.checksums)),
     )  # fmt: skip
     if not leased:
         return SlotChanges(states, SlotLeases(b"", b"", b"", [], [], []))
@@ -59,10 +64,16 @@ def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChang
     pick = _picker(slots)
     prefixes = list(pick(table.prefixes))
     leases = SlotLeases(
-        array("Q", slots).tobytes(), _wide("Q", pick(table.generations)), _wide("Q", pick(table.leases)), list(pick(table.keys)),
+        _places(slots), _wide("Q", pick(table.generations)), _wide("Q", pick(table.leases)), list(pick(table.keys)),
         prefixes if any(prefixes) else [], [owners.get(slot, "") for slot in slots] if owners else [],
     )  # fmt: skip
     return SlotChanges(states, leases)
+
+
+def slots_of(column: bytes, count: int) -> Sequence[int]:
+    """So many slots, as they were before they were written."""
+    slots = numbers_of(column)
+    return slots if len(slots) == count else range(slots[0], slots[0] + count)
 
 
 def numbers_of(column: bytes) -> array[int]:
@@ -71,7 +82,7 @@ def numbers_of(column: bytes) -> array[int]:
 
 
 def times_of(column: bytes) -> array[float]:
-    """The same of `until`."""
+    """The same of times."""
     return array("d", column)
 
 
@@ -80,6 +91,14 @@ def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:
     first, end = slots[0], slots[-1] + 1
     # Either is several times as fast as a loop over the slots.
     return (lambda column: column[first:end]) if end - first == len(slots) else itemgetter(*slots)
+
+
+def _places(slots: list[int]) -> bytes:
+    return array("Q", slots if len(slots) < 3 or slots[-1] - slots[0] >= len(slots) else (slots[0], slots[-1])).tobytes()
+
+
+def _unless_zero(values: Any) -> bytes:
+    return _wide("Q", values) if any(values) else b""
 
 
 def _wide(kind: str, values: Any) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 
 from hicache_metadata_server.state.restoring import SlotRows
 from hicache_metadata_server.state.slots import LEASED, LIVE
-from hicache_metadata_server.state.written import SlotChanges, SlotLeases, SlotStates, numbers_of, times_of
+from hicache_metadata_server.state.written import SlotChanges, SlotLeases, SlotStates, numbers_of, slots_of, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,8 +99,12 @@ class States:
     __slots__ = ("_columns", "_states", "epoch", "slots")
 
     def __init__(self, written: SlotStates) -> None:
-        self.epoch, self.slots, self._states = written.epoch, numbers_of(written.slots), written.states
-        self._columns = times_of(written.until), numbers_of(written.lengths), numbers_of(written.checksums)
+        count = len(written.states)
+        self.epoch, self.slots, self._states = written.epoch, slots_of(written.slots, count), written.states
+        zeros = bytes(8 * count)
+        self._columns = (
+            times_of(written.until or zeros), numbers_of(written.lengths or zeros), numbers_of(written.checksums or zeros)
+        )  # fmt: skip
 
     def merge(self, block: Block, start: int, end: int) -> None:
         """Into the block that its entries from `start` to `end` are of."""
@@ -117,7 +121,7 @@ class Leases:
     __slots__ = ("_columns", "_owners", "slots")
 
     def __init__(self, written: SlotLeases) -> None:
-        self.slots = numbers_of(written.slots)
+        self.slots = slots_of(written.slots, len(written.keys))
         prefixes = written.prefixes or [""] * len(self.slots)
         self._columns = numbers_of(written.generations), numbers_of(written.leases), written.keys, prefixes
         self._owners = written.owners

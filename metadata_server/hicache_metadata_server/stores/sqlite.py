@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_JOURNAL_BYTES: Final = 64 << 20
-"""Before folding it can wait no longer: some 3,500 batches of 128 pages, reserved and committed."""
+"""Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
 GATHER_BYTES: Final = 96 << 10
 """Of the journal, read at once: in less than a millisecond."""
 CHECKPOINT_WRITES: Final = 6000
