@@ -13,6 +13,7 @@ from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
 from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.service.slices import ENTRIES
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.state.written import slots_of
 from hicache_metadata_server.stores.store import StoreError, open_store
@@ -136,10 +137,12 @@ def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(
             with pytest.raises(asyncio.CancelledError):
                 await caller.post("/v2/reserve", request, headers=once)
         async with reopened(tmp_path) as caller:
-            assert caller.service.list_scopes().scopes[0].leased == 1024
+            assert caller.service.list_scopes().scopes[0].leased == 2 * ENTRIES
             first = await caller.post("/v2/reserve", request, headers=once)
             assert set(first.json["scopes"][0]["states"]) == {"leased"}
-            assert first.json["scopes"][0]["leases"][:1024] == [lease for piece in done for lease in piece.scopes[0].leases]
+            assert first.json["scopes"][0]["leases"][: 2 * ENTRIES] == [
+                lease for piece in done for lease in piece.scopes[0].leases
+            ]
             assert caller.service.list_scopes().scopes[0].leased == 2000
             assert await caller.post("/v2/reserve", request, headers=once) == first
 

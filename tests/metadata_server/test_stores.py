@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 
+import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
@@ -106,21 +107,24 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
     store.close()
 
 
-def test_random_histories_come_back_exactly(tmp_path, monkeypatch):
-    """Killed after every few groups, folded or not."""
-    monkeypatch.setattr(sqlite, "PIECE", 1)
+@pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
+def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
+    """Killed after every few groups, folded, half folded or not; in one block and in several."""
+    for name, value in (("PIECE", 1), ("GATHER_BYTES", 500), ("WINDOW_BYTES", 2000)):
+        monkeypatch.setattr(sqlite, name, value)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
-    initialize(service, "0:kv", "0:mamba", slots=20)
+    initialize(service, "0:kv", "0:mamba", slots=size)
     store.write(service.take_changes(), now)
     for _ in range(150):
         scope = chance.choice(("0:kv", "0:mamba"))
-        keys = [f"k{chance.randrange(30)}" for _ in range(4)]
-        leases = [lease for lease in reserve(service, keys, scope, now).leases if lease]
+        keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
+        prefixes = [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
+        leases = [lease for lease in reserve(service, keys, scope, now, prefixes).leases if lease]
         if chance.random() < 0.8:
             commit(service, leases, scope, now)
         if chance.random() < 0.3:
-            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[:2])]), now)
+            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[: batch // 2])]), now)
         if chance.random() < 0.05:
             service.clear(p.Clear(scopes=[scope]), now)
         store.write(service.take_changes(), now)
@@ -240,6 +244,21 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     ]
     assert list(restored.fsck(p.Fsck()))[-1].problems == []
     store.close()
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])])
+def test_a_damaged_block_is_refused(tmp_path, blob):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    reserve(service, ["a"])
+    store.write(service.take_changes(), NOW)
+    store.close()
+    database = sqlite3.connect(tmp_path / "m.db")
+    database.execute("UPDATE blocks SET slots = ?", (blob,))
+    database.commit()
+    database.close()
+    with pytest.raises(StoreError, match="cannot be read"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -132,17 +132,42 @@ class Scope:
         slots = [by_number.get(lease, NO_SLOT) for lease in leases]
         if NO_SLOT not in slots and len(set(slots)) == len(slots):
             # Nearly always.
-            self._make_live(slots, leases, lengths, checksums)
+            self.make_live(slots, lengths, checksums)
             return [True] * len(slots)
         done, first = list[bool](), dict[int, int]()
         for i, (slot, lease) in enumerate(zip(slots, leases, strict=True)):
             if slot >= 0:
                 first.setdefault(lease, i)
         held = list(first.values())
-        self._make_live([slots[i] for i in held], list(first), [lengths[i] for i in held], [checksums[i] for i in held])
+        self.make_live([slots[i] for i in held], [lengths[i] for i in held], [checksums[i] for i in held])
         for i, (lease, length, checksum) in enumerate(zip(leases, lengths, checksums, strict=True)):
             done.append(first.get(lease) == i or self._is_committed(lease, length, checksum))
         return done
+
+    def make_live(self, slots: list[int], lengths: Sequence[int], checksums: Sequence[int]) -> None:
+        """Commit slots that are leased, each once; the list is this object's from now on."""
+        if not slots:
+            return
+        table, by_number, by_key, order = self.table, self.leases.by_number, self.leases.by_key, self.recency.order
+        first, end = slots[0], slots[-1] + 1
+        if is_run(slots):
+            table.states[first:end] = bytes([LIVE]) * len(slots)
+            table.lengths[first:end], table.checksums[first:end] = array("Q", lengths), array("Q", checksums)
+            keys, leases = table.keys[first:end], table.leases[first:end]
+        else:
+            for slot, length, checksum in zip(slots, lengths, checksums, strict=True):
+                table.states[slot], table.lengths[slot], table.checksums[slot] = LIVE, length, checksum
+            keys, leases = [table.keys[slot] for slot in slots], array("Q", [table.leases[slot] for slot in slots])
+        for lease, key in zip(leases, keys, strict=True):
+            del by_number[lease], by_key[key]
+        for slot in slots if self.leases.owners else ():
+            self.leases.owners.pop(slot, None)
+        # From the last to the first, so that the head of a chain ends as the latest; `update` takes twice as long.
+        slots.reverse()
+        for key, slot in zip(reversed(keys), slots, strict=True):
+            order[key] = slot
+        self.chains.joined(slots)
+        self.changed += slots
 
     def abort(self, leases: Sequence[int], now: float) -> list[bool]:
         """End leases; False where there is none."""
@@ -279,31 +304,6 @@ class Scope:
         self.changed += slots
         self.leased += slots
         return slots
-
-    def _make_live(self, slots: list[int], leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]) -> None:
-        """Commit leases that are held, each once."""
-        if not slots:
-            return
-        table, by_number, by_key, order = self.table, self.leases.by_number, self.leases.by_key, self.recency.order
-        first, end = slots[0], slots[-1] + 1
-        if is_run(slots):
-            table.states[first:end] = bytes([LIVE]) * len(slots)
-            table.lengths[first:end], table.checksums[first:end] = array("Q", lengths), array("Q", checksums)
-            keys = table.keys[first:end]
-        else:
-            for slot, length, checksum in zip(slots, lengths, checksums, strict=True):
-                table.states[slot], table.lengths[slot], table.checksums[slot] = LIVE, length, checksum
-            keys = [table.keys[slot] for slot in slots]
-        for lease, key in zip(leases, keys, strict=True):
-            del by_number[lease], by_key[key]
-        for slot in slots if self.leases.owners else ():
-            self.leases.owners.pop(slot, None)
-        # From the last to the first, so that the head of a chain ends as the latest; `update` takes twice as long.
-        slots.reverse()
-        for key, slot in zip(reversed(keys), slots, strict=True):
-            order[key] = slot
-        self.chains.joined(slots)
-        self.changed += slots
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
         slot, table = self.leases.log.slot(lease), self.table
