@@ -281,7 +281,7 @@ def test_the_log_is_folded_while_others_write(tmp_path, monkeypatch):
     for i in range(30):
         reserve(service, [f"k{i}"])
         store.write(service.take_changes(), NOW)
-        if store.wants_checkpoint:
+        if store.wants_checkpoint(idle=False):
             store.checkpoint()
     assert (tmp_path / "m.db").stat().st_size > 4096, "what was written has reached the file itself"
     store.close()

@@ -34,6 +34,7 @@ GATHER_BYTES: Final = 96 << 10
 """Of the journal, read at once: in less than a millisecond."""
 CHECKPOINT_WRITES: Final = 6000
 """Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
+IDLE_CHECKPOINT_WRITES: Final = 500
 CHECKPOINT_PASSES: Final = 3
 MOST_LOG_PAGES: Final = 200_000
 """Where the checkpoints beside the writes do not keep up, a write does one."""
@@ -151,10 +152,9 @@ class SqliteStore:
         self._folds.done()
         self._since_checkpoint += len(blocks)
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the log has become long."""
-        return self._since_checkpoint > CHECKPOINT_WRITES
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """Whether the log has become long, or there is time: done while nobody writes, it lets the log begin anew."""
+        return self._since_checkpoint > (IDLE_CHECKPOINT_WRITES if idle and not self._journal_bytes else CHECKPOINT_WRITES)
 
     def checkpoint(self) -> None:
         """Fold SQLite's own log into the file."""
@@ -276,6 +276,8 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
     database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
     database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
+    # Where it is built in, what is folded would be written once more, as zeros.
+    database.execute("PRAGMA secure_delete = OFF")
     if not tables:
         database.executescript(f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;")
 
