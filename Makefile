@@ -51,6 +51,7 @@ benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
 	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
+	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh

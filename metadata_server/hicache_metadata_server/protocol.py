@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 T = TypeVar("T")
 
@@ -490,6 +493,32 @@ COMPATIBLE_ROUTES: Final[dict[str, tuple[type[Struct], Token]]] = {
     "delete_keys": (CompatibleKeys, Token.WRITE),
     "clear": (CompatibleClear, Token.WRITE),
 }
+
+COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
+    Lookup: ("keys",),
+    Touch: ("keys",),
+    Reserve: ("keys", "prefixes"),
+    Commit: ("leases", "lengths", "checksums"),
+    Abort: ("leases",),
+    Renew: ("leases",),
+    Delete: ("keys", "generations"),
+}
+"""Columns of the scopes in requests that can be cut; the first says how many entries there are."""
+
+FROM_THE_END: Final = (Lookup, Touch)
+"""Their keys count as used from the last to the first, so that pieces of them are asked from the last to the first."""
+
+
+def merged(shares: Sequence[Struct]) -> Any:
+    """What is answered for a scope, made of the answers to pieces of a request: columns one after the other, counts added up."""
+    fields = {name: [getattr(share, name) for share in shares] for name in shares[0].__struct_fields__}
+    return structs.replace(
+        shares[0],
+        **{
+            name: sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
+            for name, values in fields.items()
+        },
+    )
 
 
 def encode(message: object, content_type: str = JSON) -> bytes:

@@ -230,6 +230,8 @@ def main() -> None:
     record = Record(options.record, states)
     counts = {"mutants": options.mutant_seeds, "right": options.right_seeds, "own": options.own_seeds}
     wanted = [(kind, seed) for kind in DRIVERS for seed in range(counts[kind])]
+    # All kinds side by side: a fault in the last of them is not seen only after an hour.
+    wanted.sort(key=lambda job: job[1] / counts[job[0]])
     missing = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
     with tempfile.TemporaryDirectory(prefix="hicache-site-") as directory, ThreadPoolExecutor(options.jobs) as pool:
         site = Site(Path(directory))

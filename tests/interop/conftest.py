@@ -102,6 +102,18 @@ def metadata_url():
 
 
 @pytest.fixture
+def server():
+    """A metadata server of the test's own, which it may kill; in order at the end."""
+    from hicache_metadata_server.protocol import Checked, Fsck
+    from hicache_metadata_server.remote import Remote
+    from tests.interop.metadata import started
+
+    with started() as served:
+        yield served
+        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
+
+
+@pytest.fixture
 def sglang_hf3fs(monkeypatch, tmp_path):
     """Attaches SGLang's own 3FS driver to ranks; takes its signal handlers away at the end."""
     from tests.interop.metadata import attach_sglang_hf3fs

@@ -11,10 +11,8 @@ import time
 
 import pytest
 
-from hicache_metadata_server.protocol import Checked, Fsck
-from hicache_metadata_server.remote import Remote
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
-from tests.interop.metadata import live, started
+from tests.interop.metadata import live
 
 pytestmark = pytest.mark.interop
 
@@ -22,14 +20,6 @@ PAGES = 6
 MAMBA = {"mamba": 1}
 DEADLINE_SECONDS = 2.0
 RECOVERY_SECONDS = 60.0
-
-
-@pytest.fixture
-def server():
-    """A server that the test may kill."""
-    with started() as served:
-        yield served
-        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ What is read has no holes before its last page: at a hole this driver puts pages
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -14,10 +16,8 @@ from sglang.srt.mem_cache.storage.hf3fs.hf3fs_client import Hf3fsMockClient
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
 
-from hicache_metadata_server.protocol import Checked, Fsck
-from hicache_metadata_server.remote import Remote
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, pages, scribble, tokens, wipe
-from tests.interop.metadata import live, started
+from tests.interop.metadata import WAIT_SECONDS, live
 
 pytestmark = [
     pytest.mark.interop,
@@ -27,14 +27,6 @@ pytestmark = [
 
 PAGES = 6
 TWO_RANKS = [{"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2} for number in range(2)]
-
-
-@pytest.fixture
-def server():
-    """A server that nobody else uses: this driver's scopes are called by its rank and pool alone."""
-    with started() as served:
-        yield served
-        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
 
 
 @pytest.fixture
@@ -224,7 +216,12 @@ def test_more_pages_than_the_file_has(attached, server):
     page_bytes = pools.kv.get_ksize_per_token() * PAGE_SIZE
     rank, driver = attached(pools, file_size=4 * page_bytes)
     written = {}
-    for batch in range(10):
+    deadline = time.monotonic() + WAIT_SECONDS
+    # What is evicted rests for a while before its slot is given away, and a fast machine is through with ten batches by then.
+    for batch in itertools.count():
+        if batch >= 10 and len(written) > 4:
+            break
+        assert time.monotonic() < deadline, "no page of a later batch was ever stored"
         names = keys(PAGES, f"{batch}-")
         scribble(rank.pools.kv, batch)
         answer = driver.batch_set_v1(names, indices(PAGES))
@@ -233,4 +230,3 @@ def test_more_pages_than_the_file_has(attached, server):
         found = {name: fetch(rank, driver, [name])[0] for name in written}
         assert all(page is None or torch.equal(page, written[name]) for name, page in found.items())
         assert sum(page is not None for page in found.values()) == live(server.url)["0:kv"] <= 4
-    assert len(written) > 4

@@ -166,7 +166,7 @@ class Catalog:
         else:
             self._read_indexes(unread)
         # Oldest first: of two copies of a page, the later one goes on top.
-        for bundle in sorted(bundles, key=lambda bundle: bundle.name.created_ms):
+        for bundle in sorted(bundles, key=lambda bundle: bundle.name.created_us):
             self._insert(bundle)
         gone = [bundle for bundle in unread if bundle.gone]
         if gone:
@@ -192,7 +192,7 @@ class Catalog:
             current = self.pages.get(key)
             if current is None:
                 self.pages[key] = place
-            elif current[0].name.created_ms > bundle.name.created_ms:
+            elif current[0].name.created_us > bundle.name.created_us:
                 self._copies.setdefault(key, []).append(place)
             else:
                 self._copies.setdefault(key, []).insert(0, current)

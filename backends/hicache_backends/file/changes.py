@@ -125,7 +125,7 @@ class Changes:
         shelf, namespace = catalog.shelf, old.namespace
         with shelf.lock, self._board.lock:
             sequence = self._board.next_sequence(namespace)
-            new = shelf.bundle(BundleName(self._board.writer, sequence, size, old.name.created_ms, checksum))
+            new = shelf.bundle(BundleName(self._board.writer, sequence, size, old.name.created_us, checksum))
             claimed = self._claim(shelf, old, new)
             try:
                 os.rename(self._tree.temporary(name), new.path)
@@ -210,7 +210,7 @@ class Changes:
                 self._drafts.discard(draft.name)
                 return None
             sequence = self._board.next_sequence(shelf.namespace)
-            name = BundleName(self._board.writer, sequence, draft.size, draft.created_ms, draft.checksum)
+            name = BundleName(self._board.writer, sequence, draft.size, draft.created_us, draft.checksum)
             bundle = shelf.bundle(name)
             try:
                 self._move(draft, bundle.path)

@@ -60,8 +60,8 @@ class BundleName(NamedTuple):
     sequence: int
     size: int
     """Length of the file, in bytes."""
-    created_ms: int
-    """Milliseconds since 1970 by the writer's clock; kept when the bundle is rewritten."""
+    created_us: int
+    """Microseconds since 1970 by the writer's clock, no two batches of a writer the same; kept when the bundle is rewritten."""
     checksum: int
     """Half of the one that ends the file: what is read from here and ends otherwise is another file's."""
     claim: Claim | None = None
@@ -72,7 +72,7 @@ class BundleName(NamedTuple):
         return BundleId(self.writer, self.sequence)
 
     def __str__(self) -> str:
-        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_ms:x}-{self.checksum:x}.bundle"
+        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
         if self.claim is None:
             return plain
         (place, pid, started), (writer, sequence) = self.claim
@@ -102,7 +102,7 @@ class Added:
     bundle: BundleName
 
     def __str__(self) -> str:
-        return f"a{self.bundle.size:x}-{self.bundle.created_ms:x}-{self.bundle.checksum:x}"
+        return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class Found:
     bundle: BundleName
 
     def __str__(self) -> str:
-        writer, sequence, size, created_ms, checksum, _ = self.bundle
-        return f"f{writer}-{sequence:x}-{size:x}-{created_ms:x}-{checksum:x}"
+        writer, sequence, size, created_us, checksum, _ = self.bundle
+        return f"f{writer}-{sequence:x}-{size:x}-{created_us:x}-{checksum:x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Bundle:
         self.envelopes = b""
         self.touched = 0
         """When this process last used it, in nanoseconds since 1970."""
-        self.modified = name.created_ms * 1_000_000
+        self.modified = name.created_us * 1_000
         """The file's mtime when last asked for; what other processes say about its use."""
         self.checked = 0.0
         """When that was, on the monotonic clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class Draft:
     catalog: Catalog
     writes: list[ObjectWrite]
     name: TemporaryName
-    created_ms: int
+    created_us: int
     rank: int
     """Place among the bundles of a batch, from its tail, starting at 1; 0 for one that is alone."""
     descriptor: int = -1
@@ -80,6 +81,7 @@ class Writer:
         self._drafts = drafts
         self._preallocates, self._syncs, self._threads = preallocates, syncs, threads
         self._piece_bytes = piece_bytes
+        self._lock, self._moment = threading.Lock(), 0
 
     def plan(self, catalog: Catalog, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[Draft]:
         """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
@@ -87,7 +89,7 @@ class Writer:
         total = len(writes) * page_bytes
         count = max(1, min(self._threads, total // MIN_BUNDLE_BYTES), -(-total // MAX_BUNDLE_BYTES))
         step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
-        created_ms, drafts = time.time_ns() // 1_000_000, list[Draft]()
+        created_us, drafts = self._next_moment(), list[Draft]()
         for start in range(0, len(writes), step):
             some = list(writes[start : start + step])
             if limit is not None:
@@ -97,11 +99,17 @@ class Writer:
             size = catalog.shape.bundle_bytes([write.key for write in some])
             if limit is not None:
                 limit -= size
-            drafts.append(Draft(catalog, some, self._drafts.name(size), created_ms, 0))
+            drafts.append(Draft(catalog, some, self._drafts.name(size), created_us, 0))
         if len(drafts) > 1:
             for rank, draft in enumerate(reversed(drafts), start=1):
                 draft.rank = rank
         return drafts
+
+    def _next_moment(self) -> int:
+        """Microseconds since 1970, later than any before: of two copies of a page it must be certain which is the newer one."""
+        with self._lock:
+            self._moment = max(time.time_ns() // 1_000, self._moment + 1)
+            return self._moment
 
     def open(self, draft: Draft) -> None:
         """Make the file, so that its length counts as used; a fault is noted in the draft."""
@@ -123,7 +131,7 @@ class Writer:
                 os.fsync(draft.descriptor)
             if draft.rank:
                 # The head of the chain must count as the most recently used, though it was written first.
-                moment = draft.created_ms * 1_000_000 + draft.rank
+                moment = draft.created_us * 1_000 + draft.rank
                 os.utime(draft.descriptor, ns=(moment, moment))
         except OSError as error:
             draft.fault, draft.index = kept(error), None

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
 ENTRIES: Final = 256
 """In a piece: about half a millisecond."""
 
-_COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
-    p.Lookup: ("keys",),
-    p.Touch: ("keys",),
-    p.Reserve: ("keys", "prefixes"),
-    p.Commit: ("leases", "lengths", "checksums"),
-    p.Abort: ("leases",),
-    p.Renew: ("leases",),
-    p.Delete: ("keys", "generations"),
-}
-_FROM_THE_END: Final = (p.Lookup, p.Touch)
-"""Their keys count as used from the last to the first."""
 _FLAT: Final = (p.CompatibleKeys, p.CompatibleReserve)
 
 
@@ -34,7 +23,7 @@ def is_long(request: object) -> bool:
         return len(request.keys) > ENTRIES
     if isinstance(request, p.Lookup) and request.pin_seconds > 0:
         return False
-    columns = _COLUMNS.get(type(request)) if isinstance(request, Struct) else None
+    columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
     if not columns:
         return False
     parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
@@ -54,7 +43,7 @@ class Piece(NamedTuple):
 def pieces_of(request: Any) -> list[Piece]:
     """The pieces of a long request in the order in which they are to be done; a scope without entries has one of none."""
     pieces = list(_cut(request))
-    return pieces[::-1] if isinstance(request, (*_FROM_THE_END, p.CompatibleKeys)) else pieces
+    return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.CompatibleKeys)) else pieces
 
 
 def joined(pieces: list[Piece], answers: list[Any]) -> Any:
@@ -70,7 +59,7 @@ def _cut(request: Any) -> Iterator[Piece]:
         for start in range(0, len(request.keys), ENTRIES):
             yield Piece(0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES]))
         return
-    columns = _COLUMNS[type(request)]
+    columns = p.COLUMNS[type(request)]
     for number, part in enumerate(request.scopes):
         for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
             cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
@@ -82,16 +71,8 @@ def _joined(answers: list[tuple[int, Any]]) -> Any:
     parts = dict[int, list[Any]]()
     for number, answer in answers:
         parts.setdefault(number, []).append(answer.scopes[0])
-    scopes = [
-        structs.replace(some[0], **{name: _merged([getattr(part, name) for part in some]) for name in some[0].__struct_fields__})
-        for some in parts.values()
-    ]  # fmt: skip
+    scopes = [p.merged(some) for some in parts.values()]
     return structs.replace(answers[0][1], scopes=scopes)
-
-
-def _merged(values: list[Any]) -> Any:
-    """Columns one after the other; counts added up."""
-    return sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
 
 
 def _joined_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:

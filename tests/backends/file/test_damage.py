@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -111,6 +113,16 @@ def test_of_several_damaged_copies_none_takes_the_others_place(rig, monkeypatch)
     assert a.put(keys, version=2) == [True] * 3
     assert a.versions(keys, (0, 1, 2)) == [1, 2, 1]
     assert rig().versions(keys, (0, 1, 2)) == [1, 2, 1]
+
+
+def test_of_copies_written_at_one_moment_the_later_one_counts_for_everybody(rig, monkeypatch):
+    a, keys, now = rig(), chain("a", 3), time.time_ns()
+    monkeypatch.setattr("hicache_backends.file.writer.time", SimpleNamespace(time_ns=lambda: now))
+    a.put(keys)
+    put_again(a, keys, 1, monkeypatch)
+    assert a.storage.delete(keys[1:2]) == [True]
+    for side in (a, rig(), rig(), rig()):
+        assert side.versions(keys, (0, 1)) == [1, None, 1]
 
 
 def test_an_older_copy_that_is_in_order_takes_a_damaged_ones_place(rig, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hicache_backends.hf3fs.client.failures import MetadataError, UnknownScopeError
-from hicache_backends.hf3fs.client.pieces import COLUMNS, joined, pieces
+from hicache_backends.hf3fs.client.pieces import joined, pieces
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _see_shape(request: Any, answer: Any) -> None:
     Raises:
         MetadataError: the answer is about something else.
     """
-    first = COLUMNS[type(request)][0]
+    first = p.COLUMNS[type(request)][0]
     if len(answer.scopes) == len(request.scopes):
         for part, share in zip(request.scopes, answer.scopes, strict=True):
             length = len(getattr(part, first))

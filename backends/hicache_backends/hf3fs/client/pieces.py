@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
-    p.Lookup: ("keys",),
-    p.Touch: ("keys",),
-    p.Reserve: ("keys", "prefixes"),
-    p.Commit: ("leases", "lengths", "checksums"),
-    p.Abort: ("leases",),
-    p.Renew: ("leases",),
-    p.Delete: ("keys", "generations"),
-}
-"""Columns of the scopes in a request; the first says how many entries there are."""
-
-FROM_THE_END: Final = (p.Lookup, p.Touch)
-"""Their keys count as used from the last to the first."""
 
 Piece = tuple[list[int], Any]
 """Numbers of the scopes that a piece of a request is about, and the piece."""
@@ -31,7 +17,7 @@ Piece = tuple[list[int], Any]
 
 def pieces(request: Any, limits: p.Limits) -> list[Piece]:
     """A request as some that are within the limits, in the order in which they are to be sent."""
-    columns = COLUMNS[type(request)]
+    columns = p.COLUMNS[type(request)]
     parts: Sequence[Any] = request.scopes
     most = _most_entries(parts, columns, limits)
     if len(parts) <= limits.scopes and sum(len(getattr(part, columns[0])) for part in parts) <= most:
@@ -49,16 +35,16 @@ def pieces(request: Any, limits: p.Limits) -> list[Piece]:
         scopes.append(part)
         room -= length
     found.append((numbers, structs.replace(request, scopes=scopes)))
-    return found[::-1] if isinstance(request, FROM_THE_END) else found
+    return found[::-1] if isinstance(request, p.FROM_THE_END) else found
 
 
 def joined(request: Any, done: Sequence[tuple[list[int], Any]]) -> list[Any]:
     """The answers' scopes, as if one request had been sent: columns of the pieces one after the other."""
     shares: list[list[Any]] = [[] for _ in request.scopes]
-    for numbers, answer in reversed(done) if isinstance(request, FROM_THE_END) else done:
+    for numbers, answer in reversed(done) if isinstance(request, p.FROM_THE_END) else done:
         for number, share in zip(numbers, answer.scopes, strict=True):
             shares[number].append(share)
-    return [some[0] if len(some) == 1 else _one(some) for some in shares]
+    return [some[0] if len(some) == 1 else p.merged(some) for some in shares]
 
 
 def _most_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limits) -> int:
@@ -80,14 +66,3 @@ def _parts(parts: Sequence[Any], columns: tuple[str, ...], most: int) -> Iterato
             continue
         for start in range(0, length, most):
             yield number, structs.replace(part, **{name: getattr(part, name)[start : start + most] for name in columns})
-
-
-def _one(shares: Sequence[Any]) -> Any:
-    fields = {name: [getattr(share, name) for share in shares] for name in shares[0].__struct_fields__}
-    return structs.replace(
-        shares[0],
-        **{
-            name: sum(values) if isinstance(values[0], int) else [entry for column in values for entry in column]
-            for name, values in fields.items()
-        },
-    )
