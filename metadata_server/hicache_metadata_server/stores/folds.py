@@ -38,14 +38,17 @@ class Folds:
         """Whether groups may be added."""
         return not self._places
 
-    def add(self, group: dict[int, SlotChanges], last: int, journal_bytes: int) -> None:
-        """Take the next group."""
+    def add(self, group: dict[int, SlotChanges], last: int, journal_bytes: int) -> int:
+        """Take the next group; returns over how many blocks it is scattered."""
+        count = 0
         for scope, changes in group.items():
             first = scope << SCOPE_BITS
             for block, written, start, end in shares(changes):
                 self._shares.setdefault(first + block, []).append((written, start, end))
+                count += 1
         self.last = last
         self.journal_bytes += journal_bytes
+        return count
 
     def seal(self) -> None:
         """Take no more groups."""

@@ -31,7 +31,8 @@ T = TypeVar("T")
 MOST_JOURNAL_BYTES: Final = 64 << 20
 """Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
 GATHER_BYTES: Final = 96 << 10
-"""Of the journal, read at once: in less than a millisecond."""
+GATHER_SHARES: Final = 1024
+"""Of the journal, read at once: in about a millisecond."""
 CHECKPOINT_WRITES: Final = 6000
 """Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
 IDLE_CHECKPOINT_WRITES: Final = 500
@@ -165,15 +166,15 @@ class SqliteStore:
                 self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _gather(self) -> None:
-        size = 0
+        size = shares = 0
         with _told("read"):
             found = self._database.execute(
                 "SELECT number, slots FROM journal WHERE number > ? ORDER BY number", (self._folds.last,)
             )
             for number, slots in found:
-                self._folds.add(_GROUP.decode(slots), number, len(slots))
+                shares += self._folds.add(_GROUP.decode(slots), number, len(slots))
                 size += len(slots)
-                if size >= GATHER_BYTES:
+                if size >= GATHER_BYTES or shares >= GATHER_SHARES:
                     break
             found.close()
         if self._folds.last == self._last_group or self._folds.journal_bytes >= WINDOW_BYTES:
