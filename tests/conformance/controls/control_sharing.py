@@ -311,7 +311,8 @@ class SlotFiles(ObjectStorage):
             slot = known.get(read.namespace.object_name(read.key))
         if slot is None:
             return False
-        pause()
+        # Long enough for others to give the slot to another page, on a busy machine too.
+        pause(10)
         try:
             with open(f"{self.home}/{slot}", "rb") as file:
                 done = read.fill(file.read())
