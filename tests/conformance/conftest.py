@@ -58,11 +58,13 @@ class Site:
             "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
         )
 
-    def controls(self, kind: str, seed: int, directory: Path, seconds: float, drivers: Sequence[str] = ()) -> Ran:
+    def controls(
+        self, kind: str, seed: int, directory: Path, seconds: float, drivers: Sequence[str] = (), profile: str = "smoke"
+    ) -> Ran:
         """Run the suite against the controls of a kind, all or those named, with a report of each below `directory`/report."""
         directory.mkdir(exist_ok=True)
         return self.pytest(
-            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", "--hicache-profile=smoke",
+            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", f"--hicache-profile={profile}",
             f"--hicache-seed={seed}", f"--hicache-report={directory}/report", "-c", str(SUITE / "pytest.ini"), "--rootdir=.",
             *([f"control_suite.py::Test{name}" for name in drivers] or ["control_suite.py"]), cwd=CONTROLS, plugins="hicache_conformance.plugin,control_selection", seconds=seconds,
             HICACHE_CONTROLS=kind,
