@@ -56,7 +56,8 @@ class CompatibleService:
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
         measure = Measure(self._service.limits)
         measure.keys(keys, "keys")
-        measure.lengths(prefixes, "keys")
+        if any(prefixes):
+            measure.lengths(prefixes, "keys")
         scope = self._service.find(f"{rank}:{request.namespace}")
         if self._service.draining:
             slots = scope.recency.slots(keys)

@@ -98,7 +98,8 @@ def _places(slots: list[int]) -> bytes:
 
 
 def _unless_zero(values: Any) -> bytes:
-    return _wide("Q", values) if any(values) else b""
+    wide = _wide("Q", values)
+    return wide if wide.strip(b"\0") else b""
 
 
 def _wide(kind: str, values: Any) -> bytes:
