@@ -1,7 +1,7 @@
 """`ObjectStorage` and what its drivers are handed."""
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, running_checksum
+from hicache_storage.objects.envelope import ENVELOPE_BYTES, checksum, running_checksum
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
@@ -17,5 +17,6 @@ __all__ = [
     "ReadBatch",
     "RegisteredPool",
     "WriteBatch",
+    "checksum",
     "running_checksum",
 ]

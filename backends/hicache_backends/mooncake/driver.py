@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.attachment import Attachment
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
+from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.reader import BufferedReader, DirectReader
 from hicache_backends.mooncake.steady import read_steadily
@@ -100,25 +101,27 @@ class MooncakeStorage(ObjectStorage):
 
     def connect(self) -> None:
         with self._connecting:
-            attachment = Attachment(self._settings)
+            attachment, crew = Attachment(self._settings), Crew()
             try:
                 for pool in self._admitted.values():
                     _register(attachment, pool)
                 self._reader: Reader = (
                     DirectReader(Blocks(attachment.register_block))
                     if self._buffer_bytes is None
-                    else BufferedReader(self._buffer_bytes)
+                    else BufferedReader(self._buffer_bytes, crew)
                 )
                 gathers = self._settings.protocol == "tcp"
                 blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if gathers else BLOCK_BYTES)
                 self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, gathers=gathers)
             except BaseException:
+                crew.close()
                 attachment.close()
                 raise
-            self._attachment = attachment
+            self._attachment, self._crew = attachment, crew
 
     def disconnect(self) -> None:
         attachment, self._attachment = self.attachment, None
+        self._crew.close()
         attachment.close()
 
     def check_health(self) -> Health:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.posix.buffers import Buffers
-from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
+    from hicache_backends.mooncake.crew import Crew
     from hicache_backends.mooncake.memory import Blocks
     from hicache_storage.objects import Call
 
@@ -78,10 +81,11 @@ class BufferedReader:
 
     Args:
         size: bytes of each buffer; an object fits into one.
+        crew: for the copies; whoever made it closes it.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, crew: Crew) -> None:
+        self._size, self._crew = size, crew
         self._buffers = Buffers(size, MOST_BUFFERS)
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
@@ -90,10 +94,12 @@ class BufferedReader:
             if call.expired():
                 break
             with self._buffers.lend(call) as buffer:
-                self._read(connection, some, buffer, outcome)
+                self._read(connection, some, buffer, outcome, call)
         return outcome
 
-    def _read(self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome) -> None:
+    def _read(
+        self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
+    ) -> None:
         sizes = [read.namespace.object_bytes for read in reads]
         ends = list(accumulate(sizes))
         for end in ends:
@@ -104,9 +110,27 @@ class BufferedReader:
         arrived, spoilt = _transfer(connection, reads, places, [[size] for size in sizes], outcome)
         if spoilt:
             self._buffers.forsake(buffer)
-        for read, end, size in zip(reads, ends, sizes, strict=True):
-            if read in arrived and read.fill(buffer[end - size : end]):
-                outcome.arrived.add(read)
+        came = [(read, buffer[end - size : end]) for read, end, size in zip(reads, ends, sizes, strict=True) if read in arrived]
+        outcome.arrived.update(*self._crew.share(partial(_delivered, call), came, max(sizes)))
+
+
+def _delivered(call: Call, came: Sequence[tuple[ObjectRead, memoryview]]) -> list[ObjectRead]:
+    """Copy objects into place and verify them while they are in the cache; those that were copied."""
+    return [read for read, whole in came if _deliver(call, read, whole)]
+
+
+def _deliver(call: Call, read: ObjectRead, whole: memoryview) -> bool:
+    with call.caller as waits:
+        if not waits:
+            return False
+        source = address_of(whole)
+        for part in read.buffers:
+            # Others may run meanwhile, which is not so where slices are assigned.
+            ctypes.memmove(address_of(part), source, len(part))
+            source += len(part)
+    read.envelope = bytes(whole[-ENVELOPE_BYTES:])
+    read.verify(checksum([whole[:-ENVELOPE_BYTES]]) if read.verifies_checksum else None)
+    return True
 
 
 def _transfer(
