@@ -182,9 +182,9 @@ def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None
     """Lists of reads, each of distinct objects: the library fills one destination for each name."""
     left: Sequence[ObjectRead] = reads
     while left:
-        some, names, size, later = list[ObjectRead](), set[str](), 0, list[ObjectRead]()
+        some, names, size, later = list[ObjectRead](), set[tuple[str, str]](), 0, list[ObjectRead]()
         for read in left:
-            name, length = f"{read.namespace.name}-{read.key}", read.namespace.object_bytes
+            name, length = (read.namespace.name, read.key), read.namespace.object_bytes
             if name in names:
                 later.append(read)
                 continue
