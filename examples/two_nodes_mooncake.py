@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage import PoolTransfer, StorageIdentity, create_storage
+from hicache_storage import PoolName, PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main() -> int:
         print("this needs Mooncake: pip install 'hicache-storage[mooncake]'", file=sys.stderr)
         return 2
     # So that namespaces and processes go then too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _end)
     with ExitStack() as stack:
         kind, here, there = "loopback", Place("127.0.0.1"), Place("127.0.0.2")
         if not arguments.loopback and may_make_namespaces():
@@ -110,14 +110,14 @@ def run_node(address: str, master: str, pages: int) -> int:
         for line in sys.stdin:
             order, name = line.split()
             keys = [sha256(f"{name}/{page}".encode()).hexdigest() for page in range(pages)]
-            transfer = PoolTransfer("kv", torch.arange(pages * PAGE_SIZE), keys=keys)
+            transfer = PoolTransfer(PoolName.KV, torch.arange(pages * PAGE_SIZE), keys=keys)
             if order == "store":
                 for key, page in zip(keys, pool.page_buffers(slots), strict=True):
                     fill(key, page)
-                good = storage.batch_set_v2([transfer])["kv"]
+                good = storage.batch_set_v2([transfer])[PoolName.KV]
             else:
                 hit = storage.batch_exists_v2(keys).kv_hit_pages
-                got = storage.batch_get_v2([transfer])["kv"]
+                got = storage.batch_get_v2([transfer])[PoolName.KV]
                 pages_read = zip(keys, got, pool.page_buffers(slots), strict=True)
                 good = [ok and is_right(key, page) for key, ok, page in pages_read][:hit]
             print(f"{sum(good)} of {pages} pages", flush=True)
@@ -130,7 +130,10 @@ def fill(key: str, page: Sequence[memoryview]) -> None:
 
 
 def is_right(key: str, page: Sequence[memoryview]) -> bool:
-    return all(component == shake_128(f"{key}/{number}".encode()).digest(len(component)) for number, component in enumerate(page))
+    return all(
+        component.tobytes() == shake_128(f"{key}/{number}".encode()).digest(len(component))
+        for number, component in enumerate(page)
+    )
 
 
 @contextlib.contextmanager
@@ -181,6 +184,10 @@ def namespaces() -> Generator[tuple[Place, Place]]:
                 _ip("-n", name, "link", "set", up, "up")
         here, there = (Place(address, ("ip", "netns", "exec", name)) for name, _, address in ends)
         yield here, there
+
+
+def _end(_number: int, _frame: object) -> None:
+    sys.exit(1)
 
 
 def free_port() -> int:

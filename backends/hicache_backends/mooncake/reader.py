@@ -193,7 +193,8 @@ def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None
     """Lists of reads, each of distinct objects: the library fills one destination for each name."""
     left: Sequence[ObjectRead] = reads
     while left:
-        some, names, size, later = list[ObjectRead](), set[tuple[str, str]](), 0, list[ObjectRead]()
+        some, later, size = list[ObjectRead](), list[ObjectRead](), 0
+        names = set[tuple[str, str]]()
         for read in left:
             name, length = (read.namespace.name, read.key), read.namespace.object_bytes
             if name in names:
@@ -201,7 +202,7 @@ def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None
                 continue
             if len(some) == most or (most_bytes is not None and some and size + length > most_bytes):
                 yield some
-                some, names, size = [], set(), 0
+                some, names, size = [], set[tuple[str, str]](), 0
             some.append(read)
             names.add(name)
             size += length

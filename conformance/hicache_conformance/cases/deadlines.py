@@ -174,6 +174,7 @@ class DeadlineCases:
     def test_closing_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """close() while calls hang ends in time, twice; calls after it say so; when the store comes back, nothing is left."""
         _life_under_hang(lab, ground)
+        left = ""
         for _ in range(LIVES):
             if not (left := _left_behind(lab, ground)):
                 return
