@@ -11,7 +11,7 @@ hicache=$1/bin/hicache results=$2 output=$3
 common=(--profile smoke --seed 1 --run-id matrix)
 foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
 # What is wrong with these is ours to repair, and a reason to fail.
-ours=(file hf3fs sglang-bridge)
+ours=(file hf3fs mooncake sglang-bridge)
 drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-sim)
 
 judge() {
@@ -36,7 +36,7 @@ mkdir -p "$results"
 # Two at a time, because they spend half of it waiting.
 lane hf3fs sglang-mooncake sglang-bridge sglang-sim &
 other=$! failed=0
-lane file sglang-hf3fs sglang-file || failed=1
+lane file mooncake sglang-hf3fs sglang-file || failed=1
 wait "$other" || failed=1
 ((failed == 0))
 "$hicache" conformance matrix "${drivers[@]/#/$results/}" --output "$output"

@@ -192,7 +192,7 @@ fi
 # Entry points and the packages' places are read at installation, so a changed pyproject.toml is installed again.
 project=$(digest "$root/pyproject.toml")
 if ! is_done project "$project"; then
-  install --editable "$root[conformance,hf3fs,metrics,server]"
+  install --editable "$root[conformance,hf3fs,metrics,mooncake,server]"
   "$python" -c 'import hicache_conformance, hicache_storage'
   mark_done project "$project"
 fi

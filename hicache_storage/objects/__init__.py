@@ -1,8 +1,9 @@
 """`ObjectStorage` and what its drivers are handed."""
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, running_checksum
+from hicache_storage.objects.envelope import ENVELOPE_BYTES, checksum, running_checksum
 from hicache_storage.objects.namespace import Namespace
+from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "ObjectStorage",
     "ObjectWrite",
     "ReadBatch",
+    "RegisteredPool",
     "WriteBatch",
+    "checksum",
     "running_checksum",
 ]

@@ -132,6 +132,11 @@ class ObjectRead:
             self.damaged = not fits
         return self._verdict
 
+    @property
+    def verifies_checksum(self) -> bool:
+        """Whether `verify()` compares it; if not, nobody needs to compute one."""
+        return self._verifies_checksum
+
     def retract(self) -> None:
         """Forget the verdict: what was read was not the object's present copy, and the parts are filled from that."""
         self._verdict, self.damaged = None, False

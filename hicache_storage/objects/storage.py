@@ -124,6 +124,13 @@ class ObjectStorage(HiCacheStorage):
         """
         return False
 
+    def admit_pool(self, pool: RegisteredPool) -> None:
+        """A pool is about to be registered, in the place of another of its name.
+
+        Raises:
+            InvalidPoolError: this driver cannot serve it; what was registered before stays.
+        """
+
     def connect(self) -> None:
         """Connect to the outside world; called once before the first batch, never at construction."""
 
@@ -153,9 +160,10 @@ class ObjectStorage(HiCacheStorage):
         name = PoolName(host_pool_name)
         access = page_access(host_pool)
         with self._lifecycle:
-            namespace = Namespace(self._identity, name, access.geometry)
+            pool = RegisteredPool(name, access, Namespace(self._identity, name, access.geometry))
+            self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
-            self._pools = {**self._pools, name: RegisteredPool(name, access, namespace)}
+            self._pools = {**self._pools, name: pool}
 
     def batch_exists_v2(
         self,

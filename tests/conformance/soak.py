@@ -64,9 +64,6 @@ DRIVERS = {
 """By kind. Our own are tried with everything and have to be conformant; right controls with the part that they are there for."""
 
 PROFILE = "smoke"
-PATIENT = {"WritesInPlace": "default", "RenamesTooSoon": "default"}
-"""Mutants with another profile: they are found when a writer is killed at a bad moment, and with one seed of 81 all four kills of
-`smoke` come in the first moments of the first call."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,9 @@ class Record:
 
 
 def run_seed(site: Site, kind: str, seed: int, drivers: list[str]) -> list[Result]:
-    """One pytest for each profile, over some drivers of a kind."""
-    patient, others = [name for name in drivers if name in PATIENT], [name for name in drivers if name not in PATIENT]
-    results = _run(site, kind, seed, others, PROFILE) if others else []
-    for name in patient:
-        results += _run(site, kind, seed, [name], PATIENT[name])
-    return results
-
-
-def _run(site: Site, kind: str, seed: int, drivers: list[str], profile: str) -> list[Result]:
+    """One pytest over some drivers of a kind."""
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as directory:
-        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS, drivers, profile)
+        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS, drivers, PROFILE)
         reports = sorted(Path(directory, "report").rglob("results.json"))
         results = {result.driver: result for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)}
         missing = [name for name in drivers if name not in results]
@@ -179,8 +168,6 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
         "",
         f"Sources {_joined(states)}, profile {PROFILE}, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
         "is found by each of them; `D` and a number name a fault of a driver in the field that it repeats.",
-        f"With the profile `default` are tried: {', '.join(sorted(PATIENT))}. They are found when a writer is killed at a bad moment, and",
-        "the four kills of `smoke` can all come before a byte is written (one seed of 81).",
         "",
         f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
         f"- **{accepted} of {len(right)} right drivers accepted**, each on {min(seeds['right'], seeds['own'])} seeds.",
@@ -244,7 +231,6 @@ def state_of(driver: str) -> str:
         )
     # Services are started by commands that name this machine's paths.
     digest = hashlib.sha256(repr(control).replace(sys.executable, "").replace(str(ROOT), "").encode())
-    digest.update(PATIENT.get(driver, "").encode())
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

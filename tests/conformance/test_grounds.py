@@ -22,6 +22,7 @@ from hicache_conformance.grounds import disk as disk_module
 from hicache_conformance.grounds import services as services_module
 from hicache_conformance.grounds.disk import DiskGround, missing_for_disk
 from hicache_conformance.grounds.network import NetworkGround
+from hicache_conformance.grounds.network_apart import NetworkApart
 from hicache_conformance.grounds.services import Services, ServicesGround
 from hicache_conformance.grounds.standing import commands_of
 from hicache_conformance.violation import Untestable
@@ -308,12 +309,12 @@ class Echo(socketserver.BaseRequestHandler):
                 self.request.sendall(content)
 
 
-@pytest.fixture(scope="module")
-def proxied():
+@pytest.fixture(scope="module", params=[NetworkGround, NetworkApart], ids=["in this process", "apart"])
+def proxied(request):
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        ground = NetworkGround({"echo": server.server_address[1]})
+        ground = request.param({"echo": server.server_address[1]})
         yield ground
         ground.close()
         server.shutdown()
@@ -401,6 +402,32 @@ def test_refused_and_taken_in_again_on_the_same_port(network, client):
     with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MOST_SECONDS) as again:
         again.sendall(b"x")
         assert said(again, 1) == b"x"
+
+
+def test_a_network_whose_process_has_ended_says_so_and_closes():
+    ground = NetworkApart({"nobody": 1})
+    ground._process.kill()
+    with pytest.raises(RuntimeError, match="the ground 'network' ended with -9"):
+        ground.requests()
+    ground.close()
+    ground.close()
+
+
+def test_the_process_of_a_network_ends_with_the_one_that_started_it():
+    source = (
+        "from hicache_conformance.grounds.network_apart import NetworkApart\n"
+        "import os, signal\n"
+        "print(NetworkApart({'nobody': 1})._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    # Gone, or a zombie until its new parent looks.
+    eventually(
+        lambda: (
+            not Path(f"/proc/{int(done.stdout)}/cmdline").exists() or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
+        )
+    )
 
 
 # The servers ---------------------------------------------------------------------------------------------------------

@@ -128,9 +128,33 @@ def sglang_hf3fs(monkeypatch, tmp_path):
         signal.signal(number, handler)
 
 
-@pytest.fixture(params=["file", "hf3fs"])
+@pytest.fixture(scope="session")
+def mooncake_cluster():
+    """A Mooncake master and a store of the session's; no test hurts them."""
+    from hicache_backends.mooncake.cluster import DevCluster
+
+    # However busy the machine is, no lease may end during a read, and no store may seem dead.
+    with DevCluster(1, 64 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def mooncake_options(mooncake_cluster):
+    """Options for an empty store."""
+    from hicache_backends.mooncake.client.shared import connections
+    from hicache_backends.mooncake.config import MooncakeConfig, client_settings
+
+    connection = connections.acquire(client_settings(MooncakeConfig(**mooncake_cluster.options)))
+    connection.remove_prefix("")
+    connections.release(connection)
+    return mooncake_cluster.options
+
+
+@pytest.fixture(params=["file", "hf3fs", "mooncake"])
 def storage(request, tmp_path):
     """A driver that keeps the pages, and its configuration."""
+    if request.param == "mooncake":
+        return request.param, request.getfixturevalue("mooncake_options")
     config = {"path": str(tmp_path / "pages")}
     if request.param == "hf3fs":
         # Each test has scopes of its own, because their names have the directory's identity in them.

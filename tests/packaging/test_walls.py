@@ -47,6 +47,8 @@ ALLOWED = {
     },
     # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
     "hicache_backends": {"hicache_storage", "hicache_metadata_server.protocol", "hicache_backends.hf3fs.client.local"},
+    # A command of its own.
+    "hicache_backends.mooncake.cli": {"hicache_storage", "hicache_backends"},
     # The state machine without its server.
     "hicache_backends.hf3fs.client.local": {
         "hicache_storage",
@@ -62,7 +64,7 @@ ALLOWED = {
 # Libraries that belong to one room; everywhere else they would make an import heavy.
 HOMES = {
     "sglang": {"hicache_storage.engines"},
-    "typer": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
+    "typer": {"hicache_storage.cli", "hicache_backends.mooncake.cli", "hicache_conformance", "hicache_metadata_server"},
     "rich": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
     "pytest": {"hicache_conformance"},
     "hypothesis": {"hicache_conformance"},
@@ -89,6 +91,8 @@ def room(module: str) -> str:
     parts = module.split(".")
     if parts[:4] == ["hicache_backends", "hf3fs", "client", "local"]:
         return ".".join(parts[:4])
+    if parts[:3] == ["hicache_backends", "mooncake", "cli"]:
+        return ".".join(parts[:3])
     if parts[:2] == ["hicache_metadata_server", "protocol"]:
         return ".".join(parts[:2])
     return ".".join(parts[:2]) if parts[0] == "hicache_storage" and len(parts) > 1 else parts[0]

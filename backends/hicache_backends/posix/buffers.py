@@ -6,7 +6,7 @@ import errno
 import mmap
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -18,6 +18,9 @@ MAX_BUFFERS = 32
 
 LOOK_SECONDS = 0.1
 """How often who waits for a buffer looks whether those who have them are still waited for."""
+
+_forsaken: Final = list[memoryview]()
+"""Kept mapped for as long as the process lives."""
 
 
 class Buffers:
@@ -35,6 +38,7 @@ class Buffers:
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
         self._lent: dict[int, Call] = {}
+        self._forsaken: set[int] = set()
 
     @contextmanager
     def lend(self, call: Call) -> Generator[memoryview]:
@@ -48,6 +52,11 @@ class Buffers:
             yield buffer
         finally:
             self._put_back(buffer)
+
+    def forsake(self, buffer: memoryview) -> None:
+        """Never lend a lent buffer again: a read that has been given up may still write to it."""
+        with self._changed:
+            self._forsaken.add(id(buffer))
 
     def stuck(self) -> int:
         """Reads that have not come back, though nobody waits for them any more."""
@@ -70,7 +79,11 @@ class Buffers:
     def _put_back(self, buffer: memoryview) -> None:
         with self._changed:
             del self._lent[id(buffer)]
-            self._spare.append(buffer)
+            if id(buffer) in self._forsaken:
+                self._forsaken.remove(id(buffer))
+                _forsaken.append(buffer)
+            else:
+                self._spare.append(buffer)
             self._changed.notify()
 
     def _count_stuck(self) -> int:

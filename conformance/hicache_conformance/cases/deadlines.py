@@ -43,6 +43,8 @@ IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
 CLOSING_SECONDS: Final = 0.6
 """Deadline of the storages that are closed while their calls hang; they have to work with it before."""
 INFO: Final = HiCacheStorageExtraInfo(deadline_seconds=DEADLINE_SECONDS)
+LIVES: Final = 3
+"""What every one of so many storages has left behind is a leak; a library's own pool of connections is full before that."""
 LATE_SECONDS: Final = 0.3
 """How long late effects are waited for when the store serves again."""
 
@@ -172,17 +174,24 @@ class DeadlineCases:
     def test_closing_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """close() while calls hang ends in time, twice; calls after it say so; when the store comes back, nothing is left."""
         _life_under_hang(lab, ground)
-        before = Residue.now()
-        _life_under_hang(lab, ground)
-        allowed = lab.profile.recovery_seconds
-        until = time.monotonic() + allowed
-        while (left := Residue.now().beyond(before)) and time.monotonic() < until:
-            time.sleep(0.05)
-        if left:
-            raise Violation(
-                "LC-2",
-                f"a storage was closed while calls hung, and {allowed:.0f} s after the store came back there is still {left}",
-            )
+        left = ""
+        for _ in range(LIVES):
+            if not (left := _left_behind(lab, ground)):
+                return
+        raise Violation(
+            "LC-2",
+            f"a storage was closed while calls hung, and {lab.profile.recovery_seconds:.0f} s after the store came back there is still "
+            f"{left}, and something each of the {LIVES} times",
+        )
+
+
+def _left_behind(lab: Lab, ground: Ground) -> str:
+    before, allowed = Residue.now(), lab.profile.recovery_seconds
+    _life_under_hang(lab, ground)
+    until = time.monotonic() + allowed
+    while (left := Residue.now().beyond(before)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
 
 
 def _life_under_hang(lab: Lab, ground: Ground) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hicache_conformance.grounds.disk import DiskGround
 from hicache_conformance.grounds.network import NetworkGround
+from hicache_conformance.grounds.network_apart import NetworkApart
 from hicache_conformance.grounds.placeholders import filled, mentions_tmp, port_names
 from hicache_conformance.grounds.seam import ObjectsGround
 from hicache_conformance.grounds.services import Services, ServicesGround
@@ -112,7 +113,7 @@ class Standing:
                 "and the suite starts no server for it (--serve)"
             )
         self._services.start()
-        return NetworkGround(self._services.ports) if name == NetworkGround.name else ServicesGround(self._services)
+        return NetworkApart(self._services.ports) if name == NetworkGround.name else ServicesGround(self._services)
 
 
 def standing(config: pytest.Config, owner: str, commands: Commands) -> Standing:

@@ -25,7 +25,8 @@ class Strike:
     after_calls: int
     """That many calls have begun."""
     fraction: float
-    """And then so much of the time has passed that two of its calls took on average, from 0 to 1."""
+    """And then so much of the time has passed that two of its calls took on average, from 0 to 1. Its first call does not count,
+    which opens the store: with `after_calls` of at least 3, half of the strikes fall into the call that has begun."""
 
 
 def watch(peers: Sequence[Peer], strikes: Mapping[Peer, Strike] | None = None) -> None:
@@ -70,7 +71,7 @@ class _Executioner:
 
     def __init__(self, peer: Peer, strike: Strike) -> None:
         self._peer, self._strike = peer, strike
-        self._first_at: int | None = None
+        self._warm_at: int | None = None
         self._begun = self._ended = 0
         self._busy_ns = 0
 
@@ -78,15 +79,15 @@ class _Executioner:
         """Take a message of a workload."""
         if isinstance(message, Begun):
             self._begun += 1
-            self._first_at = self._first_at or message.at
         else:
             self._ended += 1
-            self._busy_ns = message.at - (self._first_at or message.at)
+            self._warm_at = self._warm_at or message.at
+            self._busy_ns = message.at - self._warm_at
 
     def strike_if_due(self) -> None:
         """Kill if the moment has come."""
         if self._begun < self._strike.after_calls or not self._peer.busy:
             return
-        spread = 2e-9 * self._busy_ns / self._ended if self._ended else 0.0
+        spread = 2e-9 * self._busy_ns / (self._ended - 1) if self._ended > 1 else 0.0
         time.sleep(self._strike.fraction * max(spread, LEAST_SPREAD_SECONDS))
         self._peer.kill()

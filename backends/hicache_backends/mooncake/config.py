@@ -1,0 +1,227 @@
+"""Options of the Mooncake driver, under the names that Mooncake's users know.
+
+Each is looked for in the driver's options, then in Mooncake's variables, then in its JSON file, and has a default at last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hicache_storage.spec import ConfigError, DriverConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VARIABLES: Final = {
+    "master_server_address": ("MOONCAKE_MASTER",),
+    "metadata_server": ("MOONCAKE_TE_META_DATA_SERVER",),
+    "local_hostname": ("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"),
+    "protocol": ("MOONCAKE_PROTOCOL",),
+    "device_name": ("MOONCAKE_DEVICE",),
+    "global_segment_size": ("MOONCAKE_GLOBAL_SEGMENT_SIZE",),
+    "local_buffer_size": ("MOONCAKE_LOCAL_BUFFER_SIZE",),
+    "tenant_id": ("MOONCAKE_TENANT_ID",),
+}
+"""Variables that stand for options; the first that is set counts."""
+FILE_VARIABLES: Final = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
+DEFAULTS: Final = {
+    "metadata_server": "P2PHANDSHAKE",
+    "local_hostname": "localhost",
+    "protocol": "tcp",
+    "device_name": "",
+    "global_segment_size": "4gb",
+    "local_buffer_size": "16mb",
+    "tenant_id": "default",
+}
+UNSUPPORTED: Final = {
+    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service on any node",
+    "enable_ssd_offload": "offload in the store service instead (mooncake_client --enable_offload=true)",
+}
+"""Entries of Mooncake's file that would change what this driver does, and what to do instead."""
+
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_NAMED_SERVICES: Final = ("etcd://", "redis://", "k8s://")
+_ADDRESS: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):(\d{1,5})")
+
+Seconds = Annotated[float, Meta(gt=0)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
+    """Options of the Mooncake driver."""
+
+    master_server_address: Annotated[
+        Text | None,
+        Meta(
+            description="The master, HOST:PORT, or etcd://... where masters take over from each other. By default $MOONCAKE_MASTER."
+        ),
+    ] = None
+    metadata_server: Annotated[
+        Text | None,
+        Meta(
+            description="Where transfer engines find each other: http://HOST:PORT/metadata, etcd://..., or P2PHANDSHAKE, the default."
+        ),
+    ] = None
+    local_hostname: Annotated[
+        Text | None, Meta(description="How other nodes reach this one. By default localhost, which serves one machine only.")
+    ] = None
+    protocol: Annotated[
+        Text | None, Meta(description="'tcp', the default, 'rdma', or another one of the installed Mooncake.")
+    ] = None
+    device_name: Annotated[str | None, Meta(description="RDMA devices, such as 'mlx5_0,mlx5_1'.")] = None
+    global_segment_size: Annotated[
+        int | str | None,
+        Meta(
+            description="Memory that this process lends to the cluster, such as '4gb' (powers of 1024, as Mooncake counts), the "
+            "default. It leaves the cluster with this process, and the pages in it too. 0 for a pure client of store services."
+        ),
+    ] = None
+    local_buffer_size: Annotated[
+        int | str | None, Meta(description="Memory of the client itself, for pages that come from a disk. By default '16mb'.")
+    ] = None
+    tenant_id: Annotated[
+        Text | None, Meta(description="Mooncake's tenant, which has objects and a quota of its own. By default 'default'.")
+    ] = None
+    config_path: Annotated[
+        str | None,
+        Meta(description="Mooncake's JSON file, with these same names. By default $MOONCAKE_CONFIG_PATH."),
+    ] = None
+    replica_num: Annotated[int, Meta(ge=1, description="Copies of each page, on as many nodes.")] = 1
+    stuck_reads: Annotated[
+        Literal["auto", "waits", "buffered"],
+        Meta(
+            description="What a get does about a transfer that does not come back before the deadline. 'buffered', over tcp: it "
+            "returns; pages come into buffers of the driver's own and are copied. 'waits': it waits for Mooncake's own timeouts; "
+            "pages come straight into the host pool. By default 'buffered' over tcp, and 'waits' elsewhere."
+        ),
+    ] = "auto"
+    buffer_size: Annotated[
+        int | str, Meta(description="Each of the buffers of stuck_reads 'buffered'; a page has to fit into one.")
+    ] = "64mb"
+    rpc_timeout_seconds: Annotated[
+        Seconds,
+        Meta(description="How long the master may take over one request or connection. $MC_RPC_TIMEOUT_MS counts first."),
+    ] = 5.0
+    wait_seconds: Annotated[
+        float, Meta(ge=0, description="How long a set waits for room that is being made, or for pages that others are storing.")
+    ] = 0.5
+    verify_checksums: Annotated[
+        bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")
+    ] = True
+    metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client of the library is set up with; equal settings share one client."""
+
+    master_server_address: str
+    metadata_server: str
+    local_hostname: str
+    protocol: str
+    device_name: str
+    global_segment_size: int
+    local_buffer_size: int
+    tenant_id: str
+    rpc_timeout_seconds: float
+
+    @property
+    def master(self) -> tuple[str, int] | None:
+        """Host and port; None where a name service knows the master."""
+        if self.master_server_address.startswith(_NAMED_SERVICES):
+            return None
+        host, _, port = self.master_server_address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | None = None) -> ClientSettings:
+    """Put a client's settings together.
+
+    Raises:
+        ConfigError: a setting is missing or has no usable value; the message says where it came from and what to write.
+    """
+    environment = os.environ if environment is None else environment
+    given = msgspec.structs.asdict(config)
+    path = config.config_path or next((environment[name] for name in FILE_VARIABLES if environment.get(name)), "")
+    file = _read(path) if path else {}
+    found, origins = dict[str, object](), dict[str, str]()
+    for name, variables in VARIABLES.items():
+        places = [(given[name], f"option {name!r}"), *((environment.get(v) or None, f"${v}") for v in variables)]
+        places += [(file.get(name), f"{name!r} in {path}"), (DEFAULTS.get(name), f"the default of {name!r}")]
+        found[name], origins[name] = next(((value, origin) for value, origin in places if value is not None), (None, ""))
+    if found["master_server_address"] is None:
+        raise ConfigError(
+            "no master: set the option 'master_server_address' to its HOST:PORT, or $MOONCAKE_MASTER, or name Mooncake's JSON file in "
+            "the option 'config_path'"
+        )
+    for name in ("global_segment_size", "local_buffer_size"):
+        found[name] = size_of(found[name], origins[name])
+    for name, value in found.items():
+        if not name.endswith("_size"):
+            found[name] = _text(value, origins[name])
+    found["protocol"] = str(found["protocol"]).lower()
+    settings = msgspec.convert({**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings)
+    _check_address(settings.master_server_address, origins["master_server_address"])
+    return settings
+
+
+def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None:
+    """Size of each of the buffers that pages are read into; None where they are read straight into the host pool.
+
+    Raises:
+        ConfigError: it is no size, or the protocol has no use for buffers.
+    """
+    if config.stuck_reads == "buffered" and settings.protocol != "tcp":
+        raise ConfigError(f"stuck_reads 'buffered' is for protocol 'tcp', and this is {settings.protocol!r}; leave it at 'auto'")
+    size = size_of(config.buffer_size, "option 'buffer_size'")
+    if not size:
+        raise ConfigError("option 'buffer_size' must not be 0")
+    return None if config.stuck_reads == "waits" or settings.protocol != "tcp" else size
+
+
+def _read(path: str) -> dict[str, object]:
+    try:
+        entries = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ConfigError(f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"Mooncake's file {path!r} is no JSON object ({error}); correct it") from error
+    for name, instead in UNSUPPORTED.items():
+        if entries.get(name) not in (None, False, "", "false", "0", 0):
+            raise ConfigError(f"{name!r} in {path} is not offered here; {instead}")
+    return entries
+
+
+def size_of(value: object, origin: str) -> int:
+    """A number of bytes, as Mooncake writes it: '4gb' is 4 times 1024 to the power of 3.
+
+    Raises:
+        ConfigError: it is no size; the message names the origin.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{origin} is {value!r}, which is no size; write for example '4gb', '512mb' or a number of bytes")
+    number, unit = match.groups()
+    return int(float(number) * 1024 ** _POWERS[unit.lower()])
+
+
+def _text(value: object, origin: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{origin} is {value!r}, and has to be text")
+    return value.strip()
+
+
+def _check_address(address: str, origin: str) -> None:
+    if address.startswith(_NAMED_SERVICES):
+        return
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise ConfigError(f"{origin} is {address!r}; write HOST:PORT, such as 10.0.0.1:50051")

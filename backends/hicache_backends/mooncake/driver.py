@@ -1,0 +1,201 @@
+"""The Mooncake driver: a page is one object, its components and its envelope, in the memory of many nodes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from hicache_backends.mooncake.client.attachment import Attachment
+from hicache_backends.mooncake.config import buffer_bytes, client_settings
+from hicache_backends.mooncake.crew import Crew
+from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
+from hicache_backends.mooncake.reader import BufferedReader, DirectReader
+from hicache_backends.mooncake.steady import read_steadily
+from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
+from hicache_storage.objects import ObjectRead, ObjectStorage
+from hicache_storage.spec import (
+    Capabilities,
+    Durability,
+    Health,
+    InvalidPoolError,
+    PoolName,
+    Sharing,
+    StorageUnavailableError,
+    StuckReads,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.mooncake.config import MooncakeConfig
+    from hicache_backends.mooncake.reader import Reader
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, RegisteredPool, WriteBatch
+    from hicache_storage.spec import StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+NOBODY_S_OBJECT = "hicache-health"
+
+
+class MooncakeStorage(ObjectStorage):
+    """Stores pages in Mooncake Store.
+
+    What a set has answered `True` for is seen by the next call of every storage with the same master and tenant, until it is
+    evicted, or until the node that keeps it leaves.
+
+    Raises:
+        ConfigError: a setting is missing or has no usable value.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
+        self._config, self._settings = config, client_settings(config)
+        self._buffer_bytes = buffer_bytes(config, self._settings)
+        super().__init__(
+            identity,
+            driver_name="mooncake",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                # What this process lends leaves with it, and the pages in there too.
+                durability=Durability.NONE if self._settings.global_segment_size else Durability.REOPEN,
+                deletes=True,
+                clears=True,
+                networked=True,
+                stuck_reads=StuckReads.WAITS if self._buffer_bytes is None else StuckReads.BUFFERED,
+            ),
+            verifies_checksums=config.verify_checksums,
+            metrics=config.metrics,
+        )
+        self._attachment: Attachment | None = None
+        self._admitted: dict[PoolName, RegisteredPool] = {}
+        self._connecting = threading.Lock()
+        """Guards both: a pool is either there when the connection is made, or registered with it."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """The open connection.
+
+        Raises:
+            StorageUnavailableError: it is not open.
+        """
+        if self._attachment is None:
+            raise StorageUnavailableError("mooncake: the store is not open")
+        return self._attachment
+
+    def admit_pool(self, pool: RegisteredPool) -> None:
+        protocol, size = self._settings.protocol, self._buffer_bytes
+        if protocol != "tcp" and not regions_of(pool.access):
+            raise InvalidPoolError(
+                f"pool {pool.name!r} has no addresses in host memory, which {protocol} needs; use a layout that has "
+                "(page_first, page_first_direct), or protocol 'tcp'"
+            )
+        if size is not None and pool.namespace.object_bytes > size:
+            raise InvalidPoolError(
+                f"pool {pool.name!r}: a page and its envelope have {pool.namespace.object_bytes} bytes, and the option "
+                f"'buffer_size' is {size}; make it larger"
+            )
+        with self._connecting:
+            if self._attachment is not None:
+                _register(self._attachment, pool)
+            self._admitted[pool.name] = pool
+
+    def connect(self) -> None:
+        with self._connecting:
+            attachment, crew = Attachment(self._settings), Crew()
+            try:
+                for pool in self._admitted.values():
+                    _register(attachment, pool)
+                self._reader: Reader = (
+                    DirectReader(Blocks(attachment.register_block))
+                    if self._buffer_bytes is None
+                    else BufferedReader(self._buffer_bytes, crew)
+                )
+                gathers = self._settings.protocol == "tcp"
+                blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if gathers else BLOCK_BYTES)
+                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, gathers=gathers)
+            except BaseException:
+                crew.close()
+                attachment.close()
+                raise
+            self._attachment, self._crew = attachment, crew
+
+    def disconnect(self) -> None:
+        attachment, self._attachment = self.attachment, None
+        self._crew.close()
+        attachment.close()
+
+    def check_health(self) -> Health:
+        with self.attachment.call() as connection:
+            connection.exist([NOBODY_S_OBJECT])
+        segment = self._settings.global_segment_size
+        lent = f"lending {segment:,} bytes" if segment else "lending no memory"
+        return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        names = _names(batches)
+        with self.attachment.call() as connection:
+            answers = iter(connection.exist(names))
+        return [[next(answers) for _ in batch.keys] for batch in batches]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        with self.attachment.call() as connection:
+            outcome = read_steadily(self._reader, connection, [read for batch in batches for read in batch.reads], call)
+        self._note_partial_fault(outcome.faults, bool(outcome.arrived))
+        return [[read in outcome.arrived for read in batch.reads] for batch in batches]
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        with self.attachment.call() as connection:
+            outcome = self._writer.write(connection, [write for batch in batches for write in batch.writes], call)
+        self._note_partial_fault(outcome.faults, bool(outcome.stored))
+        return [[write in outcome.stored for write in batch.writes] for batch in batches]
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        names = _names(batches)
+        # The library is asked for each object once: a key that is named twice is removed once.
+        distinct = list(dict.fromkeys(names))
+        with self.attachment.call() as connection:
+            removed = {name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok}
+        answers = iter([_take(removed, name) for name in names])
+        return [[next(answers) for _ in batch.keys] for batch in batches]
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        with self.attachment.call() as connection:
+            for name in dict.fromkeys(namespace.name for namespace in namespaces):
+                connection.remove_prefix(f"{name}-")
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
+        again = [self._own_read(read) for batch in batches for read in batch.reads]
+        with self.attachment.call() as connection:
+            outcome = read_steadily(self._reader, connection, again, call)
+            going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
+            if going:
+                connection.remove(list(dict.fromkeys(read.namespace.object_name(read.key) for read in going)))
+        return not outcome.faults
+
+    def _own_read(self, read: ObjectRead) -> ObjectRead:
+        buffers = [memoryview(bytearray(length)) for length in read.namespace.geometry.component_bytes]
+        return ObjectRead(read.namespace, read.key, buffers, verifies_checksum=self._config.verify_checksums)
+
+    def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
+        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
+        if not faults:
+            return
+        if not served:
+            raise faults[0]
+        self.recorder.count_fault()
+        logger.debug("answering misses for a part of a call: %s", faults[0])
+
+
+def _register(attachment: Attachment, pool: RegisteredPool) -> None:
+    attachment.register(str(pool.name), regions_of(pool.access), pool.access)
+
+
+def _names(batches: Sequence[LookupBatch]) -> list[str]:
+    return [batch.namespace.object_name(key) for batch in batches for key in batch.keys]
+
+
+def _take(names: set[str], name: str) -> bool:
+    found = name in names
+    names.discard(name)
+    return found

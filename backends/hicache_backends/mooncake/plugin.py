@@ -1,0 +1,60 @@
+"""Registers the driver."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from hicache_storage.hookspecs import DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities, Durability, Sharing, StuckReads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@hookimpl
+def hicache_register_drivers() -> Sequence[DriverSpec]:
+    """Offer the driver `mooncake`."""
+    return [
+        DriverSpec(
+            name="mooncake",
+            target="hicache_backends.mooncake.driver:MooncakeStorage",
+            config="hicache_backends.mooncake.config:MooncakeConfig",
+            capabilities=Capabilities(
+                sharing=Sharing.PROCESSES,
+                durability=Durability.REOPEN,
+                deletes=True,
+                clears=True,
+                networked=True,
+                stuck_reads=StuckReads.BUFFERED,
+            ),
+            summary="Memory of many nodes, by Mooncake Store, over RDMA or TCP",
+            requires=("mooncake-transfer-engine-non-cuda",),
+            # A store service keeps the pages: what a process lends leaves with it.
+            trial_config={
+                "master_server_address": "127.0.0.1:{port:master}",
+                "local_hostname": "127.0.0.1",
+                "global_segment_size": "0",
+                "rpc_timeout_seconds": "2",
+                # Longer than the master keeps what a writer that was killed had begun, which blocks its key.
+                "wait_seconds": "2",
+            },
+            trial_services=(
+                (
+                    *(sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1", "--rpc_port={port:master}"),
+                    *(
+                        "--metrics_host=127.0.0.1",
+                        "--metrics_port={port:metrics}",
+                        "--default_kv_lease_ttl=2000",
+                        "--client_ttl=30",
+                    ),
+                    *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
+                ),
+                (
+                    *(sys.executable, "-m", "mooncake.cli_client", "--host=127.0.0.1", "--port={port:store}"),
+                    *("--master_server_address=127.0.0.1:{port:master}", "--metadata_server=P2PHANDSHAKE"),
+                    *("--protocol=tcp", "--global_segment_size=256MB"),
+                ),
+            ),
+        )
+    ]

@@ -1,0 +1,66 @@
+"""Reads pages until what is wrong about one is certain.
+
+An object that is removed while it is read gives up its memory to others, whose bytes then arrive in the page. That is no damage: a page
+is damaged if the same wrong bytes come twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from hicache_storage.objects import ObjectRead
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.mooncake.client.connection import Connection
+    from hicache_backends.mooncake.reader import Reader, ReadOutcome
+    from hicache_storage.objects import Call
+
+ATTEMPTS: Final = 4
+
+
+def read_steadily(reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+    """Read and verify pages; those that arrive damaged are so indeed.
+
+    Raises:
+        StorageUnavailableError: the master does not answer.
+    """
+    outcome = reader.read(connection, reads, call)
+    before = dict[ObjectRead, bytes]()
+    doubtful = _not_verified(outcome.arrived, call)
+    for _ in range(ATTEMPTS):
+        settled = {read for read, content in doubtful.items() if before.get(read) == content}
+        again = [read for read in doubtful if read not in settled]
+        if not again or call.expired():
+            break
+        for read in again:
+            read.retract()
+            outcome.arrived.discard(read)
+        before = doubtful
+        more = reader.read(connection, again, call)
+        outcome.arrived |= more.arrived
+        outcome.faults += more.faults
+        doubtful = _not_verified(more.arrived, call)
+    else:
+        again = list(doubtful)
+    for read in again:
+        # It could not be settled whether this is damage: a miss.
+        read.retract()
+        outcome.arrived.discard(read)
+    return outcome
+
+
+def _not_verified(reads: set[ObjectRead], call: Call) -> dict[ObjectRead, bytes]:
+    """Reads that arrived and are not the page, and a digest of what they are instead."""
+    with call.caller as waits:
+        return {read: _digest(read) for read in reads if not read.verify()} if waits else {}
+
+
+def _digest(read: ObjectRead) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in read.parts:
+        digest.update(part)
+    return digest.digest()

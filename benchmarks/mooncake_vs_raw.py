@@ -1,0 +1,250 @@
+"""The Mooncake driver, verification on, against the library itself on the same cluster, taking turns.
+
+    python benchmarks/mooncake_vs_raw.py                # the raw library: batch_put_from, batch_get_into, batch_is_exist
+    python benchmarks/mooncake_vs_raw.py --sglang       # SGLang's MooncakeStore too, in an environment that has it
+    python benchmarks/mooncake_vs_raw.py --profile      # where our side's time goes
+
+Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope. Over TCP our gets go through buffers,
+so that they end at their deadline; `stuck_reads waits` reads straight into the host pool, as over RDMA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from interleaved import Results, fresh_keys, machine, table, turns, wait_for_quiet
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.cluster import DevCluster
+from hicache_storage import PoolTransfer, StorageIdentity, create_storage
+from hicache_storage.pools import MHAHostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OURS, WAITS, RAW, PEER = "hicache mooncake", "hicache mooncake, stuck_reads waits", "raw library", "SGLang MooncakeStore"
+PAGE_TOKENS = 64
+# Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
+SHAPES = {"64 KiB": (2, 1), "1 MiB": (16, 2)}
+BATCH = {"64 KiB": 128, "1 MiB": 64}
+EXISTS_CALLS = 10
+GOALS = {("64 KiB", RAW): 0.8, ("1 MiB", RAW): 0.9, ("64 KiB", PEER): 1.0, ("1 MiB", PEER): 1.0}
+
+
+class Contender(Protocol):
+    """One of those who are compared."""
+
+    name: str
+
+    def put(self, keys: list[str]) -> bool: ...
+    def get(self, keys: list[str]) -> bool: ...
+    def exists(self, keys: list[str]) -> int: ...
+    def remove(self, keys: list[str]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Ours:
+    """The driver through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
+
+    def __init__(self, cluster: DevCluster, subject: str, name: str = OURS, **options: object) -> None:
+        self.name = name
+        (layers, heads), pages = SHAPES[subject], BATCH[subject]
+        self.pool = MHAHostPool(
+            size=pages * PAGE_TOKENS, page_size=PAGE_TOKENS, layer_num=layers, head_num=heads, head_dim=128, dtype=torch.bfloat16,
+            pin_memory=False,
+        )  # fmt: skip
+        for buffer in (self.pool.k_buffer, self.pool.v_buffer):
+            buffer.view(torch.uint8).random_(0, 256)
+        identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first")
+        self.storage = create_storage("mooncake", identity, {**cluster.options, **options})
+        self.storage.register_mem_host_pool_v2(self.pool, "kv")
+        self.storage.open()
+        self.slots = torch.arange(pages * PAGE_TOKENS)
+
+    def put(self, keys: list[str]) -> bool:
+        return all(self.storage.batch_set_v2([PoolTransfer("kv", self.slots, keys=keys)])["kv"])
+
+    def get(self, keys: list[str]) -> bool:
+        return all(self.storage.batch_get_v2([PoolTransfer("kv", self.slots, keys=keys)])["kv"])
+
+    def exists(self, keys: list[str]) -> int:
+        return self.storage.batch_exists_v2(keys).kv_hit_pages
+
+    def remove(self, keys: list[str]) -> None:
+        self.storage.clear()
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+class Raw:
+    """The library, called as its documentation says: contiguous pages in registered memory, one object each."""
+
+    name = RAW
+
+    def __init__(self, cluster: DevCluster, subject: str) -> None:
+        layers, heads = SHAPES[subject]
+        self.page_bytes = 2 * layers * heads * 128 * 2 * PAGE_TOKENS
+        self.memory = torch.randint(0, 256, (BATCH[subject] * self.page_bytes,), dtype=torch.uint8)
+        self.store = library.new_store()
+        assert not self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", cluster.address, tenant_id="default")
+        assert not self.store.register_buffer(self.memory.data_ptr(), self.memory.numel())
+        # Calls that the driver does not make are not in its description of the library.
+        self.calls: Any = self.store
+
+    def _places(self, keys: Sequence[str]) -> tuple[list[int], list[int]]:
+        start = self.memory.data_ptr()
+        return [start + page * self.page_bytes for page in range(len(keys))], [self.page_bytes] * len(keys)
+
+    def put(self, keys: list[str]) -> bool:
+        return not any(self.calls.batch_put_from(keys, *self._places(keys)))
+
+    def get(self, keys: list[str]) -> bool:
+        return self.calls.batch_get_into(keys, *self._places(keys)) == [self.page_bytes] * len(keys)
+
+    def exists(self, keys: list[str]) -> int:
+        return sum(self.calls.batch_is_exist(keys))
+
+    def remove(self, keys: list[str]) -> None:
+        self.calls.batch_remove(keys, True)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def sglangs(cluster: DevCluster, subject: str) -> Contender:
+    """SGLang's driver on its own host pool, called as its cache controller calls it."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+    (layers, heads), size = SHAPES[subject], BATCH[subject] * PAGE_TOKENS
+    device = MHATokenToKVPool(
+        size=size, page_size=PAGE_TOKENS, dtype=torch.bfloat16, head_num=heads, head_dim=128, layer_num=layers, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    pool = MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, "page_first", pin_memory=False,
+        device_capacity_tokens=size, start_layer=0, end_layer=layers,
+    )  # fmt: skip
+    pool.kv_buffer.view(torch.uint8).random_(0, 256)
+    extra = {"master_server_address": cluster.address, "local_hostname": "127.0.0.1", "global_segment_size": 0, "protocol": "tcp"}
+    config = HiCacheStorageConfig(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+        enable_storage_metrics=False, is_page_first_layout=True, model_name="benchmark",
+        extra_config={**extra, "metadata_server": "P2PHANDSHAKE"},
+    )  # fmt: skip
+    storage = MooncakeStore(config, pool)
+    storage.register_mem_pool_host(pool)
+    indices = torch.arange(size)
+
+    class Peer:
+        name = PEER
+
+        def put(self, keys: list[str]) -> bool:
+            return all(storage.batch_set_v1(keys, indices))
+
+        def get(self, keys: list[str]) -> bool:
+            return all(storage.batch_get_v1(keys, indices))
+
+        def exists(self, keys: list[str]) -> int:
+            return storage.batch_exists(keys)
+
+        def remove(self, keys: list[str]) -> None:
+            storage.store.remove_by_regex("^benchmark.*", True)
+
+        def close(self) -> None:
+            """Its end is left to the end of the process, as the engine does."""
+
+    return Peer()
+
+
+def measure(results: Results, subject: str, contenders: Sequence[Contender], rounds: int, patience: float) -> None:
+    """Put, look up and get a batch, each contender in its turn; then remove it, so that nothing is evicted."""
+    for contender in contenders:
+        keys = fresh_keys(BATCH[subject])
+        contender.put(keys)
+        contender.get(keys)
+        contender.remove(keys)
+    for contender in turns(contenders, rounds):
+        keys, who = fresh_keys(BATCH[subject]), contender.name
+        wait_for_quiet(patience)
+        results.time(subject, "put", who, partial(contender.put, keys))
+        for _ in range(EXISTS_CALLS):
+            results.time(subject, "exists", who, partial(contender.exists, keys), expect=len(keys))
+        results.time(subject, "get", who, partial(contender.get, keys))
+        contender.remove(keys)
+
+
+def report(results: Results) -> str:
+    """Medians with minimum and maximum in milliseconds a batch, and ratios of medians and of the fastest."""
+    rows = list[list[str]]()
+    for (subject, operation), samples in results.samples.items():
+        for who, seconds in samples.seconds.items():
+            ratios = ["", "", ""]
+            if who in (RAW, PEER):
+                goal = GOALS[subject, who]
+                ratios = [f"{samples.ratio(OURS, who):.2f}", f"{samples.best_ratio(OURS, who):.2f}", f"{goal:.1f}"]
+            times = (samples.median(who), min(seconds), max(seconds))
+            rows.append([subject, operation, who, *(f"{1000 * time:.2f}" for time in times), *ratios])
+    header = ["page", "operation", "who", "median ms", "min", "max", "ours is faster by", "fastest runs", "goal"]
+    return table(header, rows)
+
+
+def profile(cluster: DevCluster, subject: str) -> None:
+    """Where the time of our side goes, in Python."""
+    ours, keys = Ours(cluster, subject), fresh_keys(BATCH[subject])
+    ours.put(fresh_keys(BATCH[subject]))
+    profiler = cProfile.Profile()
+    # The deadline layer's threads are not seen by it: the driver below is called.
+    from hicache_storage.layers import innermost
+
+    ours.storage = innermost(ours.storage)
+    for action in (ours.put, ours.exists, ours.get):
+        profiler.runcall(action, keys)
+    ours.close()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds to wait for a quiet machine before each measurement")
+    parser.add_argument("--sglang", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the samples there as JSON")
+    arguments = parser.parse_args()
+    results = Results()
+    with DevCluster(1, 512 << 20) as cluster:
+        for subject in SHAPES:
+            if arguments.profile:
+                profile(cluster, subject)
+                continue
+            contenders: list[Contender] = [
+                Ours(cluster, subject), Raw(cluster, subject), Ours(cluster, subject, WAITS, stuck_reads="waits"),
+            ]  # fmt: skip
+            if arguments.sglang:
+                contenders.append(sglangs(cluster, subject))
+            measure(results, subject, contenders, arguments.rounds, arguments.patience)
+            for contender in contenders:
+                contender.close()
+    print(report(results))
+    if arguments.out:
+        samples = {"/".join(key): value.seconds for key, value in results.samples.items()}
+        arguments.out.write_text(json.dumps({"machine": machine(), "seconds": samples}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

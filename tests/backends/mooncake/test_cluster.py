@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_backends.mooncake.client.probe import check_master
+from hicache_backends.mooncake.cluster import DevCluster
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from tests.backends.mooncake.harness import Rig, chain
+
+COMMAND = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "mooncake", "dev-cluster"]
+
+
+def is_alive(pid):
+    """One that the kernel has killed may be a zombie until its new parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_command_stops_what_it_started(number):
+    """It prints options that work, and nothing outlives it however it ends."""
+    with subprocess.Popen([*COMMAND, "--stores", "2", "--store-size", "16mb", "--json"], stdout=subprocess.PIPE) as command:
+        options = json.loads(command.stdout.readline())
+        started = children(command.pid)
+        assert len(started) == 3
+        rig = Rig(options)
+        assert rig.put(chain("command", 2)) == [True] * 2
+        rig.storage.close()
+        command.send_signal(number)
+        assert command.wait(60) == (0 if number is not signal.SIGKILL else -signal.SIGKILL)
+    for pid in started:
+        assert not is_alive(pid)
+
+
+def test_a_cluster_that_does_not_come_up():
+    """It says so, with what the process said, and leaves nothing running."""
+    with DevCluster(1, 16 << 20) as cluster:
+        port = int(cluster.address.split(":")[1])
+        second = DevCluster(1, 16 << 20, port=port)
+        second.master.port = 1
+        with pytest.raises(StorageUnavailableError, match=r"mooncake.cli ended with"):
+            second.start()
+        assert [process.pid for process in (second.master, *second.stores)] == [None, None]
+        assert cluster.master.pid is not None
+
+
+def test_without_the_library_the_command_names_the_fix():
+    source = (
+        "import sys; sys.modules['mooncake'] = None; sys.argv = ['hicache', 'mooncake', 'dev-cluster']\n"
+        "from hicache_storage.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
+
+
+@pytest.mark.parametrize("size", [16 << 20, 100_000_000])
+def test_stores_of_any_size_are_known_to_the_master(size):
+    with DevCluster(2, size) as cluster:
+        assert cluster._capacity() > size
+
+
+def test_a_master_that_hangs_is_told_from_one_that_is_gone():
+    with DevCluster(0) as cluster:
+        host, port = cluster.address.split(":")
+        check_master((host, int(port)), 5.0)
+        cluster.master.suspend()
+        with pytest.raises(StorageTimeoutError, match="has not answered"):
+            check_master((host, int(port)), 0.3)
+        cluster.master.resume()
+        check_master((host, int(port)), 5.0)
+    with pytest.raises(StorageUnavailableError, match="cannot be reached"):
+        check_master((host, int(port)), 5.0)
+
+
+def test_an_interrupted_process_is_interrupted():
+    """The library leaves signal handlers and masks as they are: SIGINT is Python's KeyboardInterrupt."""
+    script = (
+        "import sys, json, signal, os, time\n"
+        "from tests.backends.mooncake.harness import Rig\n"
+        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(0, [])\n"
+        "rig = Rig(json.loads(sys.argv[1]))\n"
+        "rig.storage.open()\n"
+        "assert before == ([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(0, []))\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(30)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    with DevCluster(1, 16 << 20) as cluster:
+        done = subprocess.run(
+            [sys.executable, "-c", script, json.dumps(cluster.options)], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.stdout.strip() == "interrupted", done.stderr
+    assert done.returncode == 0

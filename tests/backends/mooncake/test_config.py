@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hicache_backends.mooncake.config import MooncakeConfig, buffer_bytes, client_settings, size_of
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import ConfigError, StorageIdentity, parse_config
+
+IDENTITY = StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l")
+
+
+def settings(environment=None, **options):
+    return client_settings(parse_config(MooncakeConfig, options), environment or {})
+
+
+def buffer(**options):
+    config = parse_config(MooncakeConfig, {"master_server_address": "m:1", **options})
+    return buffer_bytes(config, client_settings(config, {}))
+
+
+def test_what_counts_first(tmp_path):
+    """The driver's options, then the variables, then Mooncake's file, then its defaults."""
+    file = tmp_path / "mooncake.json"
+    file.write_text(
+        json.dumps(
+            {
+                "master_server_address": "file:1",
+                "protocol": "rdma",
+                "device_name": "mlx5_0",
+                "global_segment_size": "3gb",
+                "local_hostname": "file",
+                "check_server": False,
+            }
+        )
+    )
+    environment = {"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_MASTER": "variable:2", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "2gb"}
+    found = settings(environment, global_segment_size="1gb")
+    assert found.global_segment_size == 1 << 30
+    assert found.master_server_address == "variable:2"
+    assert (found.protocol, found.device_name, found.local_hostname) == ("rdma", "mlx5_0", "file")
+    assert (found.metadata_server, found.tenant_id) == ("P2PHANDSHAKE", "default")
+
+
+def test_sizes_are_mooncakes():
+    for text, size in (
+        ("4gb", 4 << 30),
+        ("4 GB", 4 << 30),
+        ("512mb", 512 << 20),
+        ("1.5GiB", 3 << 29),
+        ("0", 0),
+        ("77", 77),
+        (77, 77),
+    ):
+        assert size_of(text, "it") == size
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "complaint"),
+    [
+        ({}, {}, "'master_server_address'.*MOONCAKE_MASTER.*config_path"),
+        ({}, {"master_server_address": "master"}, "option 'master_server_address' is 'master'; write HOST:PORT"),
+        ({"MOONCAKE_MASTER": "m:99999"}, {}, r"\$MOONCAKE_MASTER is 'm:99999'"),
+        (
+            {"MOONCAKE_MASTER": "m:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
+            {},
+            r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 'lots'.*'4gb'",
+        ),
+        ({}, {"master_server_address": "m:1", "local_buffer_size": -1}, "'local_buffer_size' is -1"),
+        ({}, {"master_adress": "m:1"}, "did you mean"),
+        ({}, {"config_path": "/nowhere/mooncake.json"}, "'/nowhere/mooncake.json' cannot be read"),
+    ],
+)
+def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        settings(environment, **options)
+
+
+def test_how_reads_go():
+    """Over tcp a get can be left; where the memory of a pool is registered, pages come straight into it."""
+    assert buffer() == buffer(stuck_reads="buffered") == 64 << 20
+    assert buffer(buffer_size="1mb") == 1 << 20
+    assert buffer(stuck_reads="waits") is None
+    assert buffer(protocol="RDMA") is None
+    with pytest.raises(ConfigError, match="for protocol 'tcp', and this is 'rdma'; leave it at 'auto'"):
+        buffer(protocol="rdma", stuck_reads="buffered")
+    with pytest.raises(ConfigError, match="'buffer_size' must not be 0"):
+        buffer(buffer_size="0")
+
+
+def test_a_file_that_asks_for_more(tmp_path):
+    file = tmp_path / "mooncake.json"
+    file.write_text(json.dumps({"master_server_address": "m:1", "standalone_storage": True}))
+    with pytest.raises(ConfigError, match=r"'standalone_storage'.*global_segment_size to 0"):
+        settings(config_path=str(file))
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        settings(config_path=str(file))
+    file.write_text(json.dumps({"master_server_address": 5}))
+    with pytest.raises(ConfigError, match=r"'master_server_address' in .* is 5, and has to be text"):
+        settings(config_path=str(file))
+
+
+def test_masters_behind_a_name_service():
+    assert settings(master_server_address="etcd://10.0.0.1:2379").master is None
+    assert settings(master_server_address="[::1]:50051").master == ("::1", 50051)
+
+
+def test_a_storage_is_refused_before_it_connects(monkeypatch):
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+    with pytest.raises(ConfigError, match="no master"):
+        create_storage("mooncake", IDENTITY)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hicache_backends.mooncake.client.shared import connections
+from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError, StuckReads
+from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
+
+
+def test_importing_and_constructing_need_no_library():
+    source = (
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from hicache_storage import StorageIdentity, create_storage\n"
+        "identity = StorageIdentity(model='m', kv_dtype='b', page_size=1, layout='l')\n"
+        "storage = create_storage('mooncake', identity, {'master_server_address': '127.0.0.1:1'})\n"
+        "print('torch' in sys.modules, 'mooncake.store' in sys.modules, storage.health().detail)\n"
+        "storage.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False False StorageUnavailableError: the master at 127.0.0.1:1 cannot be reached")
+
+
+def test_a_library_that_is_missing_is_named(cluster):
+    source = (
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from hicache_storage import StorageIdentity, create_storage\n"
+        "identity = StorageIdentity(model='m', kv_dtype='b', page_size=1, layout='l')\n"
+        f"create_storage('mooncake', identity, {cluster.options!r}).open()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert "driver 'mooncake' cannot load Mooncake" in done.stderr
+    assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
+
+
+@pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
+@pytest.mark.parametrize("way", ["waits", "buffered"])
+def test_pages_come_back(rig, way, components):
+    one = rig(stuck_reads=way, components=components)
+    keys = chain(f"back {way}", 12)
+    assert one.hits(keys) == 0
+    assert one.put(keys) == [True] * 12
+    assert one.hits(keys) == 12
+    one.expect(keys)
+    assert one.driver.capabilities.stuck_reads is StuckReads(way)
+    assert one.storage.delete(keys[3:5]) == [True, True]
+    assert one.storage.delete(keys[3:5]) == [False, False]
+    assert one.hits(keys) == 3
+
+
+def test_more_pages_than_one_request_takes(rig):
+    one = rig(pages=600, components=(64,))
+    keys = chain("many", 600)
+    assert one.put(keys) == [True] * 600
+    one.expect(keys)
+    # Pages that go through a buffer which holds three of them.
+    small = rig(pages=600, components=(64,), stuck_reads="buffered", buffer_size=3 * 128)
+    small.expect(keys)
+    # More than are gathered for one request.
+    large = rig(pages=70, components=(250_000,))
+    assert large.put(keys[:70]) == [True] * 70
+    large.expect(keys[:70])
+
+
+def test_a_process_that_lends_memory(cluster, rig):
+    """Its pages are there for others as long as it is, and its memory is given back with its last storage."""
+    lender = rig(global_segment_size="32mb", who=identity(model="lender"))
+    assert lender.driver.capabilities.durability is Durability.NONE
+    keys = chain("lent", 8)
+    assert lender.put(keys) == [True] * 8
+    reader = rig(who=identity(model="lender"))
+    assert reader.driver.capabilities.durability is Durability.REOPEN
+    reader.expect(keys)
+    settings = lender.driver._settings
+    assert settings in connections._entries
+    lender.storage.close()
+    assert settings not in connections._entries
+    for page, key in zip(reader.get(keys), keys, strict=True):
+        assert page in (None, content(key, 0, reader.page_bytes))
+
+
+def test_storages_share_a_client(rig):
+    one, two = rig(), rig(who=identity(model="two"))
+    one.storage.open()
+    two.storage.open()
+    assert one.driver.attachment._connection is two.driver.attachment._connection
+    one.storage.close()
+    assert two.put(chain("shared", 1)) == [True]
+    with pytest.raises(StorageClosedError):
+        one.hits(["a"])
+
+
+def test_threads_that_write_one_page(rig):
+    """All of them are told that it is stored, and it is."""
+    rigs = [rig(wait_seconds=30) for _ in range(6)]
+    keys, told = chain("race", 8), [None] * 6
+    together = threading.Barrier(6)
+
+    def write(number):
+        together.wait()
+        told[number] = rigs[number].put(keys)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == [[True] * 8] * 6
+    rigs[0].expect(keys)
+
+
+def test_a_set_that_is_too_late_publishes_nothing(rig):
+    one = rig()
+    keys = chain("late", 4)
+    assert one.put(keys, seconds=1e-9) == [False] * 4
+    assert one.hits(keys) == 0
+    assert one.put(keys) == [True] * 4
+
+
+def test_a_forked_child_is_refused(rig):
+    one = rig()
+    assert one.put(["a"]) == [True]
+    child = os.fork()
+    if not child:
+        try:
+            one.hits(["a"])
+        except StorageForkedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    one.expect(["a"])
+
+
+def test_a_forked_child_opens_none_of_its_own(rig, cluster):
+    """The library's threads are not there, and it would hang; what is inherited is not closed, and the parent goes on."""
+    one = rig()
+    assert one.put(["parent's"]) == [True]
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        one.storage.close()
+        own = Rig(cluster.options)
+        try:
+            own.storage.open()
+        except StorageForkedError as error:
+            os._exit(7 if "spawn" in str(error) and own.put(["child's"]) == [False] else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    one.expect(["parent's"])
+
+
+def test_a_child_forked_before_the_first_storage_opens_its_own(cluster):
+    source = (
+        "import os, sys, signal\n"
+        "from tests.backends.mooncake.harness import Rig\n"
+        f"rig = Rig({cluster.options!r})\n"
+        "child = os.fork()\n"
+        "if not child: signal.alarm(60)\n"
+        "stored = rig.put(['by both'])\n"
+        "rig.storage.close()\n"
+        "if not child: os._exit(7 if stored == [True] else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stored)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["7", "[True]"], done.stderr

@@ -1,0 +1,154 @@
+"""Faults that a driver for Mooncake was found to have, on a real master (docs/mooncake.md lists them)."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_backends.mooncake.client import library
+from tests.backends.mooncake.harness import UNTOUCHED, StrangersClient, chain, content, identity
+
+HALF, WHOLE = (512, 512), (1024, 1024)
+
+
+@pytest.fixture(params=["waits", "buffered"])
+def way(request):
+    return request.param
+
+
+def test_a_tp2_writer_and_a_tp1_reader(rig):
+    """Neither sees the other's pages, in both directions, and each can store its own."""
+    keys = chain("tp", 4)
+    half = rig(components=HALF, who=identity(tp_rank=0, tp_size=2))
+    whole = rig(components=WHOLE, who=identity())
+    assert half.put(keys) == [True] * 4
+    assert whole.hits(keys) == 0
+    assert whole.get(keys) == [None] * 4
+    assert set(whole.pool.memory) == {UNTOUCHED}
+    assert whole.put(keys, version=1) == [True] * 4
+    whole.expect(keys, version=1)
+    half.expect(keys)
+
+
+def test_a_bf16_page_and_an_fp32_page(rig):
+    keys = chain("dtype", 2)
+    narrow = rig(components=HALF, dtype="bfloat16", who=identity(kv_dtype="bfloat16"))
+    wide = rig(components=WHOLE, dtype="float32", who=identity(kv_dtype="float32"))
+    assert narrow.put(keys) == [True] * 2
+    assert wide.hits(keys) == 0
+    assert wide.get(keys) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"tp_rank": 1, "tp_size": 2}, {"tp_rank": 1, "tp_size": 4}),
+        ({"pp_rank": 0, "pp_size": 2}, {"pp_rank": 0, "pp_size": 4}),
+        ({"cp_rank": 0, "cp_size": 2}, {"cp_rank": 1, "cp_size": 2}),
+    ],
+    ids=["gqa", "pp", "cp"],
+)
+def test_pages_of_one_length_and_other_ranks(rig, one, other):
+    """What no length can tell apart, the name does."""
+    keys = chain(f"ranks{one}", 2)
+    writer, reader = rig(who=identity(**one)), rig(who=identity(**other))
+    assert writer.put(keys) == [True] * 2
+    assert reader.hits(keys) == 0
+    assert reader.get(keys) == [None] * 2
+    assert reader.put(keys, version=1) == [True] * 2
+    writer.expect(keys)
+
+
+@pytest.mark.parametrize("length", ["half", "longer", "empty envelope"])
+def test_an_object_of_another_length(rig, stranger, way, length):
+    """It is no page, is counted as damaged once, and the next set repairs it."""
+    one = rig(stuck_reads=way)
+    keys = chain(f"length {length} {way}", 3)
+    assert one.put(keys) == [True] * 3
+    stranger.remove(one.name(keys[1]))
+    page = content(keys[1], 0, one.page_bytes)
+    wrong = {"half": page[: one.page_bytes // 2], "longer": page + bytes(100), "empty envelope": page + bytes(64)}[length]
+    stranger.put(one.name(keys[1]), wrong)
+    found = one.get(keys)
+    assert found[1] is None
+    assert [found[0], found[2]] == [content(keys[0], 0, one.page_bytes), content(keys[2], 0, one.page_bytes)]
+    assert one.stats.pages_damaged == 1
+    assert one.hits(keys) == 1
+    assert one.put(keys) == [True] * 3
+    one.expect(keys)
+    assert one.stats.pages_damaged == 1
+
+
+def test_clear_is_this_namespaces(rig, cluster, stranger):
+    """Neither another model's pages go, nor a stranger's objects, nor another tenant's."""
+    keys = chain("clear", 3)
+    one, other, tenant = rig(), rig(who=identity(model="other")), rig(tenant_id="somebody")
+    foreign = StrangersClient(cluster.options, tenant="somebody")
+    stranger.put("a-stranger's", b"x" * 100)
+    for each in (one, other, tenant):
+        assert each.put(keys) == [True] * 3
+    one.storage.clear()
+    assert one.hits(keys) == 0
+    other.expect(keys)
+    assert stranger.size("a-stranger's") == 100
+    # A master without enable_multi_tenants has one space of names for all of them.
+    if foreign.size(one.name(keys[0])) >= 0:
+        tenant.expect(keys)
+    foreign.close()
+    assert one.put(keys) == [True] * 3
+    one.expect(keys)
+
+
+def test_half_a_page_is_no_page(rig, stranger, way):
+    """Components lie in one object, so that there is no half; neighbours of a missing page are not touched."""
+    one = rig(stuck_reads=way)
+    keys = chain(f"half {way}", 3)
+    one.put([keys[0], keys[2]])
+    found = one.get(keys)
+    assert [page is None for page in found] == [False, True, False]
+    assert set(one.pool.page(1)) == {UNTOUCHED}
+    assert set(one.pool.page(3)) == {UNTOUCHED}
+    assert stranger.size(one.name(keys[0])) == one.page_bytes + 64
+
+
+def test_empty_batches(rig):
+    one = rig()
+    assert one.hits([]) == 0
+    assert one.get([]) == []
+    assert one.put([]) == []
+    assert one.storage.batch_get_v2([]) == {}
+    assert one.storage.delete([]) == []
+
+
+def test_one_object_asked_for_twice(rig, way):
+    """The library fills one destination for a name; both are delivered all the same."""
+    one = rig(stuck_reads=way)
+    [key, other] = chain(f"twice {way}", 2)
+    assert one.put([key, other, key]) == [True] * 3
+    wanted = [content(k, 0, one.page_bytes) for k in (key, other, key)]
+    assert one.get([key, other, key]) == wanted
+
+
+def test_damage_is_repaired(rig, stranger, way):
+    """Other bytes of the right length: a miss, once counted, and gone for everybody until it is set again."""
+    one, other = rig(stuck_reads=way), rig()
+    keys = chain(f"damage {way}", 2)
+    one.put(keys)
+    stranger.remove(one.name(keys[0]))
+    stranger.put(one.name(keys[0]), bytes(one.page_bytes + 64))
+    assert one.get(keys)[0] is None
+    assert other.hits(keys) == 0
+    assert one.put(keys) == [True] * 2
+    other.expect(keys)
+
+
+def test_a_key_that_somebody_else_is_writing(rig, stranger):
+    """It is not said to be stored while it is not, and it is as soon as the other's is."""
+    one = rig(wait_seconds=0.1)
+    [key] = chain("busy", 1)
+    name = one.name(key)
+    assert stranger.store.batch_put_session_start([name], [one.page_bytes + 64], library.replicate_config(1)) == [0]
+    assert one.put([key]) == [False]
+    assert one.hits([key]) == 0
+    stranger.store.batch_put_session_revoke([name])
+    assert one.put([key]) == [True]
+    one.expect([key])

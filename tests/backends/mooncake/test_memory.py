@@ -1,0 +1,113 @@
+"""Memory of host pools: registered once, refused before anything has changed, and let go when nobody can use it any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_backends.mooncake.client.attachment import Attachment
+from hicache_conformance.memory import EnginePool
+from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
+from tests.backends.file.harness import ScratchPool
+from tests.backends.mooncake.harness import COMPONENTS, Rig
+
+
+def registered(rig):
+    """What the storage's client has registered, with how often."""
+    return rig.driver.attachment._connection._registered
+
+
+def regions(rig, pool="kv"):
+    return rig.driver.attachment._pools[pool].regions
+
+
+def test_memory_is_registered_once_and_let_go(rig):
+    one = rig()
+    one.storage.open()
+    [region], known = regions(one), registered(one)
+    before = len(known)
+    one.storage.register_mem_host_pool_v2(one.pool, "kv")
+    assert (len(known), known[region]) == (before, 1)
+    one.storage.register_mem_host_pool_v2(one.pool, "draft")
+    assert (len(known), known[region]) == (before, 2)
+    one.storage.close()
+    assert region not in known
+
+
+def test_pools_that_come_before_and_after_the_connection(rig):
+    one = rig()
+    one.storage.register_mem_host_pool_v2(ScratchPool(4, (100,)), "swa")
+    one.storage.open()
+    one.storage.register_mem_host_pool_v2(ScratchPool(4, (100,)), "mamba")
+    for pool in ("kv", "swa", "mamba"):
+        [region] = regions(one, pool)
+        assert registered(one)[region] == 1
+
+
+def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(rig):
+    """A call may still be reading into it."""
+    one = rig()
+    one.storage.open()
+    [former] = regions(one)
+    with one.driver.attachment.call():
+        one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "kv")
+        [present] = regions(one)
+        assert former in registered(one)
+    assert former not in registered(one)
+    assert present in registered(one)
+
+
+def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
+    one = rig()
+    one.storage.open()
+    attachment, known, [region] = one.driver.attachment, registered(one), regions(one)
+    with attachment.call() as connection:
+        attachment.close()
+        assert region in known
+        assert connection.exist(["nobody's"]) == [False]
+        with pytest.raises(StorageUnavailableError, match="closed"), attachment.call():
+            pass
+    assert region not in known
+    # Nothing is released twice: the client is still there for the others.
+    attachment.close()
+    two = rig()
+    assert two.put(["a"]) == [True]
+
+
+def test_a_pool_that_is_refused_changes_nothing(cluster):
+    one = Rig(cluster.options, protocol="rdma")
+    with pytest.raises(InvalidPoolError, match=r"no addresses in host memory.*page_first"):
+        one.driver.register_mem_host_pool_v2(EnginePool(), "kv")
+    assert one.driver.pools["kv"].namespace.geometry == one.pool.geometry
+    one.storage.close()
+
+
+def test_memory_that_the_transport_refuses(rig, monkeypatch):
+    """Over TCP it does not matter; elsewhere the pool is refused, and what was there before stays."""
+    one = rig()
+    one.storage.open()
+    attachment = one.driver.attachment
+    assert isinstance(attachment, Attachment)
+    before, known = regions(one), dict(registered(one))
+    monkeypatch.setattr(attachment._connection, "register", lambda start, size: False)
+    attachment.register("swa", [(1, 2)], None)
+    assert attachment._pools["swa"].regions == []
+    settings = attachment._connection.settings
+    monkeypatch.setattr(attachment._connection, "settings", settings.__class__(**{**as_dict(settings), "protocol": "rdma"}))
+    with pytest.raises(InvalidPoolError, match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l"):
+        attachment.register("kv", [(1, 2)], None)
+    assert regions(one) == before
+    assert registered(one) == known
+    monkeypatch.undo()
+
+
+def test_a_page_larger_than_a_buffer(rig):
+    one = rig(buffer_size=8192)
+    with pytest.raises(InvalidPoolError, match=r"pool 'kv': a page and its envelope have 9064 bytes.*'buffer_size' is 8192"):
+        one.storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
+    assert one.put(["fits"]) == [True]
+    one.expect(["fits"])
+    rig(buffer_size=8192, stuck_reads="waits").storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
+
+
+def as_dict(settings):
+    return {name: getattr(settings, name) for name in settings.__struct_fields__}

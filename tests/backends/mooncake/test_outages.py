@@ -1,0 +1,206 @@
+"""Masters that are killed, stores that are killed, and less memory than pages: no wrong byte, no exception, no hang."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.cluster import DevCluster
+from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
+
+DEADLINE_SECONDS = 1.5
+SLACK_SECONDS = 1.0
+"""What FT-3 allows beyond the deadline."""
+RECOVERY_SECONDS = 20.0
+
+
+class Worker(threading.Thread):
+    """An engine: sets, asks and gets chains until it is told to stop, and notes what was wrong."""
+
+    def __init__(self, options, number, stop):
+        super().__init__(name=f"worker-{number}")
+        self.rig = Rig(options, deadline=DEADLINE_SECONDS, pages=8)
+        self.chance, self.stop = random.Random(number), stop
+        self.wrong, self.hits, self.longest = [], 0, 0.0
+
+    def run(self):
+        try:
+            while not self.stop.is_set():
+                keys = chain(f"load {self.chance.randrange(12)}", 8)
+                self.timed(self.rig.put, keys)
+                self.timed(self.rig.hits, keys)
+                for key, page in zip(keys, self.timed(self.rig.get, keys), strict=True):
+                    if page is not None:
+                        self.hits += 1
+                        if page != content(key, 0, self.rig.page_bytes):
+                            self.wrong.append(f"other bytes for {key}")
+        except Exception as error:  # noqa: BLE001 - that is what is looked for
+            self.wrong.append(repr(error))
+
+    def timed(self, ask, keys):
+        began = time.monotonic()
+        answer = ask(keys)
+        taken = time.monotonic() - began
+        self.longest = max(self.longest, taken)
+        if taken > DEADLINE_SECONDS + SLACK_SECONDS:
+            self.wrong.append(f"{ask.__name__} took {taken:.1f} s")
+        return answer
+
+
+@contextmanager
+def under_load(options):
+    stop = threading.Event()
+    workers = [Worker(options, number, stop) for number in range(3)]
+    for worker in workers:
+        worker.rig.storage.open()
+        worker.start()
+    try:
+        yield workers
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join(30)
+            worker.rig.storage.close()
+    assert [worker.wrong for worker in workers] == [[], [], []]
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def wait_for_hits(workers, more=20):
+    """Throughput has returned by itself: every worker is served."""
+    wanted = [worker.hits + more for worker in workers]
+    until = time.monotonic() + RECOVERY_SECONDS
+    while any(worker.hits < count for worker, count in zip(workers, wanted, strict=True)):
+        assert time.monotonic() < until, [worker.hits for worker in workers]
+        assert [worker.wrong for worker in workers] == [[], [], []]
+        time.sleep(0.05)
+
+
+def test_the_master_is_killed_and_restarted():
+    with DevCluster(2, 32 << 20) as cluster, under_load(cluster.options) as workers:
+        for _ in range(2):
+            wait_for_hits(workers)
+            cluster.master.kill()
+            time.sleep(1.0)
+            cluster.master.start()
+        wait_for_hits(workers)
+
+
+def test_the_master_hangs():
+    with DevCluster(1, 32 << 20) as cluster, under_load({**cluster.options, "rpc_timeout_seconds": 2}) as workers:
+        wait_for_hits(workers)
+        cluster.master.suspend()
+        time.sleep(3.0)
+        cluster.master.resume()
+        wait_for_hits(workers)
+
+
+def test_a_store_is_killed():
+    with DevCluster(2, 32 << 20, client_ttl_seconds=2) as cluster, under_load(cluster.options) as workers:
+        wait_for_hits(workers)
+        cluster.stores[0].kill()
+        wait_for_hits(workers)
+        cluster.stores[0].start()
+        wait_for_hits(workers)
+
+
+def test_a_store_hangs():
+    """A get is left at its deadline, and what arrives later arrives in the driver's buffers."""
+    with DevCluster(1, 32 << 20) as cluster:
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(64 << 10, 64 << 10), pages=8)
+        keys = chain("hang", 8)
+        assert rig.put(keys) == [True] * 8
+        rig.expect(keys)
+        cluster.stores[0].suspend()
+        began = time.monotonic()
+        assert rig.get(keys) == [None] * 8
+        assert time.monotonic() - began < DEADLINE_SECONDS + SLACK_SECONDS
+        cluster.stores[0].resume()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.driver._reader._buffers._lent:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert set(rig.pool.memory) == {UNTOUCHED}
+        while rig.put(keys) != [True] * 8 or rig.get(keys) != [content(key, 0, rig.page_bytes) for key in keys]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        rig.storage.close()
+
+
+def test_a_write_that_could_not_be_given_up():
+    """The library goes on believing that it is written; the next set of that page ends this, and stores it."""
+    with DevCluster(1, 16 << 20) as cluster:
+        rig = Rig(cluster.options)
+        rig.storage.open()
+        connection, name = rig.driver.attachment._connection, rig.name("begun")
+        assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
+        cluster.master.kill()
+        connection.withdraw([name])
+        assert connection._stranded == {name}
+        cluster.master.start()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.put(["begun"]) != [True]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert connection._stranded == set()
+        rig.expect(["begun"])
+        # What is not being written cannot be left behind.
+        connection.withdraw(["never begun"])
+        assert connection._stranded == set()
+        rig.storage.close()
+
+
+@pytest.mark.parametrize("way", ["waits", "buffered"])
+def test_four_times_more_pages_than_memory(way):
+    """Each batch is stored in part at least, what is read is right, and the last ones are there."""
+    with DevCluster(1, 16 << 20, lease_milliseconds=50) as cluster:
+        rig = Rig(cluster.options, components=(32 << 10, 32 << 10), pages=16, deadline=10.0, stuck_reads=way)
+        stored = 0
+        for batch in range(64):
+            keys = chain(f"over {batch}", 16)
+            answers = rig.put(keys)
+            stored += sum(answers)
+            for key, page in zip(keys, rig.get(keys), strict=True):
+                assert page in (None, content(key, 0, rig.page_bytes))
+        assert stored > 64 * 16 // 2, stored
+        rig.expect([key for key, ok in zip(keys, answers, strict=True) if ok])
+        rig.storage.close()
+
+
+def test_a_page_larger_than_a_segment():
+    with DevCluster(1, 16 << 20) as cluster:
+        rig = Rig(cluster.options, components=(24 << 20,), pages=1, wait_seconds=0.1)
+        assert rig.put(["large"]) == [False]
+        assert rig.hits(["large"]) == 0
+        assert rig.get(["large"]) == [None]
+        small = Rig(cluster.options)
+        assert small.put(["small"]) == [True]
+        for each in (rig, small):
+            each.storage.close()
+
+
+def test_no_master_and_one_later():
+    """An absent master is a miss at once, and no restart is needed when it comes."""
+    cluster = DevCluster(1, 16 << 20)
+    rig = Rig(cluster.options, deadline=DEADLINE_SECONDS)
+    try:
+        began = time.monotonic()
+        assert rig.hits(["a"]) == 0
+        assert rig.put(["a"]) == [False]
+        assert rig.get(["a"]) == [None]
+        assert not rig.storage.health().ok
+        assert time.monotonic() - began < 4 * DEADLINE_SECONDS
+        cluster.start()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.put(["a"]) != [True]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        rig.expect(["a"])
+        assert rig.storage.health().ok
+    finally:
+        rig.storage.close()
+        cluster.close()
