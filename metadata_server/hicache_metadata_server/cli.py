@@ -221,7 +221,7 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     try:
         service = MetadataService(durability=opened.durability)
         service.restore(opened.recover(now), opened.rows, now)
-        yield service, lambda: opened.write(service.take_changes(), now)
+        yield service, lambda: opened.write(service.take_changes())
     finally:
         opened.close()
 

@@ -1,12 +1,15 @@
-"""Group commit: requests that arrive together, or while a transaction is being written, share the next one."""
+"""When changes are written: at once where that takes no waiting; else those that arrive while others are written share the next write."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from hicache_metadata_server.stores.store import StoreError
 
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.service.changes import Changes
     from hicache_metadata_server.service.service import MetadataService
+    from hicache_metadata_server.stores.folds import Piece
     from hicache_metadata_server.stores.store import Store
+
+_log = structlog.get_logger()
 
 IDLE_SECONDS: Final = 0.05
 """After so long without a write the store does what it has put off."""
@@ -24,8 +30,8 @@ IDLE_SECONDS: Final = 0.05
 class Journal:
     """Writes a service's changes to its store; used from the event loop that it was opened in.
 
-    A store that writes to memory of the operating system is written from the loop itself: that takes less time than waking a thread.
-    What waits for a disk is done in a thread, and so is everything while a checkpoint keeps the file busy.
+    A store that writes to memory of the operating system is written from the loop itself, before the request is answered: that takes
+    less time than waking a thread. What waits for a disk is done in a thread, and so are checkpoints, beside all else.
     """
 
     def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
@@ -39,6 +45,8 @@ class Journal:
         """The thread has the store."""
         self._closed = False
         self._last_write = 0.0
+        self._piece: Piece | None = None
+        """What is folded after the group that is being written."""
         self.error: StoreError | None = None
         """Why the last group could not be written."""
         self.groups = 0
@@ -46,37 +54,66 @@ class Journal:
         """How long the last groups took."""
         self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
 
-    async def written(self) -> None:
-        """Return when everything that was changed before this call is in the store.
+    def join(self) -> asyncio.Future[None] | None:
+        """See that everything that was changed before this call is in the store: None if it is, else done when it is.
 
-        Raises:
-            StoreError: it could not be written. It stays changed in memory, and is written with the next group.
+        It ends with a `StoreError` if that could not be written: it stays changed in memory, and is written with the next group.
         """
+        if self._store.is_quick:
+            return self._write_now()
         waiter = self._loop.create_future()
         if not self._open:
             # Whatever the event loop has read already joins this group, and so does what it reads in its next turn.
             self._loop.call_soon(self._loop.call_soon, self._seal)
         self._open.append(waiter)
-        await waiter
+        return waiter
+
+    def _write_now(self) -> asyncio.Future[None] | None:
+        # Clients whose answers waited for each other would all be busy, and then all idle, while the server is the other.
+        changes = self._service.take_changes()
+        if changes:
+            self._write_group([], changes)
+        if not changes or self.error is None:
+            return None
+        waiter = self._loop.create_future()
+        waiter.set_exception(self.error)
+        return waiter
 
     async def close(self) -> None:
-        """Write what is left, and end the threads."""
+        """Write and fold what is left, and end the threads; nothing may change any more."""
         try:
-            await self.written()
+            if (written := self.join()) is not None:
+                await written
         finally:
             self._closed = True
             self._idle.cancel()
             await asyncio.to_thread(self._thread.shutdown)
             await asyncio.to_thread(self._aside.shutdown)
+        with contextlib.suppress(StoreError):
+            await asyncio.to_thread(self._fold_all)
+
+    def _fold_all(self) -> None:
+        if self._piece is not None:
+            self._store.put_back(self._piece)
+        # A change that nobody waited for: without it in the journal, what is folded would be ahead.
+        if changes := self._service.take_changes():
+            self._store.write(changes)
+        while self._store.wants_folding(idle=True):
+            self._store.fold(self._store.gather(self._service.scope_of), self._clock())
 
     def _seal(self) -> None:
         if not self._open or self._busy:
             return
         group, self._open = self._open, []
         changes = self._service.take_changes()
-        if not changes:
+        if changes:
+            self._write_group(group, changes)
+        else:
             _tell(group, None)
-        elif self._store.is_quick and not self._checkpointing:
+
+    def _write_group(self, group: list[asyncio.Future[None]], changes: Changes) -> None:
+        self._gather(idle=False)
+        if self._store.is_quick:
             self._done(group, changes, *self._write(changes))
         else:
             self._busy = True
@@ -86,9 +123,12 @@ class Journal:
     def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
         begin, error = time.perf_counter(), None
         try:
-            self._store.write(changes, self._clock())
+            self._store.write(changes)
         except StoreError as failed:
             error = failed
+        except Exception as failed:  # noqa: BLE001 - a fault of ours is an answer of its own, and not one that never comes
+            _log.exception("write_failed")
+            error = StoreError(f"the store is at fault: {type(failed).__name__}: {failed}")
         return error, time.perf_counter() - begin
 
     def _written_aside(
@@ -105,51 +145,78 @@ class Journal:
         self.error = error
         if error is not None:
             self._service.put_back(changes)
+            if self._piece is not None:
+                # It has what the store has not.
+                self._store.put_back(self._piece)
+                self._piece = None
         _tell(group, error)
-        self._see_to_store(idle=False)
+        self._see_to_checkpoint(idle=False)
+        if self._store.is_quick:
+            # Whoever waits is answered first.
+            self._loop.call_soon(self._fold)
+        else:
+            self._fold()
 
     # What the store has put off.
 
-    def _see_idle(self) -> None:
-        if self._is_idle():
-            self._see_to_store(idle=True)
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
+    def _gather(self, *, idle: bool) -> None:
+        """Take down what is to be folded, now that all changes are taken: once they are written, the store may have it."""
+        # A checkpoint keeps the file busy.
+        may = self._piece is None and self.error is None and not self._checkpointing
+        if may and self._store.wants_folding(idle=idle):
+            self._piece = self._store.gather(self._service.scope_of)
 
-    def _see_to_store(self, *, idle: bool) -> None:
-        if self._closed:
+    def _fold(self) -> None:
+        piece, self._piece = self._piece, None
+        if piece is None:
             return
-        if self._store.wants_checkpoint(idle=idle) and not self._checkpointing:
-            self._checkpointing = True
-            self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
-        if self._busy or self.error is not None or not self._store.wants_tidying(idle=idle):
-            return
-        if not self._store.is_quick or self._checkpointing:
+        if self._store.is_quick:
+            self._fold_piece(piece)
+        else:
             self._busy = True
-            self._loop.run_in_executor(self._thread, self._tidy).add_done_callback(self._tidied)
-            return
-        self._tidy()
-        if idle and self._store.wants_tidying(idle=True):
-            # Requests that have come meanwhile are served first.
-            self._loop.call_soon(self._go_on_tidying)
+            self._loop.run_in_executor(self._thread, self._fold_piece, piece).add_done_callback(self._folded)
 
-    def _go_on_tidying(self) -> None:
-        if self._is_idle() and not self._open:
-            self._see_to_store(idle=True)
+    def _fold_piece(self, piece: Piece) -> None:
+        try:
+            self._store.fold(piece, self._clock())
+        except StoreError as error:
+            self.error = error
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.exception("fold_failed")
+            self.error = StoreError(f"the store is at fault: {type(error).__name__}: {error}")
+
+    def _folded(self, _: object) -> None:
+        self._busy = False
+        # Those who wait come first.
+        self._seal()
+        self._fold_while_idle()
+
+    def _see_idle(self) -> None:
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
+        if self._is_idle():
+            self._see_to_checkpoint(idle=True)
+            self._fold_while_idle()
+
+    def _fold_while_idle(self) -> None:
+        served = self._busy or self._checkpointing or self._open or not self._is_idle()
+        if self._closed or served or self.error is not None or not self._store.wants_folding(idle=True):
+            return
+        if changes := self._service.take_changes():
+            # Nobody waits for them; what is folded must not be ahead of the journal.
+            self._write_group([], changes)
+            return
+        self._gather(idle=True)
+        self._fold()
+        # Requests that have come meanwhile are served first.
+        self._loop.call_soon(self._fold_while_idle)
 
     def _is_idle(self) -> bool:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
 
-    def _tidy(self) -> None:
-        try:
-            self._store.tidy()
-        except StoreError as error:
-            self.error = error
-
-    def _tidied(self, _: object) -> None:
-        self._busy = False
-        # Those who wait come first.
-        self._seal()
-        self._see_to_store(idle=self._is_idle())
+    def _see_to_checkpoint(self, *, idle: bool) -> None:
+        if not self._closed and not self._checkpointing and self._store.wants_checkpoint(idle=idle):
+            self._checkpointing = True
+            self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
 
     def _checkpoint(self) -> None:
         try:
@@ -159,6 +226,7 @@ class Journal:
 
     def _checkpointed(self, _: object) -> None:
         self._checkpointing = False
+        self._fold_while_idle()
 
 
 def _tell(group: list[asyncio.Future[None]], error: StoreError | None) -> None:

@@ -18,7 +18,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
-from hicache_metadata_server.web.one_write import OneWriteProtocol
+from hicache_metadata_server.web.direct import DirectProtocol
 from hicache_metadata_server.web.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def serve(settings: ServerSettings) -> None:
     uvicorn.run(
         create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
-        server_header=False, date_header=False, lifespan="on", http=OneWriteProtocol, ws="none",
+        server_header=False, date_header=False, lifespan="on", http=DirectProtocol, ws="none",
         proxy_headers=False,
     )  # fmt: skip
 

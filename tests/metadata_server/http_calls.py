@@ -88,7 +88,7 @@ class SlowStore(MemoryStore):
         self.seconds = 0.0
         self.error = None
 
-    def write(self, changes, now):
+    def write(self, changes):
         import time
 
         time.sleep(self.seconds)

@@ -61,6 +61,20 @@ def test_refusals_name_the_entry_that_is_to_blame():
     run(scenario())
 
 
+def test_a_store_with_a_fault_of_its_own_is_an_answer():
+    async def scenario():
+        store = SlowStore()
+        async with running(store) as caller:
+            store.error = TypeError("a bug")
+            answer = await caller.post("/v2/initialize", SCOPE)
+            assert (answer.status, answer.json["code"]) == (503, "unavailable")
+            assert "TypeError: a bug" in answer.json["message"]
+            store.error = None
+            assert (await caller.post("/v2/initialize", SCOPE)).status == 200
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("count", [600, 5000])
 def test_long_requests_answer_as_short_ones_do(count):
     async def scenario():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 
@@ -13,7 +14,7 @@ from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.state.slots import LIVE
-from hicache_metadata_server.stores import sqlite
+from hicache_metadata_server.stores import folds, log, replay, sqlite
 from hicache_metadata_server.stores.blocks import Block
 from hicache_metadata_server.stores.store import StoreError, open_store
 
@@ -30,6 +31,15 @@ def opened(tmp_path, now=NOW, **options):
     service = MetadataService(DEFAULTS, durability=store.durability)
     service.restore(store.recover(now), store.rows, now)
     return store, service
+
+
+def fold_all(store, service):
+    while store.wants_folding(idle=True):
+        store.fold(store.gather(service.scope_of), NOW)
+
+
+def refuse(*_):
+    raise OSError(5, "Input/output error")
 
 
 def state(service, now):
@@ -64,9 +74,9 @@ def test_everything_comes_back(tmp_path, fold):
     pinned = service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW)
     service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
-    store.write(service.take_changes(), NOW)
-    while fold and store.wants_tidying(idle=True):
-        store.tidy()
+    store.write(service.take_changes())
+    if fold:
+        fold_all(store, service)
     before = state(service, NOW)
     # Not closed: as after kill -9, but for the lock.
     store._lock.release()
@@ -91,11 +101,11 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
     keys = [f"k{i}" for i in range(4000)]
     generations = reserve(service, keys)
     commit(service, generations.leases)
-    store.write(service.take_changes(), NOW)
+    store.write(service.take_changes())
     service.clear(p.Clear(scopes=["0:kv"]), NOW)
     changes = service.take_changes()
     assert not changes.slots, "a clear writes one row, however much it clears"
-    store.write(changes, NOW)
+    store.write(changes)
     store.close()
     store, restored = opened(tmp_path, NOW + 1)
     status = restored.list_scopes().scopes[0]
@@ -110,12 +120,13 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
 def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     """Killed after every few groups, folded, half folded or not; in one block and in several."""
-    for name, value in (("PIECE", 1), ("GATHER_BYTES", 500), ("WINDOW_BYTES", 2000)):
-        monkeypatch.setattr(sqlite, name, value)
+    monkeypatch.setattr(sqlite, "PIECE", 1)
+    monkeypatch.setattr(folds, "WINDOW_BYTES", 2000)
+    monkeypatch.setattr(replay, "BYTES", 3000)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
     initialize(service, "0:kv", "0:mamba", slots=size)
-    store.write(service.take_changes(), now)
+    store.write(service.take_changes())
     for _ in range(150):
         scope = chance.choice(("0:kv", "0:mamba"))
         keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
@@ -127,9 +138,13 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
             service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[: batch // 2])]), now)
         if chance.random() < 0.05:
             service.clear(p.Clear(scopes=[scope]), now)
-        store.write(service.take_changes(), now)
-        if chance.random() < 0.5:
-            store.tidy()
+        changes = service.take_changes()
+        piece = store.gather(service.scope_of) if store.wants_folding(idle=True) and chance.random() < 0.6 else None
+        store.write(changes)
+        if piece is not None and chance.random() < 0.8:
+            store.fold(piece, now)
+        elif piece is not None:
+            store.put_back(piece)
         now += chance.choice((0.0, 1.0, 3.0))
         if chance.random() < 0.2:
             service.settle(now, 10**5)
@@ -145,22 +160,41 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     store.close()
 
 
-def test_a_group_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("can_be_taken_away", [True, False])
+def test_a_group_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, can_be_taken_away):
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
+    store.write(service.take_changes())
+    initialize(service, "1:kv")
+    service.answers.add(AnswerRecord("once", NOW + 9, b"", p.JSON, 200, b""))
     changes = service.take_changes()
-    changes.answers.append(AnswerRecord("once", NOW, b"", p.JSON, object(), b""))  # what SQLite cannot take
-    with pytest.raises(StoreError, match="cannot be written"):
-        store.write(changes, NOW)
+    with monkeypatch.context() as full:
+        # A disk that takes a part of it.
+        full.setattr(log.os, "write", lambda descriptor, record, write=os.write: write(descriptor, record[:-9]))
+        if not can_be_taken_away:
+            full.setattr(log.os, "ftruncate", refuse)
+        with pytest.raises(StoreError, match=r"cannot be written.*No space left"):
+            store.write(changes)
     service.put_back(changes)
     changes = service.take_changes()
-    assert [record.geometry.scope for record in changes.scopes] == ["0:kv"]
+    assert [record.geometry.scope for record in changes.scopes] == ["1:kv"]
     assert changes.answers == []
-    store.write(changes, NOW)
+    store.write(changes)
     store.close()
     store, restored = opened(tmp_path)
-    assert list(restored.scopes) == ["0:kv"]
+    assert list(restored.scopes) == ["0:kv", "1:kv"]
+    assert restored.answers.find("once", b"", NOW) is None
     store.close()
+
+
+def test_a_database_that_was_replaced_does_not_take_the_log(tmp_path):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    store.write(service.take_changes())
+    store._lock.release()
+    (tmp_path / "m.db").unlink()
+    with pytest.raises(StoreError, match="is the log of another database: bring that back, or remove the log"):
+        opened(tmp_path)
 
 
 def test_a_second_server_is_refused(tmp_path):
@@ -210,13 +244,18 @@ def test_a_file_that_is_no_database_is_refused(tmp_path, content):
         opened(tmp_path)
 
 
-def test_durability_is_what_sqlite_is_told(tmp_path):
-    for durability, synchronous in ((p.Durability.PROCESS, 1), (p.Durability.MACHINE, 2)):
+def test_durability_is_what_reaches_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(log.os, "fdatasync", synced.append)
+    for durability in (p.Durability.PROCESS, p.Durability.MACHINE):
         store, service = opened(tmp_path, durability=durability)
-        assert store._database.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        assert store._database.execute("PRAGMA synchronous").fetchone() == (1,), "what is folded waits for a checkpoint"
         assert store._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert store.is_quick == (durability is p.Durability.PROCESS)
         assert service.about.durability is durability
+        initialize(service, f"{len(service.scopes)}:kv")
+        store.write(service.take_changes())
+        assert len(synced) == (durability is p.Durability.MACHINE)
         store.close()
 
 
@@ -224,7 +263,8 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     store, service = opened(tmp_path)
     initialize(service, "0:kv", slots=8)
     commit(service, reserve(service, ["a", "b", "c"]).leases)
-    store.write(service.take_changes(), NOW)
+    store.write(service.take_changes())
+    fold_all(store, service)
     store.close()
     database = sqlite3.connect(tmp_path / "m.db")
     place, blob = database.execute("SELECT place, slots FROM blocks").fetchone()
@@ -251,7 +291,8 @@ def test_a_damaged_block_is_refused(tmp_path, blob):
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     reserve(service, ["a"])
-    store.write(service.take_changes(), NOW)
+    store.write(service.take_changes())
+    fold_all(store, service)
     store.close()
     database = sqlite3.connect(tmp_path / "m.db")
     database.execute("UPDATE blocks SET slots = ?", (blob,))
@@ -274,14 +315,59 @@ def test_a_store_in_no_directory(tmp_path):
         open_store(f"sqlite:///{tmp_path}/nowhere/m.db")
 
 
-def test_the_log_is_folded_while_others_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite, "CHECKPOINT_WRITES", 5)
+def test_what_is_folded_and_on_the_disk_leaves_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "CHECKPOINT_BLOCKS", 5)
+    monkeypatch.setattr(folds, "WINDOW_BYTES", 500)
+    monkeypatch.setattr(log, "SEGMENT_BYTES", 1000)
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
-    for i in range(30):
+    files, most = set(), 0
+    for i in range(200):
         reserve(service, [f"k{i}"])
-        store.write(service.take_changes(), NOW)
+        changes = service.take_changes()
+        piece = store.gather(service.scope_of) if store.wants_folding(idle=True) else None
+        store.write(changes)
+        if piece is not None:
+            store.fold(piece, NOW)
         if store.wants_checkpoint(idle=False):
             store.checkpoint()
-    assert (tmp_path / "m.db").stat().st_size > 4096, "what was written has reached the file itself"
+        now = set(tmp_path.glob("m.db.log-*"))
+        files, most = files | now, max(most, len(now))
+    assert len(files) > 20
+    assert most < 10
+    fold_all(store, service)
     store.close()
+    assert not list(tmp_path.glob("m.db.log-*")), "only the database remains"
+    store, restored = opened(tmp_path)
+    assert [slot.key for slot in state(restored, NOW)[0][1]] == [f"k{i}" for i in range(200)]
+    store.close()
+
+
+def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatch):
+    """A checkpoint that others keep from being whole leaves the log."""
+    monkeypatch.setattr(log, "SEGMENT_BYTES", 100)
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    reserve(service, ["a"])
+    store.write(service.take_changes())
+    reserve(service, ["b"])
+    store.write(service.take_changes())
+    reader = sqlite3.connect(tmp_path / "m.db")
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM blocks").fetchall()
+    fold_all(store, service)
+    before = sorted(tmp_path.glob("m.db.log-*"))
+    store.checkpoint()
+    assert sorted(tmp_path.glob("m.db.log-*")) == before
+    reader.close()
+    store.checkpoint()
+    assert len(list(tmp_path.glob("m.db.log-*"))) < len(before)
+    store.close()
+
+
+def test_a_damaged_group_is_refused(tmp_path):
+    store, _ = opened(tmp_path)
+    store._log.append(1, b"no group")
+    store._lock.release()
+    with pytest.raises(StoreError, match="cannot be read"):
+        opened(tmp_path)

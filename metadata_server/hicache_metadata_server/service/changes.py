@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hicache_metadata_server.protocol import ScopeGeometry
-    from hicache_metadata_server.state.written import SlotChanges
+from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
+from hicache_metadata_server.state.written import SlotChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,23 @@ class AnswerRecord:
 class Changes:
     """One group of them: all hold after a crash, or none."""
 
-    scopes: list[ScopeRecord] = field(default_factory=list["ScopeRecord"])
+    scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
     """New, or cleared."""
-    slots: dict[int, SlotChanges] = field(default_factory=dict[int, "SlotChanges"])
+    slots: dict[int, SlotChanges] = field(default_factory=dict[int, SlotChanges])
     """By the number of their scope."""
-    pins: list[PinRecord] = field(default_factory=list["PinRecord"])
+    pins: list[PinRecord] = field(default_factory=list[PinRecord])
     unpinned: list[int] = field(default_factory=list[int])
-    answers: list[AnswerRecord] = field(default_factory=list["AnswerRecord"])
+    answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add_all_but_slots(self, later: Changes) -> None:
+        """Join what another group has beside slots."""
+        if later.scopes or later.pins or later.unpinned or later.answers:
+            self.scopes += later.scopes
+            self.pins += later.pins
+            self.unpinned += later.unpinned
+            self.answers += later.answers
+        self.counters.update(later.counters)
 
     def __bool__(self) -> bool:
         return bool(self.scopes or self.slots or self.pins or self.unpinned or self.answers or self.counters)
@@ -65,7 +72,7 @@ class Changes:
 class Recovered:
     """Everything that a store has kept."""
 
-    scopes: list[ScopeRecord] = field(default_factory=list["ScopeRecord"])
-    pins: list[PinRecord] = field(default_factory=list["PinRecord"])
-    answers: list[AnswerRecord] = field(default_factory=list["AnswerRecord"])
+    scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
+    pins: list[PinRecord] = field(default_factory=list[PinRecord])
+    answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])

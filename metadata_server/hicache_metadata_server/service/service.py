@@ -60,6 +60,7 @@ class MetadataService:
         """What a restart found to contradict itself, and left out."""
         self._numbers: dict[str, int] = {}
         """The store's names for scopes."""
+        self._by_number: dict[int, Scope] = {}
         self._leases, self._pin_numbers = Numbers(), Numbers()
         self._pins = PinBook()
         self._changed: dict[str, Scope] = {}
@@ -94,7 +95,8 @@ class MetadataService:
     def add_scope(self, geometry: p.ScopeGeometry) -> Scope:
         """Make a scope that is not there."""
         scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
-        self._numbers[geometry.scope] = 1 + max(self._numbers.values(), default=0)
+        number = self._numbers[geometry.scope] = 1 + max(self._by_number, default=0)
+        self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
 
@@ -307,6 +309,10 @@ class MetadataService:
                 changes.counters[name] = self._ceilings[name] = numbers.ceiling
         return changes
 
+    def scope_of(self, number: int) -> Scope:
+        """The scope that has this number in the store."""
+        return self._by_number[number]
+
     def forget_changes(self) -> None:
         """For who keeps nothing: drop what `take_changes` would give."""
         for scope in self._changed.values():
@@ -316,12 +322,12 @@ class MetadataService:
 
     def put_back(self, changes: Changes) -> None:
         """Take changes back that could not be written down: they are to be tried again, with what the slots are by then."""
-        names = {number: name for name, number in self._numbers.items()}
         self.answers.withdraw(changes.answers)
         for record in changes.scopes:
-            self._made[names[record.number]] = self.scopes[names[record.number]]
+            self._made[record.geometry.scope] = self._by_number[record.number]
         for number, slots in changes.slots.items():
-            scope = self._changed[names[number]] = self.scopes[names[number]]
+            scope = self._by_number[number]
+            self._changed[scope.geometry.scope] = scope
             scope.changed += slots_of(slots.states.slots, len(slots.states.states))
             scope.leased += slots_of(slots.leases.slots, len(slots.leases.keys))
         for pin in changes.pins:
@@ -335,16 +341,15 @@ class MetadataService:
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
         self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling}
-        by_number = dict[int, Scope]()
         for record in recovered.scopes:
             name = record.geometry.scope
-            scope = self.scopes[name] = by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
+            scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
             for number, slots in pin.slots.items():
-                by_number[number].pin(pin.pin, slots, pin.until)
-        for number, scope in by_number.items():
+                self._by_number[number].pin(pin.pin, slots, pin.until)
+        for number, scope in self._by_number.items():
             problems = restore(scope, rows(number), now, self.limits.most_lease_seconds)
             self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
         self.answers.restore(recovered.answers)
@@ -405,19 +410,14 @@ class MetadataService:
     def _pin(self, slots: dict[int, list[int]], until: float) -> int:
         pin = self._pin_numbers.take(1)
         self._pins.add(PinRecord(pin, until, slots))
-        by_number = {self._numbers[name]: scope for name, scope in self.scopes.items() if self._numbers[name] in slots}
         for number, pinned in slots.items():
-            by_number[number].pin(pin, pinned, until)
+            self._by_number[number].pin(pin, pinned, until)
         return pin
 
     def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
-        records = list(records)
-        if not records:
-            return
-        by_number = {number: self.scopes[name] for name, number in self._numbers.items()}
         for record in records:
             for number, slots in record.slots.items():
-                by_number[number].unpin(record.pin, slots, now)
+                self._by_number[number].unpin(record.pin, slots, now)
 
     def _status(self, scope: Scope) -> p.ScopeStatus:
         geometry = scope.geometry

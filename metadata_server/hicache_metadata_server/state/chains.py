@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ class Chains:
     def joined(self, slots: Sequence[int]) -> None:
         """The pages in those slots have become live; they are in the order of use already."""
         keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
+        low, high = min(slots, default=0), max(slots, default=-1) + 1
+        if high - low == len(slots) and not waiting and not any(prefixes[low:high]):
+            # Nearly always: neighbours, and none builds upon another.
+            children[low:high] = array("Q", bytes(8 * len(slots)))
+            return
         for slot in slots:
             children[slot] = waiting.pop(keys[slot], 0) if waiting else 0
         named = [prefixes[slot] for slot in slots]

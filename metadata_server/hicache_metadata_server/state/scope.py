@@ -284,7 +284,8 @@ class Scope:
             return []
         table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
         first, end = slots[0], slots[-1] + 1
-        if is_run(slots):
+        # They are in ascending order.
+        if end - first == len(slots):
             table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
             table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
             table.generations[first:end] = array("Q", [generation + 1 for generation in table.generations[first:end]])

@@ -51,7 +51,7 @@ class SlotChanges(NamedTuple):
 def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChanges:
     """Some slots as they are now; `leased` are those among them that were leased since they were written down last."""
     table, owners = scope.table, scope.leases.owners
-    slots = sorted(set(changed))
+    slots = _ascending(changed)
     pick = _picker(slots)
     now = bytes(pick(table.states))
     states = SlotStates(
@@ -60,7 +60,7 @@ def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChang
     )  # fmt: skip
     if not leased:
         return SlotChanges(states, SlotLeases(b"", b"", b"", [], [], []))
-    slots = sorted(set(leased))
+    slots = _ascending(leased)
     pick = _picker(slots)
     prefixes = list(pick(table.prefixes))
     leases = SlotLeases(
@@ -84,6 +84,16 @@ def numbers_of(column: bytes) -> array[int]:
 def times_of(column: bytes) -> array[float]:
     """The same of times."""
     return array("d", column)
+
+
+def _ascending(slots: list[int]) -> list[int]:
+    """Each once."""
+    first, last = slots[0], slots[-1]
+    for run in (range(first, last + 1), range(first, last - 1, -1)):
+        # Nearly always: neighbours, upwards as they were leased, or downwards as they became live.
+        if len(run) == len(slots) and slots == list(run):
+            return list(run) if run.step > 0 else slots[::-1]
+    return sorted(set(slots))
 
 
 def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:

@@ -13,7 +13,9 @@ from hicache_metadata_server.state.slots import LEASED, LIVE
 from hicache_metadata_server.state.written import SlotChanges, SlotLeases, SlotStates, numbers_of, slots_of, times_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.state.scope import Scope
 
 BLOCK: Final = 64
 """Slots of a block: some 7 KB. A batch of 128 neighbours takes two or three; a slot alone takes one, too."""
@@ -64,6 +66,32 @@ class Block:
             setattr(block, name, numbers_of(getattr(written, name)))
         block.keys, block.prefixes, block.owners = written.keys, written.prefixes, written.owners
         return block
+
+    @classmethod
+    def of(cls, scope: Scope, number: int) -> Block:
+        """A block of a scope as it is now."""
+        table, first, end = scope.table, number * BLOCK, (number + 1) * BLOCK
+        block = cls.__new__(cls)
+        block.states, block.until = table.states[first:end], table.until[first:end]
+        block.generations, block.leases = table.generations[first:end], table.leases[first:end]
+        block.lengths, block.checksums = table.lengths[first:end], table.checksums[first:end]
+        block.keys, block.prefixes = table.keys[first:end], table.prefixes[first:end]
+        missing = BLOCK - len(block.states)
+        if missing:
+            block._pad(missing)
+        block.epochs = array("Q", (scope.epoch,)) * BLOCK
+        owners = scope.leases.owners
+        block.owners = {slot - first: owners[slot] for slot in range(first, end) if slot in owners} if owners else {}
+        return block
+
+    def _pad(self, missing: int) -> None:
+        """Add slots that nobody has used yet."""
+        self.states.extend(bytes(missing))
+        zeros = bytes(8 * missing)
+        for column in (self.until, self.generations, self.leases, self.lengths, self.checksums):
+            column.frombytes(zeros)
+        self.keys += [""] * missing
+        self.prefixes += [""] * missing
 
     def encode(self) -> bytes:
         """As it goes into the file, without the keys of slots that are nobody's."""
@@ -144,6 +172,14 @@ def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, in
             end = bisect_left(slots, (block + 1) * BLOCK, start)
             yield block, written, start, end
             start = end
+
+
+def touched(changes: SlotChanges) -> Iterable[int]:
+    """The numbers of the blocks that these changes are of; what was leased has changed its state, too."""
+    slots = slots_of(changes.states.slots, len(changes.states.states))
+    if slots[-1] - slots[0] < BLOCK or isinstance(slots, range):
+        return range(slots[0] // BLOCK, slots[-1] // BLOCK + 1)
+    return {slot // BLOCK for slot in slots}
 
 
 def _putter(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:

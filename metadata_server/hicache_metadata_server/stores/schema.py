@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 2
+VERSION: Final = 3
 APPLICATION: Final = 0x68694D64
 """Written into the file, so that a database of something else is not taken for ours."""
 
-# journal: what happened to slots, group by group, until it is folded into `blocks`: one row is written much faster than many.
+# All of it is behind the log beside the file, which has what happened since: groups up to the counter `folded` are here.
 # place: number of the scope << 40 | number of the block in it. A slot that a scope's later epoch has cleared is still here as it was.
 TABLES: Final = """
 CREATE TABLE scopes (
@@ -16,7 +16,6 @@ CREATE TABLE scopes (
     geometry TEXT NOT NULL, identity TEXT NOT NULL, epoch INTEGER NOT NULL, cleared_until REAL NOT NULL
 );
 CREATE TABLE blocks (place INTEGER PRIMARY KEY, slots BLOB NOT NULL);
-CREATE TABLE journal (number INTEGER PRIMARY KEY, slots BLOB NOT NULL);
 CREATE TABLE pins (pin INTEGER PRIMARY KEY, until REAL NOT NULL, slots BLOB NOT NULL);
 CREATE TABLE answers (
     once TEXT PRIMARY KEY, until REAL NOT NULL, digest BLOB NOT NULL, content_type TEXT NOT NULL, status INTEGER NOT NULL,
@@ -26,3 +25,9 @@ CREATE INDEX answers_by_end ON answers (until);
 CREATE TABLE counters (name TEXT PRIMARY KEY, ceiling INTEGER NOT NULL);
 """
 SCOPE_BITS: Final = 40
+BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1
+"""Of a place, the number of the block."""
+LINEAGE: Final = "lineage"
+"""The counter that is a random number: logs of this database have it, too."""
+FOLDED: Final = "folded"
+"""The counter that says up to which group of the log everything is in the tables."""

@@ -1,4 +1,4 @@
-"""A store in one SQLite file, in WAL mode: one transaction for each group of changes."""
+"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the file when there is time."""
 
 from __future__ import annotations
 
@@ -8,43 +8,39 @@ import os
 import sqlite3
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hicache_metadata_server.protocol import Durability, ScopeGeometry
 from hicache_metadata_server.service.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.state.written import SlotChanges
-from hicache_metadata_server.stores.blocks import BLOCK, Block
-from hicache_metadata_server.stores.folds import PIECE, WINDOW_BYTES, Folds
-from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLES, VERSION
+from hicache_metadata_server.stores.blocks import BLOCK, Block, touched
+from hicache_metadata_server.stores.folds import PIECE, Folds, Piece
+from hicache_metadata_server.stores.log import Log
+from hicache_metadata_server.stores.replay import replayed
+from hicache_metadata_server.stores.schema import APPLICATION, BLOCK_MASK, FOLDED, LINEAGE, SCOPE_BITS, TABLES, VERSION
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Changes
     from hicache_metadata_server.state.restoring import SlotRows
+    from hicache_metadata_server.state.scope import Scope
 
-T = TypeVar("T")
-
-MOST_JOURNAL_BYTES: Final = 64 << 20
+MOST_LOG_BYTES: Final = 64 << 20
 """Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
-GATHER_BYTES: Final = 96 << 10
-GATHER_SHARES: Final = 1024
-"""Of the journal, read at once: in about a millisecond."""
-CHECKPOINT_WRITES: Final = 6000
-"""Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
-IDLE_CHECKPOINT_WRITES: Final = 500
+CHECKPOINT_BLOCKS: Final = 6000
+"""Between checkpoints: some 50 MiB."""
+IDLE_CHECKPOINT_BLOCKS: Final = 500
 CHECKPOINT_PASSES: Final = 3
-MOST_LOG_PAGES: Final = 200_000
+MOST_WAL_PAGES: Final = 200_000
 """Where the checkpoints beside the writes do not keep up, a write does one."""
-FORGET_SECONDS: Final = 1.0
-_GROUP: Final = msgspec.msgpack.Decoder(dict[int, SlotChanges])
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class SqliteStore:
-    """One file, and beside it SQLite's own and a lock that keeps a second server out.
+    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server out.
 
     `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and is whole. `MACHINE` has reached the
     disk before `write` returns.
@@ -53,14 +49,14 @@ class SqliteStore:
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
         self.durability = durability
         self._lock = _Lock(f"{file}.lock")
-        self._forget_at = 0.0
         self._folds = Folds()
-        self._journal_bytes = self._last_group = 0
-        self._since_checkpoint = 0
+        self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
         try:
-            self._database = _open(file, durability)
+            self._database = _open(file)
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-        except (sqlite3.Error, StoreError, OSError) as error:
+            lineage = _only(self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'")
+            self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
+        except (sqlite3.Error, StoreError, OSError, ValueError) as error:
             self._lock.release()
             raise StoreError(f"cannot open {file}: {error}") from error
 
@@ -68,12 +64,7 @@ class SqliteStore:
         """Everything but slots."""
         database = self._database
         with _told("read"):
-            self._journal_bytes, self._last_group = database.execute(
-                "SELECT coalesce(sum(length(slots)), 0), coalesce(max(number), 0) FROM journal"
-            ).fetchone()
-        while self._journal_bytes:
-            self.tidy()
-        with _told("read"):
+            self._replay(now)
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
             database.execute("DELETE FROM answers WHERE until <= ?", (now,))
             return Recovered(
@@ -88,7 +79,7 @@ class SqliteStore:
                     for pin, until, slots in database.execute("SELECT * FROM pins")
                 ],
                 answers=[AnswerRecord(*row) for row in database.execute("SELECT * FROM answers")],
-                counters=dict(database.execute("SELECT name, ceiling FROM counters")),
+                counters=dict(database.execute("SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)", (FOLDED, LINEAGE))),
             )  # fmt: skip
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
@@ -104,165 +95,161 @@ class SqliteStore:
                 if rows is not None:
                     yield rows
 
-    def write(self, changes: Changes, now: float) -> None:
-        """One transaction."""
-        with _told("written"):
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                written = self._write(changes, now)
-                self._database.execute("COMMIT")
-            except BaseException:
-                self._roll_back()
-                raise
-        self._since_checkpoint += 1
-        if written:
-            self._last_group += 1
-            self._journal_bytes += written
+    def write(self, changes: Changes) -> None:
+        """One record of the log."""
+        # The number of a record that could not be written is not used again: a part of it may be there.
+        self._last_group += 1
+        payload = _ENCODER.encode(changes)
+        try:
+            self._log.append(self._last_group, payload)
+        except OSError as error:
+            raise StoreError(f"the store cannot be written: {error}") from error
+        self._log_bytes += len(payload)
+        places = [(scope << SCOPE_BITS) + block for scope, slots in changes.slots.items() for block in touched(slots)]
+        self._folds.changed(places, self._last_group, len(payload), changes)
 
     @property
     def is_quick(self) -> bool:
         """Whether nothing waits for the disk."""
         return self.durability is not Durability.MACHINE
 
-    def wants_tidying(self, *, idle: bool) -> bool:
-        """Whether the journal is long, or there is time."""
-        return self._journal_bytes > (0 if idle else MOST_JOURNAL_BYTES)
+    def wants_folding(self, *, idle: bool) -> bool:
+        """Whether the log is long, or there is time."""
+        return self._log_bytes > (0 if idle else MOST_LOG_BYTES)
 
-    def tidy(self) -> None:
-        """Gather some of the journal, or write some of the blocks that it changes."""
-        if not self._journal_bytes:
-            return
-        if self._folds.is_gathering:
-            self._gather()
-            return
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        """Some of the blocks that the log changes, as they are now."""
         # Where changes are scattered over many blocks, each write has to fold more.
-        most = PIECE * (1 + self._journal_bytes // MOST_JOURNAL_BYTES)
-        with _told("written"):
-            blocks, is_last = self._folds.piece(most, self._read)
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", blocks)
-                if is_last:
-                    self._database.execute("DELETE FROM journal WHERE number <= ?", (self._folds.last,))
-                self._database.execute("COMMIT")
-            except BaseException:
-                self._roll_back()
-                raise
-        if is_last:
-            self._journal_bytes -= self._folds.journal_bytes
-        self._folds.done()
-        self._since_checkpoint += len(blocks)
+        most = PIECE * (1 + self._log_bytes // MOST_LOG_BYTES)
+        return self._folds.take(most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode())
+
+    def fold(self, piece: Piece, now: float) -> None:
+        """One transaction."""
+        try:
+            with _told("written"):
+                self._fold(piece, now)
+        except StoreError:
+            self._folds.put_back(piece)
+            raise
+        self._log_bytes -= piece.log_bytes
+        self._since_checkpoint += len(piece.blocks)
+
+    def put_back(self, piece: Piece) -> None:
+        """Its blocks are gathered again."""
+        self._folds.put_back(piece)
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
-        """Whether the log has become long, or there is time: done while nobody writes, it lets the log begin anew."""
-        return self._since_checkpoint > (IDLE_CHECKPOINT_WRITES if idle and not self._journal_bytes else CHECKPOINT_WRITES)
+        """Whether SQLite's own log has become long, or there is time."""
+        return self._since_checkpoint > (IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS)
 
     def checkpoint(self) -> None:
-        """Fold SQLite's own log into the file."""
-        self._since_checkpoint = 0
+        """Move SQLite's own log into the file, and delete what of ours is in the file then."""
+        self._since_checkpoint, folded = 0, self._folded_group
         with _told("written"):
             # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
             for _ in range(CHECKPOINT_PASSES):
-                self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _gather(self) -> None:
-        size = shares = 0
-        with _told("read"):
-            found = self._database.execute(
-                "SELECT number, slots FROM journal WHERE number > ? ORDER BY number", (self._folds.last,)
-            )
-            for number, slots in found:
-                shares += self._folds.add(_GROUP.decode(slots), number, len(slots))
-                size += len(slots)
-                if size >= GATHER_BYTES or shares >= GATHER_SHARES:
-                    break
-            found.close()
-        if self._folds.last == self._last_group or self._folds.journal_bytes >= WINDOW_BYTES:
-            self._folds.seal()
-
-    def _read(self, place: int) -> Block | None:
-        found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
-        return Block.decode(found[0]) if found else None
-
-    def _roll_back(self) -> None:
-        with contextlib.suppress(sqlite3.Error):
-            self._database.execute("ROLLBACK")
+                _, pages, moved = self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if pages == moved:
+                    # Only now has the disk what was folded.
+                    self._log.forget(folded)
+                    folded = 0
 
     def close(self) -> None:
-        """Fold what is left, and let go of the file."""
+        """Let go of the files; where all is folded, only the database remains."""
         try:
-            with contextlib.suppress(StoreError):
-                while self._journal_bytes:
-                    self.tidy()
+            with contextlib.suppress(StoreError, OSError):
+                if not self._log_bytes:
+                    self._settle_log()
+            self._log.close()
             self._checkpoints.close()
             self._database.close()
         finally:
             self._lock.release()
 
-    def _write(self, changes: Changes, now: float) -> int:
-        """Returns by how many bytes the journal has grown."""
-        written = 0
+    def _replay(self, now: float) -> None:
+        found = self._database.execute("SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)).fetchone()
+        self._last_group = self._folded_group = found[0] if found else 0
+        for piece in replayed(self._log.groups(self._last_group), self._read):
+            self._fold(piece, now)
+            self._last_group = piece.last_group
+        self._settle_log()
+
+    def _settle_log(self) -> None:
+        """Delete the log, all of which is folded."""
+        if self._log.is_empty:
+            return
+        # The disk must have it first.
+        blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if not blocked:
+            self._log.forget_all()
+
+    def _read(self, place: int) -> Block | None:
+        found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
+        return Block.decode(found[0]) if found else None
+
+    def _fold(self, piece: Piece, now: float) -> None:
+        run = self._database.execute
+        run("BEGIN IMMEDIATE")
+        try:
+            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", piece.blocks)
+            if piece.last_group:
+                self._fold_rest(piece.rest, now)
+                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (FOLDED, piece.last_group))
+            run("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                run("ROLLBACK")
+            raise
+        self._folded_group = piece.last_group or self._folded_group
+
+    def _fold_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
         for record in changes.scopes:
             one = record.geometry
             run(
                 "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    record.number,
-                    one.scope,
-                    one.slots,
-                    one.slot_bytes,
-                    one.geometry,
-                    one.identity,
-                    record.epoch,
-                    record.cleared_until,
-                ),
-            )
-        if changes.slots:
-            blob = msgspec.msgpack.encode(changes.slots)
-            # The number is ours: a table that was emptied begins anew.
-            run("INSERT INTO journal VALUES (?, ?)", (self._last_group + 1, blob))
-            written = len(blob)
-        if changes.counters:
-            run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
-        for pin in changes.pins:
-            run("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", (pin.pin, pin.until, msgspec.msgpack.encode(pin.slots)))
-        if changes.unpinned:
-            run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
-        for answer in changes.answers:
-            run(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
-                (answer.once, answer.until, answer.digest, answer.content_type, answer.status, answer.body),
-            )
-        if now >= self._forget_at:
-            self._forget_at = now + FORGET_SECONDS
-            run("DELETE FROM answers WHERE until <= ?", (now,))
-            run("DELETE FROM pins WHERE until <= ?", (now,))
-        return written
+                (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
+            )  # fmt: skip
+        run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
+        run("DELETE FROM answers WHERE until <= ?", (now,))
+        run("DELETE FROM pins WHERE until <= ?", (now,))
+        run_each(
+            "INSERT OR REPLACE INTO pins VALUES (?, ?, ?)",
+            [(pin.pin, pin.until, msgspec.msgpack.encode(pin.slots)) for pin in changes.pins if pin.until > now],
+        )
+        run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
+        run_each(
+            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (answer.once, answer.until, answer.digest, answer.content_type, answer.status, answer.body)
+                for answer in changes.answers
+                if answer.until > now
+            ],
+        )
 
 
 @contextlib.contextmanager
 def _told(done: str) -> Generator[None]:
     try:
         yield
-    except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:
+    except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
         raise StoreError(f"the store cannot be {done}: {error}") from error
 
 
-def _open(file: str, durability: Durability) -> sqlite3.Connection:
+def _open(file: str) -> sqlite3.Connection:
     if not Path(file).parent.is_dir():
         raise StoreError(f"there is no directory {Path(file).parent}")
     # Used by one thread at a time, though not always by the same.
     database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
     try:
-        _prepare(database, durability)
+        _prepare(database)
     except BaseException:
         database.close()
         raise
     return database
 
 
-def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
+def _prepare(database: sqlite3.Connection) -> None:
     version, application = _only(database, "PRAGMA user_version"), _only(database, "PRAGMA application_id")
     tables = _only(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
@@ -274,13 +261,17 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
     if sys.byteorder != "little":
         raise StoreError("a store's columns are those of little-endian machines")
     database.execute("PRAGMA journal_mode = WAL")
-    database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
-    database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
+    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before the log is deleted.
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.execute(f"PRAGMA wal_autocheckpoint = {MOST_WAL_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
     # Where it is built in, what is folded would be written once more, as zeros.
     database.execute("PRAGMA secure_delete = OFF")
     if not tables:
-        database.executescript(f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;")
+        database.executescript(
+            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+            f" INSERT INTO counters VALUES ('{LINEAGE}', random() & 0x7fffffffffffffff); COMMIT;"
+        )
 
 
 def _only(database: sqlite3.Connection, query: str) -> int:

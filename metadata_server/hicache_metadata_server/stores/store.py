@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from hicache_metadata_server.protocol import Durability
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hicache_metadata_server.service.changes import Changes, Recovered
     from hicache_metadata_server.state.restoring import SlotRows
+    from hicache_metadata_server.state.scope import Scope
+    from hicache_metadata_server.stores.folds import Piece
 
 MEMORY: Final = "memory:"
 SQLITE: Final = "sqlite:///"
@@ -36,7 +38,7 @@ class Store(Protocol):
         """The slots of a scope, in ascending order, some at a time."""
         ...
 
-    def write(self, changes: Changes, now: float) -> None:
+    def write(self, changes: Changes) -> None:
         """Keep a group of changes: all of it, or none.
 
         Raises:
@@ -46,19 +48,30 @@ class Store(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """Whether `write` and `tidy` wait for nothing but memory."""
+        """Whether `write` and `fold` wait for nothing but memory."""
         ...
 
-    def wants_tidying(self, *, idle: bool) -> bool:
-        """Whether `tidy` has something to do that cannot wait, or, if nobody writes just now, anything."""
+    def wants_folding(self, *, idle: bool) -> bool:
+        """Whether there is something to fold that cannot wait, or, if nobody writes just now, anything."""
         ...
 
-    def tidy(self) -> None:
-        """Do less than a millisecond of what was put off.
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        """What is to be folded next, of scopes by their numbers: less than a millisecond of work, here and in `fold`.
+
+        To be called where `wants_folding`, and where everything that has changed was taken to be written.
+        """
+        ...
+
+    def fold(self, piece: Piece, now: float) -> None:
+        """Write what was gathered, after all that had been taken to be written by then.
 
         Raises:
-            StoreError: it could not be done; nothing that was written is lost.
+            StoreError: it could not be done; nothing that was written is lost, and it will be gathered again.
         """
+        ...
+
+    def put_back(self, piece: Piece) -> None:
+        """What was gathered cannot be folded."""
         ...
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
@@ -91,17 +104,23 @@ class MemoryStore:
     def rows(self, scope: int) -> Iterable[SlotRows]:
         return ()
 
-    def write(self, changes: Changes, now: float) -> None:
+    def write(self, changes: Changes) -> None:
         pass
 
     @property
     def is_quick(self) -> bool:
         return True
 
-    def wants_tidying(self, *, idle: bool) -> bool:
+    def wants_folding(self, *, idle: bool) -> bool:
         return False
 
-    def tidy(self) -> None:
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        raise NotImplementedError("there is nothing to fold")
+
+    def fold(self, piece: Piece, now: float) -> None:
+        pass
+
+    def put_back(self, piece: Piece) -> None:
         pass
 
     def wants_checkpoint(self, *, idle: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,6 @@ from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.compatible import CompatibleService
 from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.service.slices import is_long, joined, pieces_of
-from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
 
 if TYPE_CHECKING:
@@ -58,6 +57,33 @@ class Said:
     content_type: str
     body: bytes
 
+    @property
+    def ends_connection(self) -> bool:
+        """Whether what is left of a body need not be read."""
+        return self.status == 413
+
+
+class Request(NamedTuple):
+    """What somebody asks for, as it was read."""
+
+    endpoint: Endpoint
+    message: Any
+    content_type: str
+    is_long: bool = False
+    """Done in pieces, so that others are served in between."""
+    once: str = ""
+    """The idempotency key."""
+    digest: bytes = b""
+    """Of a request that has one."""
+
+
+class Started(NamedTuple):
+    """A request that was done, or refused."""
+
+    said: Said
+    changes: bool
+    """It is told when what it has changed is written (`Desk.join`)."""
+
 
 class Desk:
     """Answers requests. `journal` is there while the server runs; a service that keeps nothing has none."""
@@ -85,49 +111,81 @@ class Desk:
                 self._endpoints[path] = found
         return found
 
-    async def answer(self, endpoint: Endpoint, body: bytes, content_type: str, once: str) -> Said:
-        """Do what a request asks for.
+    def read(self, endpoint: Endpoint, body: bytes, content_type: str, once: str) -> Request:
+        """What a body asks an endpoint for.
+
+        Raises:
+            RefusedError: it cannot be read, or the idempotency key is none.
+        """
+        if endpoint.body is None:
+            # Whatever a GET says of a body that it has not.
+            return Request(endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON)
+        message = endpoint.body.decode(body, content_type)
+        is_a_long_one = len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
+        if not once or not endpoint.once:
+            return Request(endpoint, message, content_type, is_a_long_one)
+        see_once(once)
+        return Request(endpoint, message, content_type, is_a_long_one, once, digest_of(endpoint.name, content_type, body))
+
+    def start(self, request: Request) -> Started | None:
+        """Do what is asked for; None where that has to take turns with others (`in_turns`).
 
         Raises:
             RefusedError: it was not done.
         """
+        endpoint, message = request.endpoint, request.message
+        if request.digest and (kept := self._kept(request.once, request.digest)) is not None:
+            return Started(kept, True)
+        if request.is_long or isinstance(message, p.Fsck):
+            return None
+        changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
+        try:
+            said = self._said(endpoint.do(message, self.clock()), request.content_type)
+        except RefusedError as refused:
+            # A confirm that is refused has done the rest.
+            return Started(refusal(refused, request.content_type), changes)
+        self._remember(request.once, request.digest, said)
+        return Started(said, changes)
+
+    async def in_turns(self, request: Request) -> Said:
+        """Do what `start` did not.
+
+        Raises:
+            RefusedError: it was not done.
+            StoreError: it was not written.
+        """
+        if isinstance(request.message, p.Fsck):
+            return self._said(await self._fsck(request.message), request.content_type)
+        try:
+            return await self._do_long(request)
+        finally:
+            if request.endpoint.changes:
+                await self._written()
+
+    def join(self) -> asyncio.Future[None] | None:
+        """Done when all changes are written; None if nothing is."""
+        if self.journal is None:
+            self.service.forget_changes()
+            return None
+        return self.journal.join()
+
+    def _request(self, endpoint: Endpoint, body: bytes, content_type: str) -> tuple[Any, str]:
         if endpoint.body is None:
             # Whatever a GET says of a body that it has not.
-            request, content_type = None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
-        else:
-            request = endpoint.body.decode(body, content_type)
-        digest = b""
-        if once and endpoint.once:
-            see_once(once)
-            digest = digest_of(endpoint.name, content_type, body)
-            kept = self._kept(once, digest)
-            if kept is not None:
-                await self._written()
-                return kept
-        try:
-            if isinstance(request, p.Fsck):
-                said = self._said(await self._fsck(request), content_type)
-            elif len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(request):
-                said = await self._answer_long(endpoint, request, content_type, once, digest)
-            else:
-                said = self._said(endpoint.do(request, self.clock()), content_type)
-                self._remember(once, digest, said)
-        finally:
-            # A confirm that is refused has done the rest.
-            if endpoint.changes or (isinstance(request, p.Lookup) and request.pin_seconds > 0):
-                await self._written()
-        return said
+            return None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
+        return endpoint.body.decode(body, content_type), content_type
 
-    async def _answer_long(self, endpoint: Endpoint, request: Any, content_type: str, once: str, digest: bytes) -> Said:
-        assert endpoint.check is not None, "what is done in pieces is checked as a whole"
+    async def _do_long(self, request: Request) -> Said:
+        check = request.endpoint.check
+        assert check is not None, "what is done in pieces is checked as a whole"
         # One at a time: several would make those who ask for little wait for a piece of each.
         async with self._long:
             # The same request may have come twice, and have waited for itself.
-            if digest and (kept := self._kept(once, digest)) is not None:
+            if request.digest and (kept := self._kept(request.once, request.digest)) is not None:
                 return kept
-            endpoint.check(request)
-            said = self._said(await self._in_pieces(endpoint, request, once, digest), content_type)
-            self._remember(once, digest, said)
+            check(request.message)
+            said = self._said(await self._in_pieces(request), request.content_type)
+            self._remember(request.once, request.digest, said)
         return said
 
     async def _fsck(self, request: p.Fsck) -> p.Checked:
@@ -138,37 +196,34 @@ class Desk:
         assert checked is not None, "the last piece is the answer"
         return checked
 
-    async def _in_pieces(self, endpoint: Endpoint, request: Any, once: str, digest: bytes) -> Any:
+    async def _in_pieces(self, request: Request) -> Any:
         """Others are served after each piece, and what it has changed is written, so that nobody waits for all of it."""
-        pieces, answers = pieces_of(request), list[Any]()
+        pieces, answers = pieces_of(request.message), list[Any]()
         for number, piece in enumerate(pieces):
             # No header has a line feed in it, so that nobody else's idempotency key is this one.
-            answers.append(self._do_piece(endpoint, piece.request, f"{number}\n{once}", digest))
-            if endpoint.changes:
+            answers.append(self._do_piece(request, piece.request, f"{number}\n{request.once}"))
+            if request.endpoint.changes:
                 await self._written()
             await asyncio.sleep(0)
         return joined(pieces, answers)
 
-    def _do_piece(self, endpoint: Endpoint, request: Any, once: str, digest: bytes) -> Any:
+    def _do_piece(self, request: Request, piece: Any, once: str) -> Any:
         """A piece of a request that a crash has cut short, and that is sent again, is not done again either."""
-        assert endpoint.do_checked is not None, "what is done in pieces is checked as a whole"
-        if not digest:
-            return endpoint.do_checked(request, self.clock())
-        kept = self._kept(once, digest)
+        do = request.endpoint.do_checked
+        assert do is not None, "what is done in pieces is checked as a whole"
+        if not request.digest:
+            return do(piece, self.clock())
+        kept = self._kept(once, request.digest)
         if kept is not None:
-            return msgspec.msgpack.decode(kept.body, type=p.ROUTES[endpoint.name].answer)
-        answer = endpoint.do_checked(request, self.clock())
-        self._remember(once, digest, self._said(answer, p.MSGPACK))
+            return msgspec.msgpack.decode(kept.body, type=p.ROUTES[request.endpoint.name].answer)
+        answer = do(piece, self.clock())
+        self._remember(once, request.digest, self._said(answer, p.MSGPACK))
         return answer
 
     async def _written(self) -> None:
-        if self.journal is None:
-            self.service.forget_changes()
-            return
-        try:
-            await self.journal.written()
-        except StoreError as error:
-            raise RefusedError(503, "unavailable", str(error)) from error
+        written = self.join()
+        if written is not None:
+            await written
 
     def _said(self, answer: Any, content_type: str) -> Said:
         if answer is None:
@@ -234,3 +289,8 @@ class Desk:
             check if can_be_long else None,
             changes,
         )
+
+
+def refusal(refused: RefusedError, content_type: str) -> Said:
+    """An answer that says why not."""
+    return Said(refused.status, content_type, p.encode(refused.problem, content_type))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.refused import RefusedError, too_large
-from hicache_metadata_server.web.desk import Said
+from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from hicache_metadata_server.web.app import Server
-    from hicache_metadata_server.web.desk import Endpoint
 
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
@@ -28,13 +30,23 @@ class _GoneError(Exception):
     """The client closed the connection before its request was whole."""
 
 
+class Asked(NamedTuple):
+    """What a request's head says."""
+
+    endpoint: Endpoint
+    content_type: str
+    answer_type: str
+    once: str
+    """Its idempotency key, or empty."""
+
+
 class Front:
     """Answers the protocol's requests; health and pages go on to the application behind."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
         self._desk, self._tokens, self._metrics = server.desk, server.tokens, server.metrics
-        self._most_body = server.service.limits.body_bytes
+        self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -42,47 +54,96 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
-        content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
-        native = scope["path"].startswith("/v2")
-        answer_type = p.MSGPACK if native and content_type == p.MSGPACK else p.JSON
-        begin, route = time.perf_counter(), "other"
+        begin, asked, path = time.perf_counter(), None, scope["path"]
         try:
-            if scope["path"] in PAGES and scope["method"] in ("GET", "HEAD"):
+            if path in PAGES and scope["method"] in ("GET", "HEAD"):
                 self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
                 await self._app(scope, receive, send)
                 return
-            endpoint = self._endpoint(scope, headers)
-            route = endpoint.name
+            asked = self.asked(path, scope["method"], headers)
             body = await self._body(receive, headers)
             begin = time.perf_counter()
-            said = await self._desk.answer(
-                endpoint, body, content_type if native else p.JSON, headers.get(b"idempotency-key", b"").decode("latin-1")
-            )
+            said = await self._answer(asked, body)
         except RefusedError as refused:
-            said = Said(refused.status, answer_type, p.encode(refused.problem, answer_type))
+            said = refusal(refused, _content_type(path, headers)[1])
         except _GoneError:
             return
-        except Exception:  # noqa: BLE001 - a fault of ours must not take the connection, and its trace belongs into the log
-            _log.exception("request_failed", path=scope["path"])
-            problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
-            said = Said(500, answer_type, p.encode(problem, answer_type))
-        self._metrics.answered(route, said.status, time.perf_counter() - begin)
+        self.count(asked, said, begin)
         await _send(send, said)
 
-    def _endpoint(self, scope: Scope, headers: dict[bytes, bytes]) -> Endpoint:
+    # The steps of an answer, for whoever goes them without a task.
+
+    def asked(self, path: str, method: str, headers: dict[bytes, bytes]) -> Asked:
+        """What a request's head says.
+
+        Raises:
+            RefusedError: nobody answers that, or not for this token.
+        """
+        authorization = headers.get(b"authorization", b"")
         try:
-            endpoint = self._desk.endpoint(scope["path"])
+            endpoint = self._desk.endpoint(path)
         except RefusedError:
-            self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
+            self._tokens.check(authorization, p.Token.READ)
             raise
-        self._tokens.check(headers.get(b"authorization", b""), endpoint.token)
-        if endpoint.method != scope["method"]:
-            raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {scope['method']}")
-        return endpoint
+        self._tokens.check(authorization, endpoint.token)
+        if endpoint.method != method:
+            raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
+        content_type, answer_type = _content_type(path, headers)
+        return Asked(endpoint, content_type, answer_type, headers.get(b"idempotency-key", b"").decode("latin-1"))
+
+    def start(self, asked: Asked, body: bytes) -> Started | Request:
+        """Do it, or say what of it has to take turns with others (`in_turns`)."""
+        try:
+            request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once)
+            return self._desk.start(request) or request
+        except RefusedError as refused:
+            return Started(refusal(refused, asked.answer_type), False)
+        except Exception:  # noqa: BLE001 - a fault of ours must not take the connection, and its trace belongs into the log
+            return Started(self._fault(asked), asked.endpoint.changes)
+
+    async def in_turns(self, asked: Asked, request: Request) -> Said:
+        """Do what `start` did not."""
+        try:
+            return await self._desk.in_turns(request)
+        except RefusedError as refused:
+            return refusal(refused, asked.answer_type)
+        except StoreError as error:
+            return self.unwritten(asked, error)
+        except Exception:  # noqa: BLE001 - as above
+            return self._fault(asked)
+
+    def join(self) -> asyncio.Future[None] | None:
+        """Done when all changes are written; None if nothing is."""
+        return self._desk.join()
+
+    def unwritten(self, asked: Asked, error: BaseException) -> Said:
+        """The answer where they could not be."""
+        return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
+
+    def count(self, asked: Asked | None, said: Said, begin: float) -> None:
+        """See to the metrics."""
+        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, time.perf_counter() - begin)
+
+    async def _answer(self, asked: Asked, body: bytes) -> Said:
+        started = self.start(asked, body)
+        if isinstance(started, Request):
+            return await self.in_turns(asked, started)
+        written = self.join() if started.changes else None
+        try:
+            if written is not None:
+                await written
+        except StoreError as error:
+            return self.unwritten(asked, error)
+        return started.said
+
+    def _fault(self, asked: Asked) -> Said:
+        _log.exception("request_failed", path=asked.endpoint.name)
+        problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
+        return Said(500, asked.answer_type, p.encode(problem, asked.answer_type))
 
     async def _body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._most_body:
+        if length.isdigit() and int(length) > self.most_body:
             raise self._too_large()
         message = await receive()
         if not message.get("more_body"):
@@ -92,7 +153,7 @@ class Front:
             message = await receive()
             parts.append(self._part(message))
             size += len(parts[-1])
-            if size > self._most_body:
+            if size > self.most_body:
                 raise self._too_large()
         return b"".join(parts)
 
@@ -103,17 +164,30 @@ class Front:
         return part
 
     def _too_large(self) -> RefusedError:
-        return too_large(f"a body of more than {self._most_body} bytes", "body")
+        return too_large(f"a body of more than {self.most_body} bytes", "body")
 
 
-async def _send(send: Send, said: Said) -> None:
-    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body))]
+def headers_of(said: Said) -> list[tuple[bytes, bytes]]:
+    """An answer's head."""
     if said.status == 204:
-        headers = []
-    elif said.status == 413:
-        # What is left of the body need not be read.
+        return []
+    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body))]
+    if said.ends_connection:
         headers.append((b"connection", b"close"))
     elif said.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": said.status, "headers": headers})
+    return headers
+
+
+def _content_type(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
+    """How a body is written, and how its answer will be."""
+    said = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
+    if not path.startswith("/v2"):
+        # SGLang's client does not always say.
+        return p.JSON, p.JSON
+    return said, p.MSGPACK if said == p.MSGPACK else p.JSON
+
+
+async def _send(send: Send, said: Said) -> None:
+    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said)})
     await send({"type": "http.response.body", "body": said.body})

@@ -160,8 +160,8 @@ def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
         with pytest.raises(StorageUnavailableError):
             lookup(directory, ["a"])
         home = Path(server._home.name)
-        for name in ("m.db", "m.db-wal", "m.db-shm"):
-            (home / "state" / name).unlink(missing_ok=True)
+        for file in (home / "state").glob("m.db*"):
+            file.unlink()
         server.start()
         assert lookup(directory, ["a"]).scopes[0].slots == [-1]
         store(directory, ["a"])
@@ -273,6 +273,19 @@ def test_nobody_listens():
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with closing(RemoteDirectory(url)) as directory, pytest.raises(StorageUnavailableError):
         directory.refresh(Call(5))
+
+
+def test_a_deadline_beside_a_close_is_a_deadline(monkeypatch):
+    class ClosedAfterTheStart:
+        def call_soon_threadsafe(self, act):
+            if act.__name__ == "cancel":
+                raise RuntimeError("Event loop is closed")
+            act.__self__._work.close()
+
+    with closing(RemoteDirectory("http://127.0.0.1:1")) as directory:
+        monkeypatch.setattr(directory, "_running", ClosedAfterTheStart)
+        with pytest.raises(StorageTimeoutError):
+            directory.refresh(Call(0.01))
 
 
 def test_an_answer_about_something_else_is_none(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import threading
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDict
 from yarl import URL
 
 from hicache_backends.hf3fs.client.directory import Directory
@@ -64,9 +66,11 @@ class RemoteDirectory(Directory):
             raise ValueError(f"{url!r} is no http or https address")
         self._url = url.rstrip("/")
         self._routes = {path: (route.method, URL(self._url + path)) for path, route in p.ROUTES.items()}
-        self._headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
+        headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
         if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {token}"
+        # What aiohttp makes of any other mapping, for each request.
+        self._headers = CIMultiDict(headers)
         self._timeout_seconds = timeout_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -126,7 +130,9 @@ class RemoteDirectory(Directory):
         except CancelledError as error:
             raise MetadataError("the client of the metadata server was closed meanwhile") from error
         except TimeoutError as error:
-            loop.call_soon_threadsafe(awaited.cancel)
+            # The client may have been closed meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(awaited.cancel)
             raise StorageTimeoutError(f"the metadata server {self._url} has not answered within {seconds:.3g} s") from error
 
     def _running(self) -> asyncio.AbstractEventLoop:
@@ -173,7 +179,8 @@ class RemoteDirectory(Directory):
     async def _request(self, path: str, request: p.Request | None, kind: type[T]) -> T:
         headers = self._headers
         if p.ROUTES[path].changes:
-            headers = {**headers, p.IDEMPOTENCY_HEADER: secrets.token_hex(16)}
+            headers = headers.copy()
+            headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
         longest = PAUSE_SECONDS
         for _ in range(ATTEMPTS - 1):
@@ -184,7 +191,7 @@ class RemoteDirectory(Directory):
                 longest = min(2 * longest, LONGEST_PAUSE_SECONDS)
         return await self._once(path, body, headers, kind)
 
-    async def _once(self, path: str, body: bytes | None, headers: dict[str, str], kind: type[T]) -> T:
+    async def _once(self, path: str, body: bytes | None, headers: CIMultiDict[str], kind: type[T]) -> T:
         session, (method, url) = self._session or self._open_session(), self._routes[path]
         try:
             async with (
@@ -250,8 +257,10 @@ async def _within(work: Coroutine[Any, Any, T], seconds: float) -> T:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    if (response.content_length or 0) > ANSWER_BYTES:
-        raise ValueError(f"an answer of {response.content_length} bytes")
+    if response.content_length is not None:
+        if response.content_length > ANSWER_BYTES:
+            raise ValueError(f"an answer of {response.content_length} bytes")
+        return await response.read()
     chunks, length = list[bytes](), 0
     async for chunk in response.content.iter_any():
         chunks.append(chunk)
