@@ -31,7 +31,7 @@ class HybridIndices:
     side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict["PoolName", torch.Tensor])
     """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one slot each for Mamba."""
     endpoints: Mapping[PoolName, tuple[int, ...]] = field(default_factory=dict["PoolName", tuple[int, ...]])
-    """For each pool in `side`, ascending: page i of the pool belongs to the prefix that ends after so many pages of this
+    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after so many pages of this
     span. It is stored under the key of the last of them. A Mamba state at endpoint p is the state after pages [0, p);
     0 means the state where the span begins."""
 
@@ -43,8 +43,8 @@ class HybridIndices:
             raise InvalidTransferError(f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both for each")
         for name, ends in self.endpoints.items():
             slots = self.side[name].numel()
-            if (slots % len(ends) if ends else slots) or any(a >= b for a, b in pairwise((-1, *ends))):
-                raise InvalidTransferError(f"{name}: {slots} slots do not fit the endpoints {ends}, which must ascend from 0 on")
+            if (slots % len(ends) if ends else slots) or any(a > b for a, b in pairwise((0, *ends))):
+                raise InvalidTransferError(f"{name}: {slots} slots do not fit the endpoints {ends}, in order and from 0 on")
 
     def __bool__(self) -> bool:
         """Whether there is any slot at all."""

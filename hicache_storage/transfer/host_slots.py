@@ -11,7 +11,13 @@ from hicache_storage.transfer.pages import first_slots
 if TYPE_CHECKING:
     import torch
 
-    from hicache_storage.transfer.streams import Event
+
+class Completion(Protocol):
+    """Something that ends: an event, or whatever else uses a page."""
+
+    def query(self) -> bool:
+        """Whether it has; does not block."""
+        ...
 
 
 class SlotPool(Protocol):
@@ -37,7 +43,7 @@ class HostSlots:
         self._pool = pool
         self._page_size = pool.page_size
         self._lock = threading.Lock()
-        self._copies: dict[int, list[Event]] = {}
+        self._copies: dict[int, list[Completion]] = {}
         """By first slot of a page."""
         self._parked: dict[int, torch.Tensor] = {}
         """Slots of the pages that were freed and are still in use by a copy."""
@@ -68,8 +74,8 @@ class HostSlots:
             self._parked.update((start, page.clone()) for start, page, in_use in zip(starts, pages, busy, strict=True) if in_use)
         return indices.numel()
 
-    def hold(self, indices: torch.Tensor, until: Event) -> None:
-        """Keep pages from being handed out until an event has come; several copies may hold a page."""
+    def hold(self, indices: torch.Tensor, until: Completion) -> None:
+        """Keep pages from being handed out until something has ended; several copies may hold a page."""
         with self._lock:
             for start in first_slots(indices, self._page_size):
                 self._copies.setdefault(start, []).append(until)
