@@ -1,0 +1,99 @@
+"""Prefixes on their way from the storage to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+from hicache_storage.hybrid.radix.hashes import hashes_of, prefix_hashes
+from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.tiers import Operation
+
+if TYPE_CHECKING:
+    from hicache_storage.hybrid.indices import PrefetchResult
+    from hicache_storage.hybrid.radix.backups import Backups
+    from hicache_storage.hybrid.radix.nodes import Node
+    from hicache_storage.hybrid.radix.residency import Residency
+    from hicache_storage.hybrid.radix.tiers import TierController
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetch(Generic[Operation]):
+    """A prefetch under way; what it brings follows `node`, whose path is kept on the host."""
+
+    operation: Operation
+    node: Node
+    tokens: tuple[int, ...]
+
+
+class Prefetching(Generic[Operation]):
+    """Prefetches of waiting requests, one for each."""
+
+    def __init__(self, residency: Residency, controller: TierController[Operation], backups: Backups, page_size: int) -> None:
+        self._residency, self._controller, self._backups, self._page_size = residency, controller, backups, page_size
+        self._running: dict[str, _Prefetch[Operation]] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._running
+
+    def __len__(self) -> int:
+        """Prefetches under way."""
+        return len(self._running)
+
+    def start(self, request_id: str, node: Node, tokens: tuple[int, ...]) -> bool:
+        """Ask the storage for whole pages that follow `node`; False if nothing was begun.
+
+        What comes is on the host, so the path to `node` has to be there too and is copied if it is not.
+        """
+        if not tokens or not self._controller.storage_attached or not self._backups.back_up(node):
+            return False
+        last = hashes_of(node, self._page_size)
+        operation = self._controller.prefetch(
+            request_id, tokens, last[-1] if last else None, prefix_hashes(node, self._page_size)
+        )
+        if operation is None:
+            return False
+        self._residency.host[Kind.KV].lock(node)
+        self._running[request_id] = _Prefetch(operation, node, tokens)
+        return True
+
+    def check(self, request_id: str) -> bool:
+        """Whether the request need not wait any more; what has come is in the tree then."""
+        running = self._running.get(request_id)
+        if running is None:
+            return True
+        if not running.operation.poll():
+            return False
+        self.end(request_id)
+        return True
+
+    def end(self, request_id: str) -> int:
+        """End a prefetch wherever it is and keep what it brought; returns that in tokens, 0 if there was none."""
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return 0
+        result = self._controller.terminate_prefetch(running.operation)
+        self._graft(running.node, running.tokens, result)
+        self._residency.host[Kind.KV].unlock(running.node)
+        return result.tokens
+
+    def end_all(self) -> None:
+        """End all prefetches, in the order in which they were begun."""
+        for request_id in list(self._running):
+            self.end(request_id)
+
+    def _graft(self, anchor: Node, tokens: tuple[int, ...], result: PrefetchResult) -> None:
+        """Hang what came below the anchor; slots of what is there already go back."""
+        host, size = self._residency.host, self._page_size
+        states = self._residency.state_slots(result.host)
+        node, done = anchor, 0
+        for pages in sorted({*states, result.tokens // size}):
+            end = pages * size
+            node = self._residency.lay(host, node, tokens[done:end], result.host.anchor[done:end])
+            done = end
+            if pages in states:
+                self._residency.place_state(host, node, states[pages])
+        for each in node.upward(anchor.end):
+            each.stored.add(Kind.KV)
+        if result.tokens // size in states:
+            node.stored.add(Kind.STATE)
