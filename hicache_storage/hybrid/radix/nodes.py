@@ -46,11 +46,11 @@ class Node:
     id: int
     tokens: tuple[int, ...]
     """Whole pages; empty for a root."""
-    parent: Node | None = None
+    parent: Node | None = field(default=None, repr=False)
     """None for a root, and for a node that was removed."""
     start: int = 0
     """Tokens before this node's first."""
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], "Node"])
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], "Node"], repr=False)
     """By their first page."""
     device: dict[Kind, Holding] = field(default_factory=_holdings)
     host: dict[Kind, Holding] = field(default_factory=_holdings)

@@ -219,9 +219,13 @@ class StandInController:
         done, self.backups = self.backups[:count], self.backups[count:]
         return [self._store(*backup) for backup in done]
 
+    def backups_to_nowhere(self) -> None:
+        """The storage of the backups under way is gone; what they would have stored does not go to the next one."""
+        self.backups = [(ticket, host, [], gate) for ticket, host, _, gate in self.backups]
+
     def _store(self, ticket: int, host: HybridIndices, hashes: list[str], gate: Gate) -> BackupResult:
         gate.passed = True
-        if self.refuse_backups or self.storage is None:
+        if self.refuse_backups or self.storage is None or not hashes:
             return BackupResult(ticket, 0, complete=False)
         for key, page in zip(hashes, self.host_memory[KV][host.anchor].view(-1, self.page_size).tolist(), strict=True):
             self.storage.setdefault((KV, key), tuple(page))
