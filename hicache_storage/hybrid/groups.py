@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from hicache_storage.hybrid.indices import HybridIndices
 from hicache_storage.hybrid.tiers import PoolTier
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-
-    import torch
 
     from hicache_storage.hybrid.tiers import Slots
     from hicache_storage.transfer import TransferEngine
@@ -103,32 +103,30 @@ class HostPoolGroup:
         self.host = PoolTier({name: entry.copies.host_slots for name, entry in owners.items()})
         self.device = PoolTier({name: entry.device_pool for name, entry in owners.items() if entry.device_pool is not None})
 
+    def owner(self, entry: PoolEntry) -> PoolEntry:
+        """The entry whose slots an entry uses: itself, or the pool that lends them."""
+        return entry if entry.indices_from_pool is None else self.entries[entry.indices_from_pool]
+
     def slots(self, indices: HybridIndices, name: PoolName) -> torch.Tensor | None:
         """A pool's share of a span, own or derived; None if it has none."""
-        entry = self.entries[name]
-        if entry is self.anchor:
-            return indices.anchor
-        if entry.indices_from_pool is not None:
-            return self.slots(indices, entry.indices_from_pool)
-        return indices.side.get(name)
+        owner = self.owner(self.entries[name])
+        return indices.anchor if owner is self.anchor else indices.side.get(owner.name)
 
     def endpoints(self, indices: HybridIndices, name: PoolName) -> tuple[int, ...]:
         """For each page of `slots`, after how many pages of the span the prefix ends that it belongs to."""
-        entry = self.entries[name]
-        if entry is self.anchor:
+        owner = self.owner(self.entries[name])
+        if owner is self.anchor:
             return tuple(range(1, indices.anchor.numel() // self.page_size + 1))
-        if entry.indices_from_pool is not None:
-            return self.endpoints(indices, entry.indices_from_pool)
-        return indices.endpoints.get(name, ())
+        return indices.endpoints.get(owner.name, ())
 
     def owned(self, indices: HybridIndices) -> dict[PoolName, torch.Tensor]:
         """The slots of a span by pool, each once; what `PoolTier` takes."""
         return {self.anchor.name: indices.anchor, **indices.side}
 
-    def span(self, slots: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]) -> HybridIndices:
+    def span(self, owned: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]) -> HybridIndices:
         """The reverse of `owned`."""
-        side = {name: indices for name, indices in slots.items() if name != self.anchor.name}
-        return HybridIndices(slots[self.anchor.name], side, endpoints)
+        side = {name: slots for name, slots in owned.items() if name != self.anchor.name}
+        return HybridIndices(owned[self.anchor.name], side, endpoints)
 
     def needs(self, endpoint: int) -> dict[PoolName, int]:
         """Slots that the prefix of so many pages takes in each pool."""
@@ -136,9 +134,9 @@ class HostPoolGroup:
         needs.update((name, len(entry.window(endpoint)) * entry.host_pool.page_size) for name, entry in self.side.items())
         return needs
 
-    def hold(self, indices: HybridIndices, until: Completion) -> None:
+    def hold(self, owned: Mapping[PoolName, torch.Tensor], until: Completion) -> None:
         """Keep host pages from being handed out again until something has ended, whoever frees them meanwhile."""
-        for name, slots in self.owned(indices).items():
+        for name, slots in owned.items():
             if slots.numel():
                 self.entries[name].copies.host_slots.hold(slots, until)
 
@@ -164,9 +162,8 @@ class HostPoolGroup:
         Raises:
             InvalidTransferError: the message names the pool.
         """
-        pages, rest = divmod(indices.anchor.numel(), self.page_size)
-        if rest:
-            raise InvalidTransferError(f"anchor must be whole pages of {self.page_size} slots, got {indices.anchor.numel()}")
+        _check_pages("anchor", indices.anchor, self.page_size)
+        pages = indices.anchor.numel() // self.page_size
         for name, slots in indices.side.items():
             if name not in self.side:
                 raise InvalidTransferError(
@@ -177,6 +174,7 @@ class HostPoolGroup:
                 raise InvalidTransferError(
                     f"{name!r} must have {page_size} slots for each of {len(ends)} endpoints, got {slots.numel()}"
                 )
+            _check_pages(name, slots, page_size)
             if ends and ends[-1] > pages:
                 raise InvalidTransferError(f"{name!r} has an endpoint at page {ends[-1]} of {pages}")
 
@@ -189,6 +187,15 @@ class HostPoolGroup:
 
 def _owns(entry: PoolEntry) -> bool:
     return entry.indices_from_pool is None
+
+
+def _check_pages(name: str, slots: torch.Tensor, page_size: int) -> None:
+    whole = slots[: slots.numel() // page_size * page_size].view(-1, page_size)
+    ordered = whole[:, :1] // page_size * page_size + torch.arange(page_size, device=slots.device)
+    if slots.numel() % page_size or not torch.equal(whole, ordered):
+        raise InvalidTransferError(
+            f"{name}: slots must be whole pages of {page_size} consecutive ones, got {slots.tolist()[:8]}..."
+        )
 
 
 def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:

@@ -26,7 +26,7 @@ class ControllerStats:
     tokens_without_room: int = 0
     """Of those, cut off for want of host memory."""
     pages_backed_up: int = 0
-    """Stored by this rank, of all pools, or found in storage."""
+    """Of all pools: stored by this rank, found in storage, or another rank's to write."""
     pages_dropped: int = 0
     """Given up after the last attempt, of all pools."""
     backup_retries: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,23 +28,24 @@ class Job(ABC):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.abandoned = False
-        """Nobody waits for the call that runs; guarded by `lock`."""
+        """Nobody waits for the call that runs; guarded by `lock`, as is `_cancelled`."""
         self._cancelled = False
         self._ended = threading.Event()
-        self._called_at = 0.0
+        self._called_at = math.inf
 
     @abstractmethod
     def perform(self) -> None:
         """Make the calls: `begin_call` before each."""
 
     def begin_call(self) -> bool:
-        """Whether to make another call; the time it may take counts from here."""
+        """Whether to make another call; the time it may take counts from here. To be called with `lock` held."""
         self._called_at = time.monotonic()
         return not (self._cancelled or self.abandoned)
 
     def cancel(self) -> None:
-        """Make no further call."""
-        self._cancelled = True
+        """Begin no further call."""
+        with self.lock:
+            self._cancelled = True
 
     def finished(self) -> bool:
         """Whether nothing more is to come of it."""
@@ -59,10 +61,8 @@ class Job(ABC):
 
     def run(self) -> None:
         """Perform it; nothing that a driver raises ends the thread, `SystemExit` included."""
-        self._called_at = time.monotonic()
         try:
-            if not self._cancelled:
-                self.perform()
+            self.perform()
         except BaseException:
             logger.exception("a job of the storage worker failed")
         finally:

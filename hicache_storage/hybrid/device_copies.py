@@ -1,0 +1,214 @@
+"""Write-back and load of all pools at once: queued by the cache, started once a step, told when they are over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hicache_storage.hybrid.operations import CacheOperation
+from hicache_storage.spec import InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hicache_storage.hybrid.agreement import Agreement
+    from hicache_storage.hybrid.groups import HostPoolGroup
+    from hicache_storage.hybrid.indices import HybridIndices
+    from hicache_storage.hybrid.operations import Done
+    from hicache_storage.hybrid.stats import StatsCounter
+    from hicache_storage.hybrid.tiers import AgreedRoom, PoolTier
+    from hicache_storage.spec import PoolName
+    from hicache_storage.transfer import LayerCounter, Stream
+
+DoneT = TypeVar("DoneT", bound="Done")
+
+
+class HybridLayerCounter:
+    """The layers of a load of several pools as they arrive (rule ST-2).
+
+    Args:
+        pools: by name, how a layer of the model maps to the pool's own, and that pool's counter.
+    """
+
+    def __init__(self, pools: Mapping[PoolName, tuple[Callable[[int], int | None], LayerCounter]]) -> None:
+        self._pools = dict(pools)
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        """Let a stream wait until a layer of the model has arrived in every pool that has a share in it."""
+        for name in self._pools:
+            self.wait_pool(name, layer, stream)
+
+    def wait_pool(self, name: PoolName, layer: int, stream: Stream) -> None:
+        """Let a stream wait for one pool's share of a layer only; for nothing where it has none or is not loaded."""
+        if name in self._pools:
+            own_layer, counter = self._pools[name]
+            local = own_layer(layer)
+            if local is not None:
+                counter.wait(local, stream)
+
+    def done(self) -> bool:
+        """Whether all layers of all pools have arrived; does not block."""
+        return all(counter.done() for _, counter in self._pools.values())
+
+    def synchronize(self) -> None:
+        """Block the calling thread until they have."""
+        for _, counter in self._pools.values():
+            counter.synchronize()
+
+
+class InFlight:
+    """Operations of one direction that have begun, until they are over on every rank."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._operations: list[CacheOperation] = []
+
+    def add(self, operation: CacheOperation) -> None:
+        """One more."""
+        self._operations.append(operation)
+
+    def completed(self) -> list[CacheOperation]:
+        """Those that are over on every rank, no longer kept. A collective while there are any.
+
+        Raises:
+            StreamFailedError: a copy of this rank failed; the others are told that it is not over.
+        """
+        if not self._operations:
+            return []
+        votes, error = list[int](), None
+        for operation in self._operations:
+            try:
+                votes.append(int(operation.over()))
+            except Exception as failure:  # noqa: BLE001 - raised below, after the collective that the others wait for
+                votes.append(0)
+                error = failure
+        agreed = self._agreement.minimum(votes)
+        over = [operation for operation, vote in zip(self._operations, agreed, strict=True) if vote]
+        self._operations = [operation for operation, vote in zip(self._operations, agreed, strict=True) if not vote]
+        if error is not None:
+            raise error
+        return over
+
+    def clear(self) -> None:
+        """Forget them; their host pages rest until they are over."""
+        self._operations = []
+
+
+class DeviceCopies:
+    """Both directions. All methods are called by the scheduler's thread, alike on every rank."""
+
+    def __init__(self, group: HostPoolGroup, room: AgreedRoom, agreement: Agreement, stats: StatsCounter) -> None:
+        self._group, self._room, self._stats = group, room, stats
+        self._writes: list[CacheOperation] = []
+        self._loads: list[CacheOperation] = []
+        self._writing, self._loading = InFlight(agreement), InFlight(agreement)
+        self._counters: dict[int, HybridLayerCounter] = {}
+        self._consumers = 0
+
+    def write(self, device: HybridIndices, node_id: int, priority: int) -> HybridIndices | None:
+        """Take host slots for a span and queue its copy; None without room."""
+        self._group.check(device)
+        host = self._allocate(self._group.host, device, {})
+        if host is None:
+            self._stats.count(writes_without_room=1)
+            return None
+        self._writes.append(self._queued(CacheOperation(device, host, [node_id], priority)))
+        return host
+
+    def load(
+        self, host: HybridIndices, node_ids: Sequence[int], given: Mapping[PoolName, torch.Tensor], priority: int
+    ) -> HybridIndices | None:
+        """Take device slots for a span, except those given, and queue its copy; None without room."""
+        self._group.check(host)
+        _check_given(host, given)
+        device = self._allocate(self._group.device, host, given)
+        if device is None:
+            self._stats.count(loads_without_room=1)
+            return None
+        self._loads.append(self._queued(CacheOperation(device, host, list(node_ids), priority)))
+        return device
+
+    def start_writing(self) -> int:
+        """Start the queued write-backs as one; the number of tokens."""
+        if not self._writes:
+            return 0
+        operation, self._writes = CacheOperation.merge_ops(_by_priority(self._writes), self._group.page_size), []
+        parts = self._copy(operation, lambda name, device, host: self._group.entries[name].copies.write_back(device, host))
+        operation.started(list(parts.values()))
+        self._writing.add(operation)
+        self._stats.count(tokens_written_back=operation.host.anchor.numel())
+        return operation.host.anchor.numel()
+
+    def start_loading(self) -> int:
+        """Start the queued loads as one; the id of their layer counter, -1 if there are none."""
+        if not self._loads:
+            return -1
+        operation, self._loads = CacheOperation.merge_ops(_by_priority(self._loads), self._group.page_size), []
+        parts = self._copy(operation, lambda name, device, host: self._group.entries[name].copies.load(host, device))
+        counter = HybridLayerCounter({name: (self._group.entries[name].layer_mapper, part) for name, part in parts.items()})
+        operation.started([counter])
+        self._loading.add(operation)
+        self._consumers += 1
+        self._counters[self._consumers] = counter
+        self._stats.count(tokens_loaded=operation.device.anchor.numel())
+        return self._consumers
+
+    def layer_counter(self, consumer: int) -> HybridLayerCounter:
+        """The counter of a load; one that waits for nothing where there was none, or it is over."""
+        return self._counters.get(consumer, HybridLayerCounter({}))
+
+    def completed_writes(self) -> list[int]:
+        """Nodes whose write-back is over on every rank, each as often as it was written."""
+        self._group.release()
+        return [node for operation in self._writing.completed() for node in operation.node_ids]
+
+    def completed_loads(self) -> list[int]:
+        """Nodes whose load is over on every rank."""
+        completed = [node for operation in self._loading.completed() for node in operation.node_ids]
+        self._counters = {consumer: counter for consumer, counter in self._counters.items() if not counter.done()}
+        return completed
+
+    def reset(self) -> None:
+        """Drop what has not begun, and forget the rest; their host pages rest until the copies are over."""
+        for operation in (*self._writes, *self._loads):
+            operation.started([])
+        self._writes, self._loads = [], []
+        self._writing.clear()
+        self._loading.clear()
+        self._counters = {}
+
+    def _allocate(self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> HybridIndices | None:
+        needs = {name: slots.numel() for name, slots in self._group.owned(like).items() if name not in given}
+        taken = self._room.alloc(tier, needs)
+        return None if taken is None else self._group.span({**taken, **given}, like.endpoints)
+
+    def _queued(self, operation: CacheOperation) -> CacheOperation:
+        self._group.hold(self._group.owned(operation.host), operation.flights[0])
+        return operation
+
+    def _copy(
+        self, operation: CacheOperation, copy: Callable[[PoolName, torch.Tensor, torch.Tensor], DoneT]
+    ) -> dict[PoolName, DoneT]:
+        """Enqueue the copies of all pools. If one cannot be, those before it end the operation."""
+        parts: dict[PoolName, DoneT] = {}
+        try:
+            for name in self._group.entries:
+                device, host = self._group.slots(operation.device, name), self._group.slots(operation.host, name)
+                if device is not None and host is not None and device.numel():
+                    parts[name] = copy(name, device, host)
+        except BaseException:
+            operation.started(list(parts.values()))
+            raise
+        return parts
+
+
+def _check_given(host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
+    for name, slots in given.items():
+        wanted = host.side[name].numel() if name in host.side else 0
+        if slots.dtype != torch.int64 or slots.numel() != wanted:
+            raise InvalidTransferError(f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of {slots.dtype}")
+
+
+def _by_priority(operations: Sequence[CacheOperation]) -> list[CacheOperation]:
+    return sorted(operations, key=lambda operation: operation.priority)
