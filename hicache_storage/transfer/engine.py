@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.backends import STAGING_BYTES, PageMoves, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
-from hicache_storage.transfer.pages import check_pages, page_numbers
+from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.transfer.backends import Backend
     from hicache_storage.transfer.host_slots import SlotPool
     from hicache_storage.transfer.pages import LayeredPages
@@ -100,6 +101,29 @@ class PageTransfers:
         self._device_pages, self._host_pages = device_pages, host_pages
         self._out, self._in = streams or (device.stream("write-back"), device.stream("load"))
         self._device_fences, self._host_fences = PageFences(), PageFences()
+
+    @classmethod
+    def between(
+        cls,
+        device: Device,
+        compute: Stream,
+        device_pool: DevicePoolBase,
+        host_pool: HostPoolBase,
+        *,
+        backend: Backend = "direct",
+        staging_bytes: int = STAGING_BYTES,
+        streams: tuple[Stream, Stream] | None = None,
+    ) -> Self:
+        """The engine of two of the SDK's pools.
+
+        Raises:
+            InvalidPoolError: the pools do not fit each other; the message names the argument that differs.
+        """
+        device_pool.check_host_pool(host_pool)
+        return cls(
+            device, compute, device_pool, HostPages(host_pool), host_pool,
+            backend=backend, staging_bytes=staging_bytes, streams=streams,
+        )  # fmt: skip
 
     def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
         transfer = self.checked_write_back(device_indices, host_indices)

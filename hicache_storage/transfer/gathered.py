@@ -90,7 +90,8 @@ class GatheredCopies:
         """The pages of a transfer, by their host pages, in pieces that a buffer takes; `kernels` is where they run."""
         host_pages, order = moves.host.sort()
         pieces: list[_Piece] = []
-        for host, device in zip(host_pages.split(room), moves.device[order].split(room), strict=True):
+        cuts = list(range(room, len(order), room))
+        for host, device in zip(host_pages.tensor_split(cuts), moves.device[order].tensor_split(cuts), strict=True):
             staged = host.new_tensor(range(len(host)))
             runs = joint_runs(staged, host) if outwards else joint_runs(host, staged)
             name = f"{len(host)} device pages" if len(host) > 1 else named_pages("device", int(device[0]), 1)

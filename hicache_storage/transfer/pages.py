@@ -99,7 +99,9 @@ class LaidOutPages:
         return LaidOutPages(buffers, self._layout, self.page_size, self._rows)
 
     def _split(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.unflatten(self._page_axis, (-1, self._rows)) if self._layout in _SPLIT else buffer
+        if self._layout not in _SPLIT:
+            return buffer
+        return buffer.view(*buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :])
 
 
 class HostPages(LaidOutPages):
@@ -116,6 +118,7 @@ class HostPages(LaidOutPages):
         from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
 
         layout = getattr(pool, "layout", None)
+        buffers: Sequence[torch.Tensor]
         if isinstance(pool, MHAHostPool):
             buffers, rows = (pool.k_buffer, pool.v_buffer), pool.page_size
         elif isinstance(pool, MLAHostPool):

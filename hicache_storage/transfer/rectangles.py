@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    count: int
+    steps: int
     to: int
     """Bytes from one step to the next in the destination."""
     origin: int
@@ -38,15 +38,15 @@ def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rect
     axes = _axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
-        width *= axes.pop().count
-    height = max((axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.count, default=None)
+        width *= axes.pop().steps
+    height = max((axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None)
     if height is not None:
         axes.remove(height)
     rows = height or _Axis(1, width, width)
-    for steps in product(*(range(axis.count) for axis in axes)):
-        to = sum(step * axis.to for step, axis in zip(steps, axes, strict=True))
-        origin = sum(step * axis.origin for step, axis in zip(steps, axes, strict=True))
-        yield Rectangle(destination.data_ptr() + to, rows.to, source.data_ptr() + origin, rows.origin, width, rows.count)
+    for place in product(*(range(axis.steps) for axis in axes)):
+        to = sum(step * axis.to for step, axis in zip(place, axes, strict=True))
+        origin = sum(step * axis.origin for step, axis in zip(place, axes, strict=True))
+        yield Rectangle(destination.data_ptr() + to, rows.to, source.data_ptr() + origin, rows.origin, width, rows.steps)
 
 
 def _axes(destination: torch.Tensor, source: torch.Tensor) -> list[_Axis]:
@@ -54,10 +54,10 @@ def _axes(destination: torch.Tensor, source: torch.Tensor) -> list[_Axis]:
     size = destination.element_size()
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
     joined: list[_Axis] = []
-    for axis in sorted((_Axis(count, to * size, origin * size) for count, to, origin in strides if count > 1), key=_reach):
+    for axis in sorted((_Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1), key=_reach):
         last = joined[-1] if joined else None
-        if last is not None and (last.to, last.origin) == (axis.count * axis.to, axis.count * axis.origin):
-            joined[-1] = _Axis(last.count * axis.count, axis.to, axis.origin)
+        if last is not None and (last.to, last.origin) == (axis.steps * axis.to, axis.steps * axis.origin):
+            joined[-1] = _Axis(last.steps * axis.steps, axis.to, axis.origin)
         else:
             joined.append(axis)
     return joined

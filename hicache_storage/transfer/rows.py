@@ -5,7 +5,7 @@ torch is imported where it is used: the simulator, which uses this, is imported 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +29,12 @@ def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, source: torch.Te
 
 def rows_of(tensor: torch.Tensor, rows: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views that together are the rows of these numbers, adjacent ones joined."""
-    ordered = rows.unique()
-    breaks = (ordered.diff() != 1).nonzero().view(-1) + 1
-    for run in ordered.tensor_split(breaks):
-        yield tensor.narrow(0, int(run[0]), len(run))
+    ordered = sorted(set(cast("list[int]", rows.tolist())))
+    start = 0
+    for end in range(1, len(ordered) + 1):
+        if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
+            yield tensor.narrow(0, ordered[start], end - start)
+            start = end
 
 
 def _as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

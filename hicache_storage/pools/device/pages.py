@@ -36,7 +36,7 @@ class DevicePages:
         """Pages in the pool."""
         self.size = self.page_num * page_size
         """Slots in the pool."""
-        self._pages = [tuple(tensor.unflatten(0, (-1, rows)) for tensor in tensors) for tensors in self.layers]
+        self._pages = [tuple(tensor.view(-1, rows, *tensor.shape[1:]) for tensor in tensors) for tensors in self.layers]
 
     @property
     def layer_num(self) -> int:

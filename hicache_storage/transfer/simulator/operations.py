@@ -75,7 +75,7 @@ class Pieces:
             self._pause(random)
             piece()
 
-    def pieces(self, count: int) -> Iterator[Callable[[], None]]:
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         """The operation cut into so many pieces, or fewer."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Copy(Pieces):
         super().__init__(pause_seconds, admitted)
         self._destination, self._source = destination, source
 
-    def pieces(self, count: int) -> Iterator[Callable[[], None]]:
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         axis = _longest_axis(self._destination)
         pairs = zip(self._destination.tensor_split(count, axis), self._source.tensor_split(count, axis), strict=True)
         return (partial(destination.copy_, source) for destination, source in pairs)
@@ -114,7 +114,7 @@ class Gather(Pieces):
         super().__init__(pause_seconds, admitted)
         self._destination, self._source, self._rows = destination, source, rows
 
-    def pieces(self, count: int) -> Iterator[Callable[[], None]]:
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._destination.tensor_split(count), self._rows.tensor_split(count), strict=True)
         return (partial(gather_rows, destination, self._source, rows) for destination, rows in pairs if len(rows))
 
@@ -133,7 +133,7 @@ class Scatter(Pieces):
         super().__init__(pause_seconds, admitted)
         self._destination, self._rows, self._source = destination, rows, source
 
-    def pieces(self, count: int) -> Iterator[Callable[[], None]]:
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._rows.tensor_split(count), self._source.tensor_split(count), strict=True)
         return (partial(scatter_rows, self._destination, rows, source) for rows, source in pairs if len(rows))
 
