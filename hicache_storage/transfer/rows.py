@@ -42,6 +42,8 @@ def _as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     import torch
 
     words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    # Words are cut out of a row, never out of several.
+    tensors = tuple(tensor.unsqueeze(-1) if tensor.dim() == 1 else tensor for tensor in tensors)
     fitting = next(word for word in words if all(_holds(tensor, word.itemsize) for tensor in tensors))
     return tuple(tensor.view(fitting) for tensor in tensors)
 
