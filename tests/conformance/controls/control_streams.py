@@ -9,7 +9,7 @@ from control_plain import Plain
 from hicache_storage.transfer import Acknowledgement, HostPages, LayerCounter, PageTransfers, recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -67,15 +67,15 @@ class AcknowledgesTooEarly(Engine):
 
 
 class SignalsAllLayersAtTheEnd(Engine):
-    def _copy_layers(self, pages: list[tuple[int, int]]) -> list[Event]:
-        arrivals = super()._copy_layers(pages)
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+        arrivals = super()._copy_layers(copy_layer)
         return [arrivals[-1]] * len(arrivals)
 
 
 class SignalsOneLayerEarly(Engine):
-    def _copy_layers(self, pages: list[tuple[int, int]]) -> list[Event]:
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
         begun = recorded(self._device, self._in)
-        return [begun, *super()._copy_layers(pages)[:-1]]
+        return [begun, *super()._copy_layers(copy_layer)[:-1]]
 
 
 class BlocksWhileLoading(Engine):
