@@ -66,11 +66,6 @@ class Backups:
         for result in self._controller.completed_backups():
             self._stored(result)
 
-    def storage_changed(self) -> None:
-        """Forget what the storage has: it is another one now, or was cleared."""
-        for copy in self._stores.values():
-            self._forget(copy)
-
     def forget(self) -> None:
         """Follow no copy any more: the nodes are gone."""
         self._writes.clear()
@@ -111,7 +106,7 @@ class Backups:
 
     def _store_path(self, node: Node) -> None:
         """Hand to the storage what the host has of the path to `node` and the storage has not, from the top on."""
-        if not self._controller.storage_attached:
+        if not self._controller.attached:
             return
         for each in reversed(list(node.upward())):
             if each.writing or not self._residency.host[Kind.KV].holds(each):

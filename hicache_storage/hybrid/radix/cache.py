@@ -114,10 +114,13 @@ class HiMambaRadixCache:
         """
         self._locks.unlock(lock)
 
-    def load(self, lock: PrefixLock) -> LoadResult | None:
-        """Bring what a lock keeps on the host to the device: KV into the cache, the state into a slot for the request.
+    def load(self, lock: PrefixLock, state_slot: int | None = None) -> LoadResult | None:
+        """Bring what a lock keeps on the host to the device: KV into the cache, the state into a slot of the request's.
 
-        `start_loading` launches it. A state slot belongs to the caller, who gives it back after that.
+        `start_loading` launches it; until then the slot must not be given back.
+
+        Args:
+            state_slot: where the state goes, if it comes from the host; None takes a slot, which is the caller's then.
 
         Returns:
             None where the device has no room for it; the lock is as before then.
@@ -125,7 +128,7 @@ class HiMambaRadixCache:
         Raises:
             StalePrefixError: the lock is not held.
         """
-        return self._loading.load(lock)
+        return self._loading.load(lock, state_slot)
 
     def start_loading(self) -> int:
         """Launch the loads of this step; the id of their layer counter, -1 if there are none."""
@@ -209,13 +212,15 @@ class HiMambaRadixCache:
 
     def storage_changed(self) -> None:
         """Another storage was attached, or it was cleared: what is on the host goes there again when it is used."""
-        self._backups.storage_changed()
+        for node in self._tree:
+            node.stored.clear()
 
     # -- time
 
     def poll(self) -> None:
-        """Launch the copies of this step, and take note of those that are done."""
+        """Launch the copies of this step, and take note of what is done."""
         self._controller.start_writing()
+        self._controller.advance_prefetches()
         self._backups.poll()
         self._loading.poll()
 
@@ -287,13 +292,13 @@ class HiMambaRadixCache:
         return slots
 
     def _serve_shortages(self) -> None:
-        """Let the controller make room on every rank alike."""
-        kv, state = self.config.kv_pool, self.config.state_pool
-        self._controller.on_host_shortage(kv, lambda count: self.evict_host(tokens=count))
-        self._controller.on_device_shortage(kv, lambda count: self.evict(tokens=count))
+        """Let the controller make room, on every rank alike."""
+        group, kv, state = self._controller.group, self.config.kv_pool, self.config.state_pool
+        group.host.on_shortage(kv, lambda count: self.evict_host(tokens=count))
+        group.device.on_shortage(kv, lambda count: self.evict(tokens=count))
         if self._residency.has_states:
-            self._controller.on_host_shortage(state, lambda count: self.evict_host(states=count))
-            self._controller.on_device_shortage(state, lambda count: self.evict(states=count))
+            group.host.on_shortage(state, lambda count: self.evict_host(states=count))
+            group.device.on_shortage(state, lambda count: self.evict(states=count))
 
     def _check_insert(self, length: int, rows: torch.Tensor, states: Mapping[int, int]) -> None:
         if rows.dim() != 1 or rows.numel() < length or str(rows.dtype) != "torch.int64":

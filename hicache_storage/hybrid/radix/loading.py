@@ -40,17 +40,17 @@ class Loading:
         """Loads under way."""
         return len(self._loads)
 
-    def load(self, lock: PrefixLock) -> LoadResult | None:
+    def load(self, lock: PrefixLock, state_slot: int | None) -> LoadResult | None:
         """Enqueue the load of what is not on the device; None, with nothing changed, if there is no room there."""
         held = self._locks.held(lock)
-        state_slot = None
+        loaded_slot = None
         if held.host is not None:
-            taken = self._take_device_slots(held)
+            taken = self._take_device_slots(held, state_slot)
             if taken is None:
                 return None
-            state_slot = next((int(slot) for slot in self._residency.state_slots(taken).values()), None)
+            loaded_slot = next((int(slot) for slot in self._residency.state_slots(taken).values()), None)
             self._locks.move_to_device(lock)
-        return LoadResult(self._residency.rows(self._residency.device, list(held.node.upward())[::-1]), state_slot)
+        return LoadResult(self._residency.rows(self._residency.device, list(held.node.upward())[::-1]), loaded_slot)
 
     def poll(self) -> None:
         """Take note of loads that are done: what they read may leave the host."""
@@ -64,7 +64,7 @@ class Loading:
         """Follow no load any more: the nodes are gone."""
         self._loads.clear()
 
-    def _take_device_slots(self, held: HeldLock) -> HybridIndices | None:
+    def _take_device_slots(self, held: HeldLock, state_slot: int | None) -> HybridIndices | None:
         """Enqueue a load and lay its rows; returns the device slots."""
         host, device = self._residency.host, self._residency.device
         nodes = [node for node in held.node.upward() if not device[Kind.KV].holds(node)][::-1]
@@ -73,7 +73,9 @@ class Loading:
         if not nodes and state is None:
             return self._residency.transfer(rows, None, 0)  # another request's load, or its own KV, brought it meanwhile
         load_id = next(self._ids)
-        taken = self._controller.load(self._residency.transfer(rows, state, rows.numel() // self._page_size), [load_id])
+        source = self._residency.transfer(rows, state, rows.numel() // self._page_size)
+        into = {} if state_slot is None else {name: torch.tensor([state_slot]) for name in source.side}
+        taken = self._controller.load(source, [load_id], into=into)
         if taken is None:
             return None
         for node, share in zip(nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True):

@@ -45,7 +45,7 @@ class Prefetching(Generic[Operation]):
 
         What comes is on the host, so the path to `node` has to be there too and is copied if it is not.
         """
-        if not tokens or not self._controller.storage_attached or not self._backups.back_up(node):
+        if not tokens or not self._controller.attached or not self._backups.back_up(node):
             return False
         last = hashes_of(node, self._page_size)
         operation = self._controller.prefetch(

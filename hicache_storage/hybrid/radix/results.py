@@ -62,8 +62,7 @@ class LoadResult:
     device_indices: torch.Tensor
     """int64: the KV rows of the whole prefix."""
     state_slot: int | None
-    """A device slot that belongs to the request from now on, with the state after the prefix. None if the state was on
-    the device already, or there is none."""
+    """The request's slot that the state after the prefix is loaded into. None if it is on the device, or there is none."""
 
 
 @dataclass(frozen=True, slots=True)

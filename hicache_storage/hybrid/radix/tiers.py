@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -28,6 +28,24 @@ class DeviceSlots(Protocol):
     def available_size(self) -> int: ...
 
 
+class PoolTier(Protocol):
+    """All pools of one tier."""
+
+    def on_shortage(self, name: PoolName, evict: Callable[[int], object]) -> None:
+        """Say who frees so many slots of a pool, or what it can; asked by calls that take slots, on every rank alike."""
+        ...
+
+
+class PoolGroup(Protocol):
+    """All pools."""
+
+    @property
+    def host(self) -> PoolTier: ...
+
+    @property
+    def device(self) -> PoolTier: ...
+
+
 class Prefetch(Protocol):
     """A prefetch under way."""
 
@@ -43,23 +61,20 @@ class TierController(Protocol[Operation]):
     """The part of the hybrid controller that the cache uses, all from the scheduler's thread; no call waits for a copy."""
 
     @property
-    def storage_attached(self) -> bool:
-        """Whether there is a third tier now."""
+    def group(self) -> PoolGroup:
+        """The pools of both tiers."""
         ...
 
-    def on_host_shortage(self, pool: PoolName, evict: Callable[[int], object]) -> None:
-        """Say who frees so many host slots of a pool, or what it can; called from within `write` and `prefetch` polls."""
-        ...
-
-    def on_device_shortage(self, pool: PoolName, evict: Callable[[int], object]) -> None:
-        """The same for device slots; called from within `load`."""
+    @property
+    def attached(self) -> bool:
+        """Whether there is a storage now."""
         ...
 
     def write(self, transfers: HybridIndices, node_id: int) -> HybridIndices | None:
         """Take host slots for device slots and enqueue the copies; None, with nothing taken, if there is no room."""
         ...
 
-    def start_writing(self) -> None:
+    def start_writing(self) -> object:
         """Launch the copies to the host that were enqueued."""
         ...
 
@@ -67,8 +82,10 @@ class TierController(Protocol[Operation]):
         """The ids of writes that every rank has finished since the last call, in the order of `write`."""
         ...
 
-    def load(self, host: HybridIndices, node_ids: Sequence[int]) -> HybridIndices | None:
-        """Take device slots for host slots and enqueue the copies; None, with nothing taken, if there is no room."""
+    def load(
+        self, host: HybridIndices, node_ids: Sequence[int], *, into: Mapping[PoolName, torch.Tensor] | None = None
+    ) -> HybridIndices | None:
+        """Take device slots for host slots, those in `into` excepted, and enqueue the copies; None if there is no room."""
         ...
 
     def start_loading(self) -> int:
@@ -88,17 +105,21 @@ class TierController(Protocol[Operation]):
         ...
 
     def prefetch(
-        self, request_id: str, tokens: Sequence[int], last_hash: str | None, prefix_hashes: Sequence[str]
+        self, request_id: str, tokens: Sequence[int], last_hash: str | None = None, prefix_hashes: Sequence[str] = ()
     ) -> Operation | None:
         """Ask the storage for the pages of `tokens`, which follow the page of `last_hash`; None if it is declined."""
+        ...
+
+    def advance_prefetches(self) -> None:
+        """Lead all prefetches on by what has come since."""
         ...
 
     def terminate_prefetch(self, operation: Operation) -> PrefetchResult:
         """End a prefetch; what it brought belongs to the caller."""
         ...
 
-    def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]) -> int:
-        """Store host pages under their hashes; returns the id of the operation. The slots stay as they are until then."""
+    def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
+        """Store host pages under their hashes; returns the id of the operation, until whose end they stay as they are."""
         ...
 
     def completed_backups(self) -> list[BackupResult]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
+
+
+class Evictors:
+    """Who makes room in the pools of a tier."""
+
+    def __init__(self) -> None:
+        self.by_pool: dict[PoolName, Callable[[int], object]] = {}
+
+    def on_shortage(self, name: PoolName, evict: Callable[[int], object]) -> None:
+        self.by_pool[name] = evict
+
+
+class Group(NamedTuple):
+    host: Evictors
+    device: Evictors
 
 
 class Gate:
@@ -95,8 +110,7 @@ class StandInController:
             self.host_memory[MAMBA] = torch.zeros(sizes["host_states"], dtype=torch.int64)
         self.storage: dict[tuple[str, str], int | tuple[int, ...]] | None = {}
         self.refuse_backups = False
-        self.host_evictors: dict[PoolName, Callable[[int], object]] = {}
-        self.device_evictors: dict[PoolName, Callable[[int], object]] = {}
+        self.group = Group(Evictors(), Evictors())
         self.queued: list[Copy] = []
         self.writes: list[Copy] = []
         self.queued_loads: list[Copy] = []
@@ -106,20 +120,14 @@ class StandInController:
         self.consumers = 0
 
     @property
-    def storage_attached(self) -> bool:
+    def attached(self) -> bool:
         return self.storage is not None
-
-    def on_host_shortage(self, pool: PoolName, evict: Callable[[int], object]) -> None:
-        self.host_evictors[pool] = evict
-
-    def on_device_shortage(self, pool: PoolName, evict: Callable[[int], object]) -> None:
-        self.device_evictors[pool] = evict
 
     # -- copies
 
     def write(self, transfers: HybridIndices, node_id: int) -> HybridIndices | None:
         needs = {name: slots.numel() for name, slots in by_pool(transfers).items()}
-        taken = self._alloc(self.host_slots, self.host_evictors, needs)
+        taken = self._alloc(self.host_slots, self.group.host.by_pool, needs)
         if taken is None:
             return None
         copy = Copy(by_pool(transfers), taken, self.device_memory, self.host_memory, node_id)
@@ -134,11 +142,13 @@ class StandInController:
     def completed_writes(self) -> list[int]:
         return self._completed(self.writes)
 
-    def load(self, host: HybridIndices, node_ids: Sequence[int]) -> HybridIndices | None:
+    def load(self, host: HybridIndices, node_ids: Sequence[int], *, into=None) -> HybridIndices | None:
         pools = {KV: self.kv_slots} | ({MAMBA: self.state_slots} if self.state_slots else {})
-        taken = self._alloc(pools, self.device_evictors, {name: slots.numel() for name, slots in by_pool(host).items()})
+        needs = {name: slots.numel() for name, slots in by_pool(host).items() if name not in into}
+        taken = self._alloc(pools, self.group.device.by_pool, needs)
         if taken is None:
             return None
+        taken |= into
         (ticket,) = node_ids
         copy = Copy(by_pool(host), taken, self.host_memory, self.device_memory, ticket)
         self._hold(by_pool(host), copy.gate)
@@ -185,6 +195,9 @@ class StandInController:
         if len(tokens) < self.threshold:
             return None
         return Fetch(self, page_hashes(tokens, self.page_size, prior=last_hash), self.random.randint(1, 3))
+
+    def advance_prefetches(self) -> None:
+        """Each of them goes on when it is polled."""
 
     def terminate_prefetch(self, operation: Fetch) -> PrefetchResult:
         return operation.result or PrefetchResult(0, (), HybridIndices.empty(), PrefetchOutcome.STOPPED)
@@ -246,7 +259,7 @@ class StandInController:
         def fits(pages: int) -> bool:
             return all(self.host_slots[name].available_size() >= count for name, count in needs(pages).items())
 
-        self._make_room(self.host_slots, self.host_evictors, needs(restorable[-1]))
+        self._make_room(self.host_slots, self.group.host.by_pool, needs(restorable[-1]))
         pages = longest_fitting(restorable, fits)
         pages = pages if pages * self.page_size >= self.threshold else 0
         taken = self._alloc(self.host_slots, {}, needs(pages)) if pages else {}

@@ -8,20 +8,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hicache_storage.hybrid.policies import WritePolicy
-from hicache_storage.hybrid.radix import StalePrefixError
+from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 
 PAGE = 2
-PAGES = [(1, 2), (1, 3), (4, 4)]
+STORIES = [
+    ((1, 2), (1, 3), (4, 4), (5, 1), (2, 2), (6, 1), (1, 1), (3, 3), (7, 7), (8, 1)),
+    ((1, 2), (1, 3), (4, 4), (5, 1), (9, 9), (6, 2), (1, 4), (3, 5)),
+    ((1, 2), (1, 3), (4, 5), (5, 5), (2, 3), (6, 6)),
+]
 
 
-def sequences(most=10):
-    """Sequences that often share a prefix, some with a partial last page."""
-    pages = st.lists(st.sampled_from(PAGES), min_size=1, max_size=most)
-    return st.tuples(pages, st.booleans()).map(
-        lambda drawn: tuple(token for page in drawn[0] for token in page) + (9,) * drawn[1]
-    )
+@st.composite
+def sequences(draw):
+    """Sequences that share prefixes, at checkpoints and elsewhere, some with a partial last page."""
+    story = draw(st.sampled_from(STORIES))
+    pages = story[: draw(st.integers(1, len(story)))]
+    return tuple(token for page in pages for token in page) + (9,) * draw(st.booleans())
 
 
 class Programs(RuleBasedStateMachine):
@@ -30,7 +34,7 @@ class Programs(RuleBasedStateMachine):
     grid: int | None = 4
 
     @initialize(
-        policy=st.sampled_from(WritePolicy), seed=st.integers(0, 999), host=st.sampled_from([4, 12, 48]), states=st.integers(1, 6)
+        policy=st.sampled_from(WritePolicy), seed=st.integers(0, 999), host=st.sampled_from([12, 20, 48]), states=st.integers(1, 6)
     )
     def begin(self, policy, seed, host, states):
         sizes = SIZES | {"host_kv": host, "host_states": states}
@@ -44,6 +48,13 @@ class Programs(RuleBasedStateMachine):
     @rule(tokens=sequences())
     def start(self, tokens):
         self.world.start(tokens)
+
+    @rule(tokens=sequences(), more=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    def serve(self, tokens, more):
+        request = self.world.start(tokens)
+        if request and self.world.extend(request, more):
+            length = self.world.finish(request)
+            assert self.world.cache.match((*tokens, *more)).length >= min(length, len(tokens) + len(more) - 1)
 
     @rule(tokens=sequences(), device_only=st.booleans())
     def match(self, tokens, device_only):
@@ -116,10 +127,31 @@ class Programs(RuleBasedStateMachine):
     def poll(self):
         self.world.cache.poll()
 
+    @rule(tokens=sequences(), fetch=st.booleans())
+    def serve_again(self, tokens, fetch):
+        """A request that comes back after the device, or all memory, was needed for others."""
+        world = self.world
+        world.settle()
+        world.cache.evict(10**6, 10**6)
+        world.settle()
+        if fetch:
+            world.cache.evict_host(10**6, 10**6)
+            self.fetch(tokens)
+        world.start(tokens)
+
+    def fetch(self, tokens):
+        """A prefetch that is waited for; the prefix is not shorter then."""
+        cache = self.world.cache
+        before = cache.match(tokens).length
+        if cache.prefetch_from_storage("fetch", tokens):
+            while not cache.check_prefetch("fetch"):
+                cache.poll()
+        assert cache.match(tokens).length >= before
+
     @rule(tokens=sequences())
     def prefetch(self, tokens):
         request_id = f"r{len(self.waiting)}"
-        if self.world.cache.prefetch_from_storage(request_id, tokens):
+        if self.world.cache.prefetch_from_storage(request_id, tokens) and request_id not in self.waiting:
             self.waiting.append(request_id)
 
     @precondition(lambda self: self.waiting)
@@ -136,18 +168,26 @@ class Programs(RuleBasedStateMachine):
     def storage_falters(self, refuse):
         self.world.controller.refuse_backups = refuse
 
-    @rule()
-    def detach_and_attach(self):
-        self.world.cache.end_prefetches()
+    @rule(same=st.booleans())
+    def detach_and_attach(self, same):
+        cache, controller = self.world.cache, self.world.controller
+        cache.end_prefetches()
         self.waiting.clear()
-        controller = self.world.controller
-        controller.storage = None if controller.storage is not None else {}
+        storage, controller.storage = controller.storage, None
         controller.backups_to_nowhere()
-        self.world.cache.storage_changed()
+        assert not cache.prefetch_from_storage("nobody", (1, 2, 1, 3))
+        cache.poll()
+        controller.storage = storage if same else {}
+        cache.storage_changed()
 
-    @precondition(lambda self: not self.world.running and not self.locks)
-    @rule()
-    def reset(self):
+    @rule(sure=st.integers(0, 7))
+    def reset(self, sure):
+        if self.world.running or self.locks:
+            with pytest.raises(CacheInUseError):
+                self.world.cache.reset()
+            return
+        if sure:
+            return
         self.world.cache.reset()
         self.waiting.clear()
         self.stale = None
@@ -171,14 +211,11 @@ class Programs(RuleBasedStateMachine):
         for request in list(world.running):
             world.running.remove(request)
             world.drop(request)
-        world.controller.start_loading()
-        for _ in range(200):
-            world.cache.poll()
         world.cache.end_prefetches()
+        world.settle()
         assert world.cache.idle()
         world.cache.evict(10**6, 10**6)
-        for _ in range(200):
-            world.cache.poll()
+        world.settle()
         world.cache.evict_host(10**6, 10**6)
         assert not list(world.tree)
         world.check()
@@ -192,7 +229,10 @@ class StatelessPrograms(Programs):
 
 
 PROGRAMS = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestPrograms = Programs.TestCase
 TestPrograms.settings = PROGRAMS

@@ -29,7 +29,7 @@ def kv_values(tokens, start=0):
     return torch.tensor([value("kv", tokens[: end + 1]) for end in range(start, len(tokens))], dtype=torch.int64)
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request on the device."""
 
@@ -95,13 +95,13 @@ class World:
         self.running.remove(request)
         length = self.cache.config.committed_length(len(request.tokens))
         states = {}
-        if length and request.state is not None and length > request.cached:
+        if length and request.state is not None:
             self.device[MAMBA][request.state] = value("state", request.tokens[:length])
             states, request.state = {length: int(request.state)}, None
-        if length > request.cached:
+        if states or length > request.cached:
             result = self.cache.insert(request.tokens[:length], request.rows[:length], states)
             self.check_rows(request.tokens[:length], result.device_indices)
-            request.cached = length
+            request.cached = max(length, request.cached)
         self.drop(request)
         return length
 
@@ -112,6 +112,12 @@ class World:
         if request.state is not None:
             self.state_slots.free(request.state)
         self.cache.unlock(request.lock)
+
+    def settle(self) -> None:
+        """Let everything that was begun end, prefetches excepted."""
+        self.cache.start_loading()
+        while len(self.cache._backups) or len(self.cache._loading):
+            self.cache.poll()
 
     def _restore(self, match, lock):
         """The rows of the match and a state of the request's own; None if there is no room."""
@@ -271,7 +277,11 @@ class World:
     def _check_pool(self, pool, owned, parked):
         owned = owned + Counter(slot for slots in parked.values() for slot in slots.tolist())
         assert all(count == 1 for count in owned.values()), "a slot has two owners"
-        used = [page * pool.page_size + offset for page in pool._in_use.nonzero().view(-1).tolist() for offset in range(pool.page_size)]
+        used = [
+            page * pool.page_size + offset
+            for page in pool._in_use.nonzero().view(-1).tolist()
+            for offset in range(pool.page_size)
+        ]
         assert sorted(owned) == used, "a slot is lost, or owned and free"
 
     def check_bytes(self):
@@ -296,7 +306,9 @@ class World:
         for node in self.tree:
             prefix = self.prefix(node)
             if self.grid is None:
-                known = next((end for end in range(len(prefix), node.start, -self.page) if tuple(tokens[:end]) == prefix[:end]), 0)
+                known = next(
+                    (end for end in range(len(prefix), node.start, -self.page) if tuple(tokens[:end]) == prefix[:end]), 0
+                )
             else:
                 known = len(prefix) if tuple(tokens[: len(prefix)]) == prefix else 0
             has_kv = node.device[Kind.KV].indices is not None or not device_only
