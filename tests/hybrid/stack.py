@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, HybridIndices, ParallelConfig, PoolEntry, PrefetchRules
+from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, HybridIndices, PoolEntry, PrefetchRules
 from hicache_storage.pools import MambaHostPool, MHAHostPool, MLAHostPool, SlotAllocator
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
 from hicache_storage.transfer import DevicePages, HostPages, PageTransfers
@@ -49,7 +49,8 @@ class DeviceStates:
 
 def identity(parallel=None, **changes):
     fields = {"model": "m", "kv_dtype": "int16", "page_size": PAGE, "layout": "page_first"}
-    return (parallel or ParallelConfig()).identity(StorageIdentity(**{**fields, **changes}))
+    made = StorageIdentity(**{**fields, **changes})
+    return made if parallel is None else parallel.identity(made)
 
 
 class Stack:

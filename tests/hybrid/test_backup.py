@@ -45,8 +45,7 @@ def test_all_pools_are_stored(stack, store):
 
 def test_a_state_alone_is_stored_under_the_key_before_it(stack, store):
     stack.controller.attach(store.open())
-    stack.group.free_host(host := filled(stack, 4))
-    backed_up(stack, host := filled(stack, 4))
+    backed_up(stack, filled(stack, 4))
     alone = stack.take("host", 0, ends=(1,))
     alone = HybridIndices(alone.anchor, alone.side, {MAMBA: (0,)})
     stack.fill("host", alone, [], KEYS[:4])
