@@ -1,1 +1,85 @@
-"""The three-tier cache of hybrid models above a storage: pools as one, copies, prefetch and backup, agreed by all ranks."""
+"""The three-tier cache of hybrid models above a storage: pools as one, copies, prefetch and backup, agreed by all ranks.
+
+Only what touches tensors imports torch, and only when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hicache_storage.hybrid.agreement import Agreement, AgreementError, GroupAgreement, SingleRank
+    from hicache_storage.hybrid.attachment import StorageAttachedError
+    from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.device_copies import HybridLayerCounter
+    from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
+    from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchOutcome, PrefetchResult
+    from hicache_storage.hybrid.operations import CacheOperation
+    from hicache_storage.hybrid.parallel import ParallelConfig
+    from hicache_storage.hybrid.policies import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
+    from hicache_storage.hybrid.prefetch import PrefetchOperation
+    from hicache_storage.hybrid.stats import ControllerStats
+
+__all__ = [
+    "Agreement",
+    "AgreementError",
+    "BackupResult",
+    "CacheOperation",
+    "ControllerStats",
+    "GroupAgreement",
+    "HostPoolGroup",
+    "HybridCacheController",
+    "HybridIndices",
+    "HybridLayerCounter",
+    "ParallelConfig",
+    "PoolEntry",
+    "PrefetchOperation",
+    "PrefetchOutcome",
+    "PrefetchPolicy",
+    "PrefetchResult",
+    "PrefetchRules",
+    "PrefetchTimeout",
+    "SingleRank",
+    "StorageAttachedError",
+    "WritePolicy",
+    "namespace_seed",
+    "page_hashes",
+]
+
+_HOMES = {
+    "Agreement": "agreement",
+    "AgreementError": "agreement",
+    "BackupResult": "indices",
+    "CacheOperation": "operations",
+    "ControllerStats": "stats",
+    "GroupAgreement": "agreement",
+    "HostPoolGroup": "groups",
+    "HybridCacheController": "controller",
+    "HybridIndices": "indices",
+    "HybridLayerCounter": "device_copies",
+    "ParallelConfig": "parallel",
+    "PoolEntry": "groups",
+    "PrefetchOperation": "prefetch",
+    "PrefetchOutcome": "indices",
+    "PrefetchPolicy": "policies",
+    "PrefetchResult": "indices",
+    "PrefetchRules": "policies",
+    "PrefetchTimeout": "policies",
+    "SingleRank": "agreement",
+    "StorageAttachedError": "attachment",
+    "WritePolicy": "policies",
+    "namespace_seed": "hashing",
+    "page_hashes": "hashing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

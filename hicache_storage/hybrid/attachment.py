@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.hybrid.storage_calls import StorageCalls
 from hicache_storage.hybrid.workers import StorageWorker
-from hicache_storage.spec import HiCacheError, StorageTimeoutError
+from hicache_storage.spec import HiCacheError, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,15 +74,18 @@ def bounded(what: str, call: Callable[[], None], seconds: float) -> None:
 
     Raises:
         StorageTimeoutError: it did not come back in time.
+        StorageUnavailableError: it raised what would end the caller, such as `SystemExit`.
         Exception: what the call raised.
     """
-    errors = list[BaseException]()
+    errors = list[Exception]()
 
     def run() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+        except Exception as error:  # noqa: BLE001 - raised in the caller's thread
             errors.append(error)
+        except BaseException as error:  # noqa: BLE001 - a driver must not end the engine
+            errors.append(StorageUnavailableError(f"{what} raised {type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=run, name=f"hicache-{what}", daemon=True)
     thread.start()
@@ -97,6 +100,6 @@ def close_quietly(storage: HiCacheStorage, seconds: float, stats: StatsCounter) 
     """Close a storage; nothing that goes wrong is raised."""
     try:
         bounded("close", storage.close, seconds)
-    except BaseException as error:  # noqa: BLE001 - also what a driver should not raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the storage is given up
         stats.count(**{"abandoned_calls" if isinstance(error, StorageTimeoutError) else "storage_errors": 1})
         logger.warning("the storage was closed, but not cleanly: %s", error)

@@ -278,10 +278,10 @@ class HybridCacheController:
         """A snapshot of this rank's counters."""
         return self._counter.snapshot()
 
-    def _register(self, storage: HiCacheStorage) -> BaseException | None:
+    def _register(self, storage: HiCacheStorage) -> Exception | None:
         try:
             self.parallel.check(storage.identity)
             bounded("attach", lambda: register(storage, self.group), self._call_seconds)
-        except BaseException as error:  # noqa: BLE001 - raised once the other ranks know
+        except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 BATCH_PAGES = 128
 """Pages of the anchor that one call moves."""
 
-AnswerT = TypeVar("AnswerT")
+_RAISED = object()
+"""In place of an answer."""
 
 
 class StorageCalls:
@@ -51,7 +52,7 @@ class StorageCalls:
         ]
         info = self._info(prefix_keys, request_id)
         answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
-        return [] if answer is None else self._endpoints(getattr(answer, "restorable_prefix_pages", None), len(keys))
+        return [] if answer is _RAISED else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
 
     def read(
         self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str], request_id: str | None = None
@@ -68,14 +69,13 @@ class StorageCalls:
     def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)
 
-    def _call(self, ask: Callable[[], AnswerT]) -> AnswerT | None:
+    def _call(self, ask: Callable[[], object]) -> object:
         try:
-            answer = ask()
+            return ask()
         except BaseException as error:  # noqa: BLE001 - also the SystemExit of a driver that calls sys.exit
             self._stats.count(storage_errors=1)
             self._note(f"the storage raised {type(error).__name__}: {error}")
-            return None
-        return answer
+            return _RAISED
 
     def _endpoints(self, answer: object, pages: int) -> list[int]:
         if not isinstance(answer, (list, tuple)) or not all(
@@ -92,14 +92,13 @@ class StorageCalls:
         given = cast("Mapping[object, object]", answer) if isinstance(answer, dict) else {}
         for transfer in transfers:
             pages, count = given.get(transfer.name), len(transfer.keys or ())
-            if isinstance(pages, list) and len(cast("list[object]", pages)) == count:
-                checked[transfer.name] = [page is True for page in cast("list[object]", pages)]
+            if _are_verdicts(pages, count):
+                checked[transfer.name] = list(cast("list[bool]", pages))
+                self._failing = False
                 continue
             checked[transfer.name] = [False] * count
-            if answer is not None:
+            if answer is not _RAISED:
                 self._garbage(f"{count} pages of {transfer.name!r}", pages)
-        if answer is not None:
-            self._failing = False
         return checked
 
     def _garbage(self, asked: str, answer: object) -> None:
@@ -110,6 +109,13 @@ class StorageCalls:
         """Log the first of an episode of faults."""
         logger.log(logging.DEBUG if self._failing else logging.WARNING, "%s; taken for a miss", message)
         self._failing = True
+
+
+def _are_verdicts(answer: object, count: int) -> bool:
+    if not isinstance(answer, list):
+        return False
+    verdicts = cast("list[object]", answer)
+    return len(verdicts) == count and all(isinstance(verdict, bool) for verdict in verdicts)
 
 
 def page_transfer(entry: PoolEntry, keys: Sequence[str], slots: torch.Tensor) -> PoolTransfer:
