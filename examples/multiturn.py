@@ -6,7 +6,7 @@ on where a recurrent state was kept: at checkpoints. Requests run through the wh
 driver. The model is a toy whose KV and states depend on every token before them; each hit is compared with a full
 recomputation.
 
-    python examples/multiturn.py [--json FILE] [--plot FILE]
+    python examples/multiturn.py [--json FILE] [--plot FILE.svg]
 
 With storage behind it, a device with few slots for states serves every round as if it had kept everything. Without, the
 states of sessions that wait are gone when they come back.
@@ -16,35 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
 
-import torch
+from rates_svg import Line, Panel, draw
+from toy_hybrid_server import Server, Sizes
 
-from hicache_storage import PoolHitPolicy, PoolName, StorageIdentity, create_storage
-from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, PoolEntry, PrefetchPolicy, PrefetchRules
-from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig, checkpoint_grid
-from hicache_storage.pools import MambaDevicePool, MambaHostPool, MHADevicePool, MHAHostPool
-from hicache_storage.transfer import CudaDevice, CudaStream, LayerMap, PageTransfers, StreamSimulator
+from hicache_storage import StorageIdentity, create_storage
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hicache_storage import HiCacheStorage
-    from hicache_storage.hybrid.radix import MatchResult, PrefixLock
-    from hicache_storage.transfer import Device, Stream
-
-Found = TypeVar("Found")
 VOCABULARY = 150_000
-STATE_CHUNK = 64
-"""Tokens after which the toy's state kernel has a state to give."""
-SLOTS_PER_REQUEST = 2
-"""States that a running request needs: the one it works on, and its last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +38,8 @@ class Workload:
     request: int = 1024
     output: int = 1024
     page: int = 64
+    state_chunk: int = 64
+    """After so many tokens the state kernel has a state to give."""
     interval: int = 256
     """Between the checkpoints that the engine keeps states at."""
     running: int = 2
@@ -67,17 +51,23 @@ class Workload:
         """A session at its end, in whole pages."""
         return -(-self.rounds * (self.request + self.output) // self.page) * self.page
 
+    def sizes(self, state_slots: int, *, sessions: int, offload: bool) -> Sizes:
+        """A machine for it.
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What the machine has."""
-
-    state_slots: int
-    """On the device."""
-    sessions: int
-    """Whose KV the device holds."""
-    offload: bool
-    """Whether host memory and storage stand behind the device."""
+        Args:
+            state_slots: on the device.
+            sessions: whose KV the device holds.
+            offload: whether the host has memory to offload to: for two sessions. Otherwise it has a single page.
+        """
+        return Sizes(
+            page=self.page,
+            state_chunk=self.state_chunk,
+            interval=self.interval,
+            device_tokens=sessions * self.longest,
+            device_states=state_slots,
+            host_tokens=2 * self.longest if offload else self.page,
+            host_states=8 if offload else 1,
+        )
 
 
 @dataclass
@@ -98,205 +88,21 @@ class Result:
         return sum(self.cached_tokens) / sum(self.prompt_tokens)
 
 
-class Model:
-    """One attention layer and one recurrent layer, in integers: what they hold of a prefix is exact.
-
-    The KV of a token is itself and its place. The state is a running sum weighted by place, and the last four tokens.
-    """
-
-    def __init__(self, workload: Workload, memory: Memory) -> None:
-        tokens, page = workload.longest * memory.sessions, workload.page
-        host_tokens = 2 * workload.longest if memory.offload else page
-        host_states = 8 if memory.offload else 1
-        place = "cuda" if torch.cuda.is_available() else "cpu"
-        kv_shape = {"page_size": page, "layer_num": 1, "head_num": 1, "head_dim": 2, "dtype": torch.int32}
-        state_shape = {
-            "layer_num": 1, "temporal_shape": (1,), "conv_shapes": [(4,)],
-            "temporal_dtype": torch.int64, "conv_dtype": torch.int32,
-        }  # fmt: skip
-        self.kv = MHADevicePool(size=tokens, device=place, **kv_shape)
-        self.states = MambaDevicePool(size=memory.state_slots, device=place, **state_shape)
-        self.host_kv = MHAHostPool(size=host_tokens, **kv_shape)
-        self.host_states = MambaHostPool(size=host_states, **state_shape)
-
-    def write_kv(self, rows: torch.Tensor, tokens: Sequence[int], start: int) -> None:
-        """Compute the KV of tokens from place `start` on."""
-        self.kv.k_buffer[0][rows, 0], self.kv.v_buffer[0][rows, 0] = _kv(tokens, start)
-
-    def write_state(self, slot: int, tokens: Sequence[int], start: int) -> None:
-        """Go on in a slot from the state after `start` tokens to the one after all of `tokens`."""
-        new = torch.tensor(tokens[start:], dtype=torch.int64)
-        before = 0 if start == 0 else int(self.states.temporal_buffer[0, slot, 0])
-        self.states.temporal_buffer[0, slot, 0] = before + int((new * torch.arange(start + 1, len(tokens) + 1)).sum())
-        self.states.conv_buffers[0][0, slot] = _window(tokens)
-
-    def copy_state(self, source: int, target: int) -> None:
-        """From slot to slot."""
-        for buffer in (self.states.temporal_buffer, self.states.conv_buffers[0]):
-            buffer[:, target] = buffer[:, source]
-
-    def check(self, rows: torch.Tensor, slot: int, tokens: Sequence[int]) -> None:
-        """Compare what the cache gave with a full recomputation."""
-        keys, values = _kv(tokens, 0)
-        places = torch.arange(1, len(tokens) + 1)
-        intact = (
-            torch.equal(self.kv.k_buffer[0][rows, 0].cpu(), keys)
-            and torch.equal(self.kv.v_buffer[0][rows, 0].cpu(), values)
-            and int(self.states.temporal_buffer[0, slot, 0]) == int((torch.tensor(tokens) * places).sum())
-            and torch.equal(self.states.conv_buffers[0][0, slot].cpu(), _window(tokens))
-        )
-        if not intact:
-            raise AssertionError(f"the cache of a prefix of {len(tokens)} tokens is not that of its tokens")
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that runs."""
-
-    tokens: list[int]
-    rows: torch.Tensor
-    """KV slots, whole pages."""
-    cached: int
-    """How many of its tokens are the cache's."""
-    slot: int
-    checkpoint: int
-    """The slot of the state that was kept last."""
-    lock: PrefixLock
-    reused: int
-    """How many of its tokens came from the cache."""
-    kept: int = 0
-    """After how many tokens that state was kept; 0 for none yet."""
-
-
-class Server:
-    """A serving engine in miniature: prefill, decode, and the cache around them. To be closed."""
-
-    def __init__(self, workload: Workload, memory: Memory, storage: HiCacheStorage | None = None, *, count_last: bool = False):
-        self.model = Model(workload, memory)
-        self.grid = checkpoint_grid(workload.page, STATE_CHUNK, workload.interval)
-        self._page, self._count_last = workload.page, count_last
-        self._simulator = None if torch.cuda.is_available() else StreamSimulator(pause_seconds=0)
-        device = self._simulator or CudaDevice()
-        self._compute = device.stream("compute") if self._simulator else CudaStream(torch.cuda.current_stream())
-        rules = PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=workload.page, occupancy=1.0)
-        self.controller = HybridCacheController(_group(self.model, device, self._compute), rules=rules)
-        if storage is not None:
-            self.controller.attach(storage)
-        config = RadixCacheConfig(page_size=workload.page, checkpoint_grid=self.grid)
-        self.cache = HiMambaRadixCache(config, self.controller, self.model.kv, self.model.states)
-
-    def close(self) -> None:
-        """End all copies and the storage."""
-        self.controller.close()
-        if self._simulator:
-            self._simulator.close()
-
-    def serve(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> list[int]:
-        """Run requests at once; returns for each how many prompt tokens came from the cache.
-
-        What was cached is in storage when this returns, so that the rates do not depend on the speed of a disk.
-        """
-        requests = [self._prefill(prompt) for prompt in prompts]
-        for request, output in zip(requests, outputs, strict=True):
-            self._decode(request, output)
-        self.settle()
-        return [request.reused for request in requests]
-
-    def settle(self) -> None:
-        """Wait until nothing is under way."""
-        while not self.cache.idle():
-            self.cache.poll()
-            time.sleep(0.0005)
-
-    def _prefill(self, prompt: list[int]) -> Request:
-        # The last token of a prompt is computed in any case: its logits are what the model is asked for.
-        self._fetch(prompt[:-1])
-        match = self.cache.match(prompt[:-1])
-        lock = self.cache.lock(match)
-        rows, slot = self._restore(match, lock)
-        if match.length:
-            self.model.check(rows, slot, prompt[: match.length])
-        request = Request([], rows, match.length, slot, int(_got(self.cache.alloc_state())), lock, match.length)
-        self._compute_tokens(request, prompt)
-        self._insert(request, len(prompt), self._donated(request))
-        return request
-
-    def _decode(self, request: Request, output: list[int]) -> None:
-        # The last token was sampled and never computed, unless it is to be counted.
-        computed = [*request.tokens, *(output if self._count_last else output[:-1])]
-        self._compute_tokens(request, computed)
-        length = self.cache.config.committed_length(len(computed) + 1)
-        keeps = 0 < request.kept == length
-        self._insert(request, length, {length: request.checkpoint} if keeps else {})
-        self.model.kv.free(request.rows[request.cached :])
-        self.model.states.free(torch.tensor([request.slot] if keeps else [request.slot, request.checkpoint]))
-        self.cache.unlock(request.lock)
-
-    def _donated(self, request: Request) -> dict[int, int]:
-        """A copy of the state that was kept last, for the cache, if there is a slot for it."""
-        slot = self.cache.alloc_state() if request.kept else None
-        if slot is None:
-            return {}
-        self._wait_for_copies()
-        self.model.copy_state(request.checkpoint, int(slot))
-        return {request.kept: int(slot)}
-
-    def _fetch(self, tokens: list[int]) -> None:
-        if self.cache.prefetch_from_storage("next", tokens):
-            while not self.cache.check_prefetch("next"):
-                self.cache.poll()
-                time.sleep(0.0005)
-
-    def _restore(self, match: MatchResult, lock: PrefixLock) -> tuple[torch.Tensor, int]:
-        """Rows of a prefix on the device, and a slot with its state."""
-        slot = int(_got(self.cache.alloc_state()))
-        if not match.needs_load:
-            if match.state_slot is not None:
-                self._wait_for_copies()
-                self.model.copy_state(match.state_slot, slot)
-            return match.device_indices, slot
-        loaded = _got(self.cache.load(lock, slot))
-        self.controller.layer_counter(self.cache.start_loading()).synchronize()
-        return loaded.device_indices, slot
-
-    def _compute_tokens(self, request: Request, tokens: list[int]) -> None:
-        """Compute what is not there yet, and keep the state of the last checkpoint on the way."""
-        need = -(-len(tokens) // self._page) * self._page - request.rows.numel()
-        if need > 0:
-            request.rows = torch.cat([request.rows, _got(self.cache.alloc_kv(need))])
-        start = len(request.tokens) or request.reused
-        self._wait_for_copies()
-        self.model.write_kv(request.rows[start : len(tokens)], tokens[start:], start)
-        end = len(tokens) // self.grid * self.grid
-        if end > start:
-            self.model.write_state(request.slot, tokens[:end], start)
-            self.model.copy_state(request.slot, request.checkpoint)
-            request.kept = end
-        self.model.write_state(request.slot, tokens, max(start, end))
-        request.tokens = tokens
-
-    def _insert(self, request: Request, length: int, states: dict[int, int]) -> None:
-        result = self.cache.insert(request.tokens[:length], request.rows, states)
-        lock = self.cache.lock(result)
-        self.cache.unlock(request.lock)
-        request.rows = torch.cat([result.device_indices, request.rows[result.length :]])
-        request.cached, request.lock = max(request.cached, result.length), lock
-
-    def _wait_for_copies(self) -> None:
-        """The toy computes on the caller's thread, which therefore waits for what its stream would wait for."""
-        self._compute.synchronize()
-
-
-def play(workload: Workload, memory: Memory, store: Path | None = None, *, count_last: bool = False) -> Result:
+def play(
+    workload: Workload, state_slots: int, store: Path | None, *, sessions: int | None = None, count_last: bool = False
+) -> Result:
     """Let the clients talk; all finish a round before the next begins.
 
     Args:
-        store: directory of the file driver; None where there is no storage.
+        state_slots: on the device.
+        store: directory of the file driver; None for a machine without host memory and storage to offload to.
+        sessions: whose KV the device holds; None for all, so that states alone are scarce.
         count_last: pretend that the last sampled token has KV; for comparison, engines do not.
     """
     identity = StorageIdentity(model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first")
     storage = create_storage("file", identity, {"path": str(store)}) if store else None
-    server = Server(workload, memory, storage, count_last=count_last)
+    sizes = workload.sizes(state_slots, sessions=sessions or workload.clients + 1, offload=store is not None)
+    server = Server(sizes, storage, count_last=count_last)
     try:
         return _play(workload, server)
     finally:
@@ -328,35 +134,82 @@ def _text(random: Random, length: int) -> list[int]:
     return random.choices(range(VOCABULARY), k=length)
 
 
-def _kv(tokens: Sequence[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (tokens, 2) of tokens from place `start` on."""
-    words = torch.tensor(tokens, dtype=torch.int32)
-    places = torch.arange(start, start + len(tokens), dtype=torch.int32)
-    return torch.stack([words, places], dim=1), torch.stack([places, -words], dim=1)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where the rates are written")
+    parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
+    parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
+    parser.add_argument("--sweep", type=int, nargs="*", default=[4, 8, 16, 24, 32, 40], help="other numbers of them to try")
+    for name in ("clients", "rounds", "request", "output", "page", "interval", "running", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Workload, name), help=f"default {getattr(Workload, name)}")
+    options = parser.parse_args()
+    names = Workload.__dataclass_fields__.keys() & vars(options).keys()
+    workload = Workload(**{name: getattr(options, name) for name in names})
+    slots = sorted({options.state_slots, *options.sweep})
+
+    with_storage = {count: _stored(workload, count) for count in slots}
+    alone = {count: play(workload, count, None) for count in slots}
+    _report(with_storage[options.state_slots], alone[options.state_slots], options.state_slots)
+    if options.json:
+        options.json.write_text(json.dumps(_as_json(workload, options.state_slots, with_storage, alone), indent=2) + "\n")
+    if options.plot:
+        options.plot.write_text(_drawing(workload, options.state_slots, with_storage, alone))
 
 
-def _window(tokens: Sequence[int]) -> torch.Tensor:
-    """The last four tokens, zeros before the first."""
-    return torch.tensor([0, 0, 0, 0, *tokens][-4:], dtype=torch.int32)
+def _stored(workload: Workload, state_slots: int) -> Result:
+    """A run with an empty store, which goes when it is over."""
+    with tempfile.TemporaryDirectory(prefix="multiturn-") as folder:
+        return play(workload, state_slots, Path(folder) / "store")
 
 
-def _group(model: Model, device: Device, compute: Stream) -> HostPoolGroup:
-    """The pools of both tiers, and the copies between them."""
-    streams = device.stream("write-back"), device.stream("load")
-    kv = PoolEntry(
-        name=PoolName.KV, host_pool=model.host_kv, device_pool=model.kv, layer_mapper=LayerMap([0]),
-        copies=PageTransfers.between(device, compute, model.kv, model.host_kv, streams=streams),
-        is_primary_index_anchor=True,
-    )  # fmt: skip
-    states = PoolEntry(
-        name=PoolName.MAMBA, host_pool=model.host_states, device_pool=model.states, layer_mapper=LayerMap([1]),
-        copies=PageTransfers.between(device, compute, model.states, model.host_states, streams=streams),
-        hit_policy=PoolHitPolicy.TRAILING_PAGES,
-    )  # fmt: skip
-    return HostPoolGroup([kv, states])
+def _report(stored: Result, alone: Result, slots: int) -> None:
+    print(f"hit rate with {slots} state slots on the device")
+    print("round   with storage   device only")
+    for number, rates in enumerate(zip(stored.rounds, alone.rounds, strict=True)):
+        print(f"{number:5}   {rates[0]:12.6f}   {rates[1]:11.6f}")
+    print(f"  all   {stored.overall:12.6f}   {alone.overall:11.6f}")
 
 
-def _got(found: Found | None) -> Found:
-    if found is None:
-        raise MemoryError("the device is too small for the requests that run at once; give it more slots or sessions")
-    return found
+def _as_json(workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]) -> dict[str, object]:
+    return {
+        "workload": asdict(workload),
+        "state_slots": slots,
+        "rounds": stored[slots].rounds,
+        "overall": stored[slots].overall,
+        "prompt_tokens": stored[slots].prompt_tokens,
+        "cached_tokens": stored[slots].cached_tokens,
+        "device_only": {"rounds": alone[slots].rounds, "overall": alone[slots].overall},
+        "sweep": [
+            {"state_slots": count, "with_storage": stored[count].overall, "device_only": alone[count].overall}
+            for count in sorted(stored)
+        ],
+    }
+
+
+def _drawing(workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]) -> str:
+    rounds, counts = list(range(workload.rounds)), sorted(stored)
+    return draw(
+        f"Prompt tokens from the cache: {workload.clients} clients, {workload.rounds} rounds",
+        [
+            Panel(
+                f"by round, {slots} state slots on the device",
+                "round",
+                [
+                    Line("with storage", rounds, stored[slots].rounds),
+                    Line("device only", rounds, alone[slots].rounds),
+                ],
+            ),
+            Panel(
+                "overall, by state slots on the device",
+                "state slots",
+                [
+                    Line("with storage", counts, [stored[count].overall for count in counts]),
+                    Line("device only", counts, [alone[count].overall for count in counts]),
+                ],
+            ),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
