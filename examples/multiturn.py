@@ -140,8 +140,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
     parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
     parser.add_argument("--sweep", type=int, nargs="*", default=[4, 8, 16, 24, 32, 40], help="other numbers of them to try")
-    for name in ("clients", "rounds", "request", "output", "page", "interval", "running", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Workload, name), help=f"default {getattr(Workload, name)}")
+    for name in ("clients", "rounds", "request", "output", "page", "state_chunk", "interval", "running", "seed"):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(Workload, name), help=f"default {getattr(Workload, name)}"
+        )
     options = parser.parse_args()
     names = Workload.__dataclass_fields__.keys() & vars(options).keys()
     workload = Workload(**{name: getattr(options, name) for name in names})

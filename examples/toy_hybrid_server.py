@@ -208,6 +208,7 @@ class Server:
             if match.state_slot is not None:
                 self._wait_for_copies()
                 self.model.copy_state(match.state_slot, slot)
+                self.cache.release_state(lock)
             return match.device_indices, slot
         loaded = _got(self.cache.load(lock, slot))
         self.controller.layer_counter(self.cache.start_loading()).synchronize()

@@ -114,6 +114,14 @@ class HiMambaRadixCache:
         """
         self._locks.unlock(lock)
 
+    def release_state(self, lock: PrefixLock) -> None:
+        """Keep only the KV of a match that was locked: its state on the device has been copied, and may go.
+
+        Raises:
+            StalePrefixError: the lock is not held.
+        """
+        self._locks.release_state(lock)
+
     def load(self, lock: PrefixLock, state_slot: int | None = None) -> LoadResult | None:
         """Bring what a lock keeps on the host to the device: KV into the cache, the state into a slot of the request's.
 

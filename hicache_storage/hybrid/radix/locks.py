@@ -71,6 +71,13 @@ class Locks:
         self._undo(before)
         self._held[lock.lock_id] = after
 
+    def release_state(self, lock: PrefixLock) -> None:
+        """Keep the KV only."""
+        held = self.held(lock)
+        if held.device_state:
+            held.device_state = False
+            self._residency.device[Kind.STATE].unlock(held.node)
+
     def unlock(self, lock: PrefixLock) -> None:
         """End a lock; what no other keeps is the most recently used.
 

@@ -232,9 +232,26 @@ class StandInController:
         done, self.backups = self.backups[:count], self.backups[count:]
         return [self._store(*backup) for backup in done]
 
-    def backups_to_nowhere(self) -> None:
-        """The storage of the backups under way is gone; what they would have stored does not go to the next one."""
+    def detach(self) -> None:
+        """The storage goes; what was to be stored does not go to the next one."""
+        self.kept, self.storage = self.storage, None
         self.backups = [(ticket, host, [], gate) for ticket, host, _, gate in self.backups]
+
+    def attach(self, *, empty: bool = False) -> None:
+        """The storage comes back, or another one does."""
+        self.storage = {} if empty else self.kept
+
+    def arriving(self) -> set[int]:
+        """Device slots of KV whose load has not run."""
+        loads = [load for load in (*self.queued_loads, *self.loads) if not load.gate.passed]
+        return {slot for load in loads for slot in load.targets[KV].tolist()}
+
+    def landing(self):
+        """Host slots of prefetches under way: none, as they read when they end."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def _store(self, ticket: int, host: HybridIndices, hashes: list[str], gate: Gate) -> BackupResult:
         gate.passed = True

@@ -9,8 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
+from tests.hybrid.radix.real import RealController
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
+from tests.hybrid.waiting import until
 
 PAGE = 2
 STORIES = [
@@ -32,15 +34,19 @@ class Programs(RuleBasedStateMachine):
     """Programs over a model with states; every call is followed by a check of everything."""
 
     grid: int | None = 4
+    controller = StandInController
 
     @initialize(
-        policy=st.sampled_from(WritePolicy), seed=st.integers(0, 999), host=st.sampled_from([12, 20, 48]), states=st.integers(1, 6)
+        policy=st.sampled_from(WritePolicy),
+        seed=st.integers(0, 999),
+        host=st.sampled_from([12, 20, 48]),
+        states=st.integers(1, 6),
+        releases=st.booleans(),
     )
-    def begin(self, policy, seed, host, states):
+    def begin(self, policy, seed, host, states, releases):
         sizes = SIZES | {"host_kv": host, "host_states": states}
-        controller = StandInController(sizes, PAGE, states=self.grid is not None, seed=seed)
-        self.world = World(controller, PAGE, self.grid, policy)
-        self.inserted = set()
+        controller = self.controller(sizes, PAGE, states=self.grid is not None, seed=seed)
+        self.world = World(controller, PAGE, self.grid, policy, releases)
         self.stale = None
         self.locks = []
         self.waiting = []
@@ -144,8 +150,7 @@ class Programs(RuleBasedStateMachine):
         cache = self.world.cache
         before = cache.match(tokens).length
         if cache.prefetch_from_storage("fetch", tokens):
-            while not cache.check_prefetch("fetch"):
-                cache.poll()
+            until(lambda: cache.check_prefetch("fetch"))
         assert cache.match(tokens).length >= before
 
     @rule(tokens=sequences())
@@ -173,11 +178,10 @@ class Programs(RuleBasedStateMachine):
         cache, controller = self.world.cache, self.world.controller
         cache.end_prefetches()
         self.waiting.clear()
-        storage, controller.storage = controller.storage, None
-        controller.backups_to_nowhere()
+        controller.detach()
         assert not cache.prefetch_from_storage("nobody", (1, 2, 1, 3))
         cache.poll()
-        controller.storage = storage if same else {}
+        controller.attach(empty=not same)
         cache.storage_changed()
 
     @rule(sure=st.integers(0, 7))
@@ -220,6 +224,7 @@ class Programs(RuleBasedStateMachine):
         assert not list(world.tree)
         world.check()
         assert world.kv_slots.available_size() == world.kv_slots.size
+        world.controller.close()
 
 
 class StatelessPrograms(Programs):
@@ -228,13 +233,21 @@ class StatelessPrograms(Programs):
     grid = None
 
 
-PROGRAMS = settings(
+class RealPrograms(Programs):
+    """The same on the real controller, with copies on simulated streams and a storage in a dict."""
+
+    controller = RealController
+
+
+SETTINGS = settings(
     max_examples=25,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestPrograms = Programs.TestCase
-TestPrograms.settings = PROGRAMS
+TestPrograms.settings = SETTINGS
 TestStatelessPrograms = StatelessPrograms.TestCase
-TestStatelessPrograms.settings = PROGRAMS
+TestStatelessPrograms.settings = SETTINGS
+TestRealPrograms = RealPrograms.TestCase
+TestRealPrograms.settings = settings(SETTINGS, max_examples=8)

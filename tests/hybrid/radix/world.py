@@ -13,6 +13,7 @@ from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.radix.nodes import Kind
 from hicache_storage.spec import PoolName
+from tests.hybrid.waiting import until
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
 SIZES = {"device_kv": 40, "device_states": 6, "host_kv": 48, "host_states": 6}
@@ -49,6 +50,8 @@ class World:
     page: int = 2
     grid: int | None = 4
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    releases_states: bool = False
+    """Whether a request gives a matched state free as soon as it has a copy."""
     running: list[Running] = field(default_factory=list)
 
     def __post_init__(self):
@@ -116,8 +119,7 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        while len(self.cache._backups) or len(self.cache._loading):
-            self.cache.poll()
+        until(lambda: self.cache.poll() or not (len(self.cache._backups) or len(self.cache._loading)))
 
     def _restore(self, match, lock):
         """The rows of the match and a state of the request's own; None if there is no room."""
@@ -137,6 +139,8 @@ class World:
             return None
         if match.length:
             self.device[MAMBA][state] = int(self.device[MAMBA][match.state_slot])
+            if self.releases_states:
+                self.cache.release_state(lock)
         return rows, state
 
     def _compute(self, request, length, *, insert=True) -> bool:
@@ -264,6 +268,8 @@ class World:
                 for kind in Kind:
                     if holdings[kind].indices is not None:
                         owned[tier][kind].update(holdings[kind].indices.tolist())
+        for name, slots in self.controller.landing():
+            owned["host"][Kind.KV if name == KV else Kind.STATE].update(slots.tolist())
         for request in self.running:
             owned["device"][Kind.KV].update(request.rows[request.cached :].tolist())
             if request.state is not None:
@@ -277,20 +283,16 @@ class World:
     def _check_pool(self, pool, owned, parked):
         owned = owned + Counter(slot for slots in parked.values() for slot in slots.tolist())
         assert all(count == 1 for count in owned.values()), "a slot has two owners"
-        used = [
-            page * pool.page_size + offset
-            for page in pool._in_use.nonzero().view(-1).tolist()
-            for offset in range(pool.page_size)
-        ]
+        in_use = getattr(pool, "_slots", pool)._in_use.repeat_interleave(pool.page_size)
+        used = in_use.nonzero().view(-1).tolist()
         assert sorted(owned) == used, "a slot is lost, or owned and free"
 
     def check_bytes(self):
-        arriving = Counter(slot for load in (*self.controller.queued_loads, *self.controller.loads) if not load.gate.passed
-                           for slot in load.targets[KV].tolist())  # fmt: skip
+        arriving = self.controller.arriving()
         for node in self.tree:
             tokens = self.prefix(node)
             rows, host_rows = node.device[Kind.KV].indices, node.host[Kind.KV].indices
-            if rows is not None and not any(arriving[slot] for slot in rows.tolist()):
+            if rows is not None and arriving.isdisjoint(rows.tolist()):
                 assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start))
             if host_rows is not None and not node.writing:
                 assert torch.equal(self.controller.host_memory[KV][host_rows], kv_values(tokens, node.start))
