@@ -79,7 +79,7 @@ class Locks:
             self._residency.device[Kind.STATE].unlock(held.node)
 
     def unlock(self, lock: PrefixLock) -> None:
-        """End a lock; what no other keeps is the most recently used.
+        """End a lock; KV that no other keeps is the most recently used.
 
         Raises:
             StalePrefixError: it was unlocked before.

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class LRUList(ABC):
-    """The nodes that hold one kind on one tier and are not locked, the least recently used first.
+    """The nodes that hold one kind on one tier, the least recently used first.
 
-    KV is used, locked and released along the whole path to the root, from the leaf up, so that a node always stands
-    behind all its descendants and the first in the list has none that hold KV on this tier. A state stands for itself:
-    using one says nothing about those of its ancestors.
+    KV is used and locked along the whole path to the root, from the leaf up, so that a node stands behind all its
+    descendants and the first in the list has none that hold KV on this tier. It is in use until it is unlocked, and not
+    in the list meanwhile. A state stands for itself: using one says nothing about those of its ancestors. It is used
+    when it is copied, so that its place is that of its last `touch`, locked or not.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -43,7 +44,9 @@ class LRUList(ABC):
 
     def evictable_slots(self) -> int:
         """How many slots would be free if everything here were evicted."""
-        return sum(indices.numel() for node in self._order if (indices := self.of(node).indices) is not None)
+        return sum(
+            holding.indices.numel() for holding in map(self.of, self._order) if holding.indices is not None and not holding.locks
+        )
 
     def holds(self, node: Node) -> bool:
         """Whether the node holds anything here."""
@@ -57,7 +60,7 @@ class LRUList(ABC):
 
     def settle(self, node: Node) -> None:
         """Take up a node that came to its holding by a split."""
-        if self.holds(node) and not self.of(node).locks:
+        if self.holds(node) and not self._is_away(node):
             self._order[node] = None
         self.touch(node)
 
@@ -92,25 +95,30 @@ class LRUList(ABC):
             holding = self.of(each)
             assert holding.indices is not None
             holding.locks += 1
-            self._order.pop(each, None)
+            if self._is_away(each):
+                self._order.pop(each, None)
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock` of the node; what has no lock left is the most recently used."""
+        """Undo one `lock` of the node; KV that has no lock left is the most recently used."""
         for each in self._used_with(node):
             holding = self.of(each)
             assert holding.locks > 0, f"node {each.id} is not locked"
             holding.locks -= 1
-            if not holding.locks:
+            if not self._is_away(each) and each not in self._order:
                 self._order[each] = None
 
     def oldest(self) -> Node | None:
         """The first to be evicted; for KV a node without descendants that hold KV here."""
-        return next(iter(self._order), None)
+        return next((node for node in self._order if not self.of(node).locks), None)
 
     def demote(self, node: Node) -> None:
         """Make a node the first to be evicted; for KV only one without descendants that hold KV here."""
         if node in self._order:
             self._order.move_to_end(node, last=False)
+
+    def _is_away(self, node: Node) -> bool:
+        """Whether it is not in the list for being locked."""
+        return self.kind is Kind.KV and self.of(node).locks > 0
 
     def _used_with(self, node: Node) -> Iterable[Node]:
         return node.upward() if self.kind is Kind.KV else (node,)
