@@ -100,7 +100,7 @@ class TierController(Protocol[Operation]):
         """Let the compute stream wait for the copies that still use device slots."""
         ...
 
-    def free_host(self, indices: HybridIndices) -> None:
+    def free_host(self, host: HybridIndices) -> None:
         """Give host slots back; those that a copy still uses are handed out when it is done."""
         ...
 
