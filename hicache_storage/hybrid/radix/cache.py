@@ -203,7 +203,7 @@ class HiMambaRadixCache:
         if request_id in self._prefetching:
             return True
         match = self.match(tokens, namespace=namespace)
-        node = self._matching.locate(match)
+        node = self._matching.locate(match) if match.length else self._tree.root(namespace)
         return self._prefetching.start(request_id, node, self._tree.whole_pages(tokens)[match.length :])
 
     def check_prefetch(self, request_id: str) -> bool:

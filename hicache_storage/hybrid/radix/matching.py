@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.nodes import Kind, Node
 from hicache_storage.hybrid.radix.results import MatchResult, StalePrefixError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.hybrid.radix.nodes import Node
     from hicache_storage.hybrid.radix.residency import Residency
     from hicache_storage.hybrid.radix.results import Prefix
     from hicache_storage.hybrid.radix.tree import RadixTree
@@ -32,11 +31,13 @@ class Matching:
         return self._described(node, known)
 
     def locate(self, prefix: Prefix) -> Node:
-        """The node that ends where a prefix does, cut there if need be.
+        """The node that ends where a prefix does, cut there if need be; for an empty prefix some root.
 
         Raises:
             StalePrefixError: the prefix is not as it was described.
         """
+        if not prefix.length:
+            return Node(prefix.node_id, ())
         node = self._tree.node(prefix.node_id)
         while node and node.parent and node.start >= prefix.length:
             node = node.parent

@@ -35,7 +35,7 @@ def _holdings() -> dict[Kind, Holding]:
     return {kind: Holding() for kind in Kind}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """Some pages of tokens that follow those of its parent.
 

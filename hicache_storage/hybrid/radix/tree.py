@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from hicache_storage.hybrid.radix.nodes import Holding, Kind, Node
 
@@ -20,23 +21,25 @@ class RadixTree:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._roots: dict[str | None, Node] = {}
+        # A root lives as long as it has children, or somebody uses it: there may be a namespace for each request.
+        self._roots: WeakValueDictionary[str | None, Node] = WeakValueDictionary()
         self._nodes: dict[int, Node] = {}
         self._ids = count()
 
     def root(self, namespace: str | None) -> Node:
-        """The root of a namespace, given by the seed of its hashes; it holds nothing and always exists."""
-        if namespace not in self._roots:
-            self._roots[namespace] = self._made(Node(next(self._ids), (), hashes=(namespace,) if namespace else ()))
-        return self._roots[namespace]
+        """The root of a namespace, given by the seed of its hashes; it holds nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            self._roots[namespace] = root = Node(next(self._ids), (), hashes=(namespace,) if namespace else ())
+        return root
 
     def node(self, node_id: int) -> Node | None:
-        """The node with this id, unless it was removed; roots have ids as well."""
+        """The node below a root with this id, unless it was removed."""
         return self._nodes.get(node_id)
 
     def __iter__(self) -> Iterator[Node]:
         """Every node below the roots."""
-        return (node for node in self._nodes.values() if node.parent is not None)
+        return iter(self._nodes.values())
 
     def whole_pages(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens of the whole pages."""
@@ -109,6 +112,8 @@ class RadixTree:
 
     def clear(self) -> None:
         """Forget all nodes."""
+        for root in list(self._roots.values()):
+            root.children.clear()
         self._roots.clear()
         self._nodes.clear()
 

@@ -10,6 +10,7 @@ from hicache_storage.hybrid.radix import HiMambaRadixCache
 from hicache_storage.hybrid.radix.backups import Backups
 from hicache_storage.hybrid.radix.locks import Locks
 from hicache_storage.hybrid.radix.lru import LRUList
+from hicache_storage.hybrid.radix.nodes import Kind
 from hicache_storage.hybrid.radix.residency import Residency
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.test_programs import SETTINGS, Programs
@@ -21,7 +22,8 @@ def evict_without_launching(cache, tokens=0, states=0):
 
 def store_at_once(backups, node):
     for each in reversed(list(node.upward())):
-        backups._store(each)
+        if each.host[Kind.KV].indices is not None:
+            backups._store(each)
 
 
 def unlock_kv_only(locks, held):

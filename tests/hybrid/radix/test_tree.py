@@ -76,7 +76,19 @@ def test_hashes_are_those_of_the_sequence_in_its_namespace():
             node, _ = tree.find(tree.root(namespace), tokens)
             assert prefix_hashes(node, PAGE) == page_hashes(tokens, PAGE, prior=namespace)
         assert prefix_hashes(tree.root(namespace), PAGE) == []
-    assert tree.find(tree.root(None), (1, 2)) == (tree.root(None), 0)
+    root = tree.root(None)
+    assert tree.find(root, (1, 2)) == (root, 0)
+
+
+def test_a_namespace_that_nobody_uses_is_forgotten():
+    tree = RadixTree(PAGE)
+    node = tree.append(tree.root("aa"), (1, 2))
+    tree.root("bb")
+    assert tree.find(tree.root("aa"), (1, 2)) == (node, 2)
+    assert list(tree._roots) == ["aa"]
+    tree.remove(node)
+    del node
+    assert not tree._roots
 
 
 def path(tree, *ends):

@@ -53,6 +53,8 @@ class World:
     releases_states: bool = False
     """Whether a request gives a matched state free as soon as it has a copy."""
     running: list[Running] = field(default_factory=list)
+    inserted: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
+    """The model: for each prefix of whole pages that was ever inserted, what of its last page and of the state after it."""
 
     def __post_init__(self):
         config = RadixCacheConfig(page_size=self.page, checkpoint_grid=self.grid, write_policy=self.policy)
@@ -102,11 +104,18 @@ class World:
             self.device[MAMBA][request.state] = value("state", request.tokens[:length])
             states, request.state = {length: int(request.state)}, None
         if states or length > request.cached:
-            result = self.cache.insert(request.tokens[:length], request.rows[:length], states)
+            result = self.insert(request.tokens[:length], request.rows[:length], states)
             self.check_rows(request.tokens[:length], result.device_indices)
             request.cached = max(length, request.cached)
         self.drop(request)
         return length
+
+    def insert(self, tokens, rows, states):
+        """Insert, and note it in the model."""
+        result = self.cache.insert(tokens, rows, states)
+        for end in range(self.page, len(tokens) + 1, self.page):
+            self.inserted.setdefault(tuple(tokens[:end]), set()).update(["kv", "state"] if end in states else ["kv"])
+        return result
 
     def drop(self, request) -> None:
         """Give back what a request has of its own."""
@@ -160,7 +169,7 @@ class World:
 
     def _insert(self, request, length) -> None:
         states = self._checkpoint(request, length)
-        result = self.cache.insert(request.tokens[:length], request.rows, states)
+        result = self.insert(request.tokens[:length], request.rows, states)
         request.rows = torch.cat([result.device_indices, request.rows[result.length :]])
         request.cached = max(request.cached, result.length)
         lock = self.cache.lock(result)
@@ -291,6 +300,8 @@ class World:
         arriving = self.controller.arriving()
         for node in self.tree:
             tokens = self.prefix(node)
+            assert "kv" in self.inserted[tokens]
+            assert node.device[Kind.STATE].indices is None or "state" in self.inserted[tokens]
             rows, host_rows = node.device[Kind.KV].indices, node.host[Kind.KV].indices
             if rows is not None and arriving.isdisjoint(rows.tolist()):
                 assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start))
