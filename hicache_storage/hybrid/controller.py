@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage, PoolName
 
 STORAGE_CALL_SECONDS = 30.0
+ATTACH_SECONDS = 300.0
+"""Registering a large host pool for RDMA takes minutes."""
 STOP_SECONDS = 2.0
 
 
@@ -52,6 +54,7 @@ class HybridCacheController:
         rules: which prefetches are begun and how long a request waits.
         bigram: page keys are of pairs of tokens, as for EAGLE.
         storage_call_seconds: after which a call of the storage is left behind; more than the storage's own deadline.
+        attach_seconds: how long opening a storage and registering the pools may take.
         stop_seconds: how long `detach` waits for each of the threads.
 
     Raises:
@@ -67,6 +70,7 @@ class HybridCacheController:
         rules: PrefetchRules | None = None,
         bigram: bool = False,
         storage_call_seconds: float = STORAGE_CALL_SECONDS,
+        attach_seconds: float = ATTACH_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self.group = group
@@ -78,7 +82,7 @@ class HybridCacheController:
                 "make it with GroupAgreement.of(parallel)"
             )
         self._agreement, self._bigram = agreement, bigram
-        self._call_seconds, self._stop_seconds = storage_call_seconds, stop_seconds
+        self._call_seconds, self._attach_seconds, self._stop_seconds = storage_call_seconds, attach_seconds, stop_seconds
         self._counter = StatsCounter()
         room = AgreedRoom(agreement)
         self._copies = DeviceCopies(group, room, agreement, self._counter)
@@ -281,7 +285,7 @@ class HybridCacheController:
     def _register(self, storage: HiCacheStorage) -> Exception | None:
         try:
             self.parallel.check(storage.identity)
-            bounded("attach", lambda: register(storage, self.group), self._call_seconds)
+            bounded("attach", lambda: register(storage, self.group), self._attach_seconds)
         except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None

@@ -16,7 +16,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hicache_storage import create_storage
-from hicache_storage.hybrid import AgreementError, GroupAgreement, ParallelConfig, PrefetchRules, page_hashes
+from hicache_storage.hybrid import (
+    AgreementError,
+    GroupAgreement,
+    HybridCacheController,
+    ParallelConfig,
+    PrefetchRules,
+    page_hashes,
+)
 from hicache_storage.layers import FaultLayer, FaultOptions
 from hicache_storage.spec import HiCacheError, PoolTransfer
 from tests.conftest import DictStorage
@@ -62,10 +69,7 @@ class Rank:
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
         self.agreement = Counted(GroupAgreement.of(self.parallel, timeout_seconds=WORLD_SECONDS))
         self.told = []
-        self.stack = Stack(
-            states=4, parallel=self.parallel, agreement=self.agreement, storage_call_seconds=CALL_SECONDS, stop_seconds=0.2,
-            rules=PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0),
-        )  # fmt: skip
+        self.stack = Stack(states=4, parallel=self.parallel, agreement=self.agreement)
         self.controller = self.stack.controller
 
     def tell(self, *what):
@@ -90,6 +94,11 @@ class Rank:
 
     def chances(self):
         """Random presence on every rank; faults, host pressure and early ends in some of the rounds."""
+        rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
+        impatient = HybridCacheController(
+            self.stack.group, parallel=self.parallel, agreement=self.agreement, rules=rules,
+            storage_call_seconds=CALL_SECONDS, stop_seconds=CALL_SECONDS,
+        )  # fmt: skip
         for number in range(self.settings["rounds"]):
             seed = f"{self.settings['seed']}/{number}"
             common = random.Random(seed)
@@ -98,6 +107,7 @@ class Rank:
             if faulty:
                 storage = FaultLayer(storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS))
             others = self.stack.take("host", pressure(seed, self.parallel.rank)[0], range(pressure(seed, self.parallel.rank)[1]))
+            self.controller = impatient if faulty else self.stack.controller
             self.controller.attach(storage)
             result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
             self.stack.group.free_host(others)

@@ -82,7 +82,7 @@ class Stack:
             )
         self.group = HostPoolGroup(entries)
         options.setdefault("rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0))
-        options.setdefault("stop_seconds", 0.5)
+        options.setdefault("stop_seconds", 30.0)
         self.controller = controller(self.group, **options)
 
     def _entry(self, name, pool, device, host, **fields):
