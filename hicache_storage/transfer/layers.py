@@ -47,6 +47,10 @@ class LayerCounter:
         """How many layers have arrived, from the first on; does not block."""
         return next((layer for layer, event in enumerate(self._events) if not event.query()), len(self._events))
 
+    def done(self) -> bool:
+        """Whether all layers have arrived; does not block."""
+        return self.arrived() == len(self._events)
+
     def synchronize(self) -> None:
         """Block the calling thread until all layers have arrived."""
         for event in self._events:

@@ -8,16 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, same
 
-from hicache_storage.pools import MHAHostPool, SlotAllocator
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError, SlotError
-from hicache_storage.transfer import BACKENDS, DevicePages, HostPages, HostSlots, PageTransfers, recorded
-from hicache_storage.transfer.simulator import StreamSimulator
-
-
-@pytest.fixture
-def simulator():
-    with StreamSimulator("engine") as made:
-        yield made
+from hicache_storage.pools import MHAHostPool
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+from hicache_storage.transfer import BACKENDS, DevicePages, HostPages, PageTransfers
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -163,46 +156,6 @@ def _counted(monkeypatch, stream, method):
     return calls
 
 
-def test_a_busy_host_page_waits_for_its_copy(simulator):
-    stream, memory = simulator.stream("a"), torch.zeros(8)
-    host = HostSlots(SlotAllocator(4, 2))
-    first, second = host.alloc(2), host.alloc(2)
-    hold = simulator.hold([memory], 30)
-    stream.copy(memory, torch.ones(8), "copy")
-    event = recorded(simulator, stream)
-    host.hold(first, event)
-    assert host.free(torch.cat([first, second])) == 4
-    assert host.available_size() == 2
-    assert host.alloc(4) is None
-    with pytest.raises(SlotError, match="given back twice"):
-        host.free(first)
-    taken = host.alloc(2)
-    assert taken.tolist() == second.tolist()
-    hold.release()
-    event.synchronize()
-    assert host.available_size() == 2
-    assert host.alloc(2).tolist() == first.tolist()
-
-
-def test_a_page_of_two_copies_waits_for_both(simulator):
-    streams, memories = [simulator.stream(name) for name in "ab"], [torch.zeros(8) for _ in "ab"]
-    host = HostSlots(SlotAllocator(2, 2))
-    slots_held = host.alloc(2)
-    holds, events = [], []
-    for stream, memory in zip(streams, memories, strict=True):
-        holds.append(simulator.hold([memory], 30))
-        stream.copy(memory, torch.ones(8), "copy")
-        events.append(recorded(simulator, stream))
-        host.hold(slots_held, events[-1])
-    host.free(slots_held)
-    holds[1].release()
-    events[1].synchronize()
-    assert host.alloc(2) is None
-    holds[0].release()
-    events[0].synchronize()
-    assert host.alloc(2) is not None
-
-
 def test_indices_that_do_not_fit_are_refused(simulated):
     bench = Bench(simulated, "mha", "page_first", "direct")
     engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)
@@ -218,8 +171,8 @@ def test_indices_that_do_not_fit_are_refused(simulated):
     with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
         engine.load(bench.slots(0, 1), bench.slots(2, 2))
     simulated.check()
-    assert not bench.engine._device_fences._reads
-    assert not bench.engine._device_fences._writes
+    assert not bench.engine._device_fences._events
+    assert not bench.engine._host_fences._events
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):

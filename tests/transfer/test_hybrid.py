@@ -152,8 +152,8 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
             move({"kv": good, "swa": good})
     with pytest.raises(InvalidTransferError, match="no such pools: swa"):
         model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
-    assert not model.transfers.engines["kv"]._host_fences._writes
-    assert not model.transfers.engines["kv"]._device_fences._writes
+    assert not model.transfers.engines["kv"]._host_fences._events
+    assert not model.transfers.engines["kv"]._device_fences._events
 
 
 def test_layer_maps():

@@ -62,7 +62,7 @@ class LoadsOverKernels(Engine):
 
 
 class LoadsOverCopiesOut(Engine):
-    def _behind_copies(self, device_pages: list[int]) -> None:
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
         pass
 
 
