@@ -1,0 +1,65 @@
+"""How the copies of a transfer are made: what an I/O backend is, and which there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+
+from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer.direct import DirectCopies
+from hicache_storage.transfer.gathered import GatheredCopies
+from hicache_storage.transfer.pages import LaidOutPages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from hicache_storage.transfer.pages import LayeredPages
+    from hicache_storage.transfer.streams import Device, Stream
+
+Backend = Literal["direct", "kernel"]
+BACKENDS: Final = ("direct", "kernel")
+STAGING_BYTES: Final = 32 << 20
+"""Length of each of the four staging buffers of the backend `kernel`."""
+
+
+class PageMoves(NamedTuple):
+    """The pages of one transfer: the i-th device page from or to the i-th host page."""
+
+    device: torch.Tensor
+    """Page numbers: int64 on the CPU. No page twice where it is copied to."""
+    host: torch.Tensor
+    """The same of host pages, as many."""
+
+
+class PageCopies(Protocol):
+    """An I/O backend: enqueues the copies of one pool's pages. Called by one thread at a time; nothing is waited for.
+
+    A backend may use streams of its own. They begin behind what `stream` holds when it is called, and `stream` waits for
+    them, so that an event recorded on it afterwards stands for everything. It is the same in all calls of one direction.
+    """
+
+    def write_back(self, stream: Stream, moves: PageMoves) -> None:
+        """Enqueue the copies of all layers from the device to the host."""
+        ...
+
+    def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
+        """Prepare the copies from the host to the device; what is returned enqueues those of one layer."""
+        ...
+
+
+def page_copies(
+    backend: Backend, device: Device, device_pages: LayeredPages, host_pages: LayeredPages, staging_bytes: int
+) -> PageCopies:
+    """The backend of that name, for one pair of pools.
+
+    Raises:
+        InvalidTransferError: there is none of that name, or it does not know the layout of these host pages.
+    """
+    if backend == "direct":
+        return DirectCopies(device_pages, host_pages)
+    if backend != "kernel":
+        raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if not isinstance(host_pages, LaidOutPages):
+        raise InvalidTransferError(f"the backend 'kernel' stages HostPages, not {type(host_pages).__name__}; pass 'direct'")
+    return GatheredCopies(device, device_pages, host_pages, staging_bytes)
