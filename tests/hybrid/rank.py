@@ -19,13 +19,14 @@ from hicache_storage import create_storage
 from hicache_storage.hybrid import (
     AgreementError,
     GroupAgreement,
+    HostPoolGroup,
     HybridCacheController,
     ParallelConfig,
     PrefetchRules,
     page_hashes,
 )
 from hicache_storage.layers import FaultLayer, FaultOptions
-from hicache_storage.spec import HiCacheError, PoolTransfer
+from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
 from tests.conftest import DictStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
@@ -135,6 +136,17 @@ class Rank:
             assert self.controller.prefetch("r", tokens(PAGES)) is None
         self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
         self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
+
+    def unlike(self):
+        """Ranks with other rules, or other pools, would wait for each other later."""
+        rules = [PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)]
+        entries = list(self.stack.group.entries.values())
+        groups = [HostPoolGroup(entries), HostPoolGroup([entry for entry in entries if entry.name != MAMBA])]
+        for group, own in ((groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0])):
+            try:
+                HybridCacheController(group, rules=own, parallel=self.parallel, agreement=self.agreement)
+            except ConfigError as error:
+                self.tell("refused", str(error).split(";")[0])
 
     def shards(self):
         """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""

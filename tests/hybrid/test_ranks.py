@@ -90,6 +90,12 @@ def test_a_storage_is_attached_everywhere_or_nowhere(tmp_path, shape):
     assert found[0]["told"][:-1] == [["refused", True, True, False]] * ranks + [["restored", PAGES]]
 
 
+def test_ranks_that_differ_are_refused(tmp_path):
+    found = run("unlike", tmp_path, pp=2)
+    refused = ["refused", "ranks differ in their pools, page size, rules or kind of keys"]
+    assert found[0]["told"][:-1] == [refused, refused]
+
+
 def test_each_shard_of_a_replicated_pool_is_written_once(tmp_path):
     """With a writer of global rank 0 alone, the second CP shard is never written and nothing is ever hit."""
     found = run("shards", tmp_path, tp=2, cp=2, path=str(tmp_path / "store"))
