@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.agreement import Agreement, AgreementError, GroupAgreement, SingleRank
     from hicache_storage.hybrid.attachment import StorageAttachedError
     from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.device_copies import HybridLayerCounter
     from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
     from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchOutcome, PrefetchResult
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.policies import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
     from hicache_storage.hybrid.prefetch import PrefetchOperation
     from hicache_storage.hybrid.stats import ControllerStats
+    from hicache_storage.hybrid.transfers import HybridLayerCounter
 
 __all__ = [
     "Agreement",
@@ -58,7 +58,7 @@ _HOMES = {
     "HostPoolGroup": "groups",
     "HybridCacheController": "controller",
     "HybridIndices": "indices",
-    "HybridLayerCounter": "device_copies",
+    "HybridLayerCounter": "transfers",
     "ParallelConfig": "parallel",
     "PoolEntry": "groups",
     "PrefetchOperation": "prefetch",

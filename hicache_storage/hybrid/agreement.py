@@ -7,12 +7,12 @@ fails on a rank, it takes part with zeros, so that no rank waits for another.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 
-from hicache_storage.spec import HiCacheError
+from hicache_storage.spec import ConfigError, HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,13 +75,18 @@ class GroupAgreement:
 
         Args:
             timeout_seconds: how long a rank waits for the others.
+
+        Raises:
+            ConfigError: torch.distributed has another rank or size than `parallel`.
         """
-        mine: dist.ProcessGroup | None = None
-        for ranks in parallel.replicas:
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
-            if parallel.rank in ranks:
-                mine = group
-        return cls(mine)
+        world, expected = (dist.get_rank(), dist.get_world_size()), (parallel.rank, parallel.replica_size * parallel.dp_size)
+        if world != expected:
+            raise ConfigError(f"torch.distributed has rank {world[0]} of {world[1]}, parallel has {expected[0]} of {expected[1]}")
+        # Every rank takes part in making every group, and is a member of one.
+        groups = [
+            dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo") for ranks in parallel.replicas
+        ]
+        return cls(cast("dist.ProcessGroup", groups[parallel.dp_rank]))
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         if self._broken is not None:
@@ -92,4 +97,4 @@ class GroupAgreement:
         except Exception as error:
             self._broken = error
             raise AgreementError(f"the ranks could not agree: {error}") from error
-        return vector.tolist()
+        return cast("list[int]", vector.tolist())

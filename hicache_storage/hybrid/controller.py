@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Self
 
 from hicache_storage.hybrid.agreement import SingleRank
@@ -14,6 +15,7 @@ from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.prefetch import Prefetcher
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.tiers import AgreedRoom
+from hicache_storage.hybrid.transfers import PoolwiseTransfers
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.hybrid.agreement import Agreement
-    from hicache_storage.hybrid.device_copies import HybridLayerCounter
     from hicache_storage.hybrid.groups import HostPoolGroup
     from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchResult
     from hicache_storage.hybrid.prefetch import PrefetchOperation
     from hicache_storage.hybrid.stats import ControllerStats
+    from hicache_storage.hybrid.transfers import Arrivals, SpanTransfers
     from hicache_storage.spec import HiCacheStorage, PoolName
 
 STORAGE_CALL_SECONDS = 30.0
+ATTACH_SECONDS = 300.0
+"""Registering a large host pool for RDMA takes minutes."""
 STOP_SECONDS = 2.0
 
 
@@ -47,26 +51,34 @@ class HybridCacheController:
 
     Args:
         group: the pools.
+        transfers: copies all pools at once, such as `HybridTransfers` of which the entries have their engines; None copies
+            each pool by itself.
         parallel: this rank.
         agreement: decides with the other ranks; may be left out for a single one.
         rules: which prefetches are begun and how long a request waits.
         bigram: page keys are of pairs of tokens, as for EAGLE.
         storage_call_seconds: after which a call of the storage is left behind; more than the storage's own deadline.
+        attach_seconds: how long opening a storage and registering the pools may take.
         stop_seconds: how long `detach` waits for each of the threads.
 
+    Making one is a collective, too.
+
     Raises:
-        ConfigError: `agreement` is not over as many ranks as `parallel` has.
+        ConfigError: `agreement` is not over as many ranks as `parallel` has, or another rank has other pools or rules: a
+            pipeline stage without layers of a kind needs that pool all the same.
     """
 
     def __init__(
         self,
         group: HostPoolGroup,
         *,
+        transfers: SpanTransfers | None = None,
         parallel: ParallelConfig | None = None,
         agreement: Agreement | None = None,
         rules: PrefetchRules | None = None,
         bigram: bool = False,
         storage_call_seconds: float = STORAGE_CALL_SECONDS,
+        attach_seconds: float = ATTACH_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self.group = group
@@ -77,12 +89,14 @@ class HybridCacheController:
                 f"agreement is over {agreement.size} ranks, but parallel has {self.parallel.replica_size}; "
                 "make it with GroupAgreement.of(parallel)"
             )
+        rules = rules or PrefetchRules()
+        _check_alike(agreement, group, rules, bigram)
         self._agreement, self._bigram = agreement, bigram
-        self._call_seconds, self._stop_seconds = storage_call_seconds, stop_seconds
+        self._call_seconds, self._attach_seconds, self._stop_seconds = storage_call_seconds, attach_seconds, stop_seconds
         self._counter = StatsCounter()
         room = AgreedRoom(agreement)
-        self._copies = DeviceCopies(group, room, agreement, self._counter)
-        self._prefetcher = Prefetcher(group, room, agreement, rules or PrefetchRules(), self._counter)
+        self._copies = DeviceCopies(group, transfers or PoolwiseTransfers(group), room, agreement, self._counter)
+        self._prefetcher = Prefetcher(group, room, agreement, rules, self._counter)
         self._backups = Backups(group, agreement, self._counter)
         self._attachment: Attachment | None = None
 
@@ -146,7 +160,7 @@ class HybridCacheController:
         """Start all queued loads as one operation; returns the id for `layer_counter`, -1 if nothing was queued."""
         return self._copies.start_loading()
 
-    def layer_counter(self, consumer: int) -> HybridLayerCounter:
+    def layer_counter(self, consumer: int) -> Arrivals:
         """What the model waits for, layer by layer, before it uses the pages of a load; waits for nothing for -1."""
         return self._copies.layer_counter(consumer)
 
@@ -281,7 +295,17 @@ class HybridCacheController:
     def _register(self, storage: HiCacheStorage) -> Exception | None:
         try:
             self.parallel.check(storage.identity)
-            bounded("attach", lambda: register(storage, self.group), self._call_seconds)
+            bounded("attach", lambda: register(storage, self.group), self._attach_seconds)
         except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None
+
+
+def _check_alike(agreement: Agreement, group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -> None:
+    """Refuse ranks that would come to other decisions, or agree on vectors of other lengths."""
+    pools = [(entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool) for entry in group.entries.values()]
+    digest = hashlib.sha256(repr((group.page_size, pools, rules, bigram)).encode()).digest()
+    mine = int.from_bytes(digest[:7])
+    lowest, highest = agreement.minimum([mine, -mine])
+    if lowest != -highest:
+        raise ConfigError("ranks differ in their pools, page size, rules or kind of keys; these must be the same on all")

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hicache_storage.hybrid.operations import CacheOperation
+from hicache_storage.hybrid.operations import CacheOperation, Flight, Over
+from hicache_storage.hybrid.transfers import HybridLayerCounter
 from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer import Indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,43 +20,10 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.operations import Done
     from hicache_storage.hybrid.stats import StatsCounter
     from hicache_storage.hybrid.tiers import AgreedRoom, PoolTier
+    from hicache_storage.hybrid.transfers import Arrivals, SpanTransfers
     from hicache_storage.spec import PoolName
-    from hicache_storage.transfer import LayerCounter, Stream
 
 DoneT = TypeVar("DoneT", bound="Done")
-
-
-class HybridLayerCounter:
-    """The layers of a load of several pools as they arrive (rule ST-2).
-
-    Args:
-        pools: by name, how a layer of the model maps to the pool's own, and that pool's counter.
-    """
-
-    def __init__(self, pools: Mapping[PoolName, tuple[Callable[[int], int | None], LayerCounter]]) -> None:
-        self._pools = dict(pools)
-
-    def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer of the model has arrived in every pool that has a share in it."""
-        for name in self._pools:
-            self.wait_pool(name, layer, stream)
-
-    def wait_pool(self, name: PoolName, layer: int, stream: Stream) -> None:
-        """Let a stream wait for one pool's share of a layer only; for nothing where it has none or is not loaded."""
-        if name in self._pools:
-            own_layer, counter = self._pools[name]
-            local = own_layer(layer)
-            if local is not None:
-                counter.wait(local, stream)
-
-    def done(self) -> bool:
-        """Whether all layers of all pools have arrived; does not block."""
-        return all(counter.done() for _, counter in self._pools.values())
-
-    def synchronize(self) -> None:
-        """Block the calling thread until they have."""
-        for _, counter in self._pools.values():
-            counter.synchronize()
 
 
 class InFlight:
@@ -98,12 +67,14 @@ class InFlight:
 class DeviceCopies:
     """Both directions. All methods are called by the scheduler's thread, alike on every rank."""
 
-    def __init__(self, group: HostPoolGroup, room: AgreedRoom, agreement: Agreement, stats: StatsCounter) -> None:
-        self._group, self._room, self._stats = group, room, stats
+    def __init__(
+        self, group: HostPoolGroup, transfers: SpanTransfers, room: AgreedRoom, agreement: Agreement, stats: StatsCounter
+    ) -> None:
+        self._group, self._transfers, self._room, self._stats = group, transfers, room, stats
         self._writes: list[CacheOperation] = []
         self._loads: list[CacheOperation] = []
         self._writing, self._loading = InFlight(agreement), InFlight(agreement)
-        self._counters: dict[int, HybridLayerCounter] = {}
+        self._counters: dict[int, Arrivals] = {}
         self._consumers = 0
 
     def write(self, device: HybridIndices, node_id: int, priority: int) -> HybridIndices | None:
@@ -113,7 +84,9 @@ class DeviceCopies:
         if host is None:
             self._stats.count(writes_without_room=1)
             return None
-        self._writes.append(self._queued(CacheOperation(device, host, [node_id], priority)))
+        operation = CacheOperation(device, host, [node_id], priority)
+        self._group.hold(self._group.owned(host), operation.flights[0])
+        self._writes.append(operation)
         return host
 
     def load(
@@ -122,11 +95,19 @@ class DeviceCopies:
         """Take device slots for a span, except those given, and queue its copy; None without room."""
         self._group.check(host)
         _check_given(host, given)
-        device = self._allocate(self._group.device, host, given)
+        flight = Flight()
+        try:
+            # Before memory is taken, which may evict what holds these pages, and which a refusal must not leave behind.
+            self._group.hold(self._group.owned(host), flight)
+            device = self._allocate(self._group.device, host, given)
+        except BaseException:
+            flight.started(Over())
+            raise
         if device is None:
+            flight.started(Over())
             self._stats.count(loads_without_room=1)
             return None
-        self._loads.append(self._queued(CacheOperation(device, host, list(node_ids), priority)))
+        self._loads.append(CacheOperation(device, host, list(node_ids), priority, [flight]))
         return device
 
     def start_writing(self) -> int:
@@ -134,8 +115,7 @@ class DeviceCopies:
         if not self._writes:
             return 0
         operation, self._writes = CacheOperation.merge_ops(_by_priority(self._writes), self._group.page_size), []
-        parts = self._copy(operation, lambda name, device, host: self._group.entries[name].copies.write_back(device, host))
-        operation.started(list(parts.values()))
+        self._start(operation, self._transfers.write_back)
         self._writing.add(operation)
         self._stats.count(tokens_written_back=operation.host.anchor.numel())
         return operation.host.anchor.numel()
@@ -145,16 +125,14 @@ class DeviceCopies:
         if not self._loads:
             return -1
         operation, self._loads = CacheOperation.merge_ops(_by_priority(self._loads), self._group.page_size), []
-        parts = self._copy(operation, lambda name, device, host: self._group.entries[name].copies.load(host, device))
-        counter = HybridLayerCounter({name: (self._group.entries[name].layer_mapper, part) for name, part in parts.items()})
-        operation.started([counter])
+        counter = self._start(operation, self._transfers.load)
         self._loading.add(operation)
         self._consumers += 1
         self._counters[self._consumers] = counter
         self._stats.count(tokens_loaded=operation.device.anchor.numel())
         return self._consumers
 
-    def layer_counter(self, consumer: int) -> HybridLayerCounter:
+    def layer_counter(self, consumer: int) -> Arrivals:
         """The counter of a load; one that waits for nothing where there was none, or it is over."""
         return self._counters.get(consumer, HybridLayerCounter({}))
 
@@ -172,7 +150,7 @@ class DeviceCopies:
     def reset(self) -> None:
         """Drop what has not begun, and forget the rest; their host pages rest until the copies are over."""
         for operation in (*self._writes, *self._loads):
-            operation.started([])
+            operation.started(Over())
         self._writes, self._loads = [], []
         self._writing.clear()
         self._loading.clear()
@@ -183,24 +161,20 @@ class DeviceCopies:
         taken = self._room.alloc(tier, needs)
         return None if taken is None else self._group.span({**taken, **given}, like.endpoints)
 
-    def _queued(self, operation: CacheOperation) -> CacheOperation:
-        self._group.hold(self._group.owned(operation.host), operation.flights[0])
-        return operation
-
-    def _copy(
-        self, operation: CacheOperation, copy: Callable[[PoolName, torch.Tensor, torch.Tensor], DoneT]
-    ) -> dict[PoolName, DoneT]:
-        """Enqueue the copies of all pools. If one cannot be, those before it end the operation."""
-        parts: dict[PoolName, DoneT] = {}
+    def _start(self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]) -> DoneT:
+        """Enqueue the copies of all pools; where that is refused, the operation is over."""
+        pages: dict[str, Indices] = {}
+        for name in self._group.entries:
+            device, host = self._group.slots(operation.device, name), self._group.slots(operation.host, name)
+            if device is not None and host is not None and device.numel():
+                pages[name] = Indices(device, host)
         try:
-            for name in self._group.entries:
-                device, host = self._group.slots(operation.device, name), self._group.slots(operation.host, name)
-                if device is not None and host is not None and device.numel():
-                    parts[name] = copy(name, device, host)
+            copies = copy(pages)
         except BaseException:
-            operation.started(list(parts.values()))
+            operation.started(Over())
             raise
-        return parts
+        operation.started(copies)
+        return copies
 
 
 def _check_given(host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:

@@ -42,9 +42,9 @@ class HybridIndices:
         if self.side.keys() != self.endpoints.keys():
             raise InvalidTransferError(f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both for each")
         for name, ends in self.endpoints.items():
-            slots = self.side[name].numel()
-            if (slots % len(ends) if ends else slots) or any(a > b for a, b in pairwise((0, *ends))):
-                raise InvalidTransferError(f"{name}: {slots} slots do not fit the endpoints {ends}, in order and from 0 on")
+            count = self.side[name].numel()
+            if (count % len(ends) if ends else count) or any(a > b for a, b in pairwise((0, *ends))):
+                raise InvalidTransferError(f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on")
 
     def __bool__(self) -> bool:
         """Whether there is any slot at all."""

@@ -17,15 +17,25 @@ class Done(Protocol):
     def done(self) -> bool: ...
 
 
+class Over:
+    """Done when all its parts are; at once without any."""
+
+    def __init__(self, parts: Sequence[Done] = ()) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+
 class Flight:
     """A copy of all pools from being asked for to being over; holds its host pages all that time."""
 
     def __init__(self) -> None:
-        self._parts: Sequence[Done] | None = None
+        self._copy: Done | None = None
 
-    def started(self, parts: Sequence[Done]) -> None:
-        """It is on its way, and over when all parts are; with none it is over at once."""
-        self._parts = parts
+    def started(self, copy: Done) -> None:
+        """It is on its way."""
+        self._copy = copy
 
     def query(self) -> bool:
         """Whether it is over; does not block.
@@ -33,7 +43,7 @@ class Flight:
         Raises:
             StreamFailedError: a copy failed.
         """
-        return self._parts is not None and all(part.done() for part in self._parts)
+        return self._copy is not None and self._copy.done()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +76,10 @@ class CacheOperation:
             [flight for operation in operations for flight in operation.flights],
         )
 
-    def started(self, parts: Sequence[Done]) -> None:
-        """Tell all flights; see `Flight.started`."""
+    def started(self, copy: Done) -> None:
+        """It is on its way."""
         for flight in self.flights:
-            flight.started(parts)
+            flight.started(copy)
 
     def over(self) -> bool:
         """Whether all of it has been copied."""

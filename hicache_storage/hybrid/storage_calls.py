@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
+from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.stats import StatsCounter
-    from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.spec import HiCacheStorage, PoolName
 
 logger = logging.getLogger(__name__)
 
@@ -78,22 +78,21 @@ class StorageCalls:
             return _RAISED
 
     def _endpoints(self, answer: object, pages: int) -> list[int]:
-        if not isinstance(answer, (list, tuple)) or not all(
-            type(end) is int and 1 <= end <= pages for end in cast("list[object]", answer)
-        ):
+        ends = _items(answer)
+        if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
             self._garbage(f"endpoints of {pages} pages", answer)
             return []
         self._failing = False
-        return sorted(set(cast("list[int]", answer)))
+        return sorted(set(cast("list[int]", ends)))
 
     def _pages(self, answer: object, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[bool]]:
         """The answer, with pages not delivered where it does not fit the question."""
-        checked = dict[PoolName, list[bool]]()
-        given = cast("Mapping[object, object]", answer) if isinstance(answer, dict) else {}
+        checked: dict[PoolName, list[bool]] = {}
+        given = cast("dict[object, object]", answer) if isinstance(answer, dict) else dict[object, object]()
         for transfer in transfers:
-            pages, count = given.get(transfer.name), len(transfer.keys or ())
-            if _are_verdicts(pages, count):
-                checked[transfer.name] = list(cast("list[bool]", pages))
+            pages, count = _items(given.get(transfer.name)), len(transfer.keys or ())
+            if pages is not None and len(pages) == count and all(isinstance(page, bool) for page in pages):
+                checked[transfer.name] = cast("list[bool]", pages)
                 self._failing = False
                 continue
             checked[transfer.name] = [False] * count
@@ -111,11 +110,9 @@ class StorageCalls:
         self._failing = True
 
 
-def _are_verdicts(answer: object, count: int) -> bool:
-    if not isinstance(answer, list):
-        return False
-    verdicts = cast("list[object]", answer)
-    return len(verdicts) == count and all(isinstance(verdict, bool) for verdict in verdicts)
+def _items(answer: object) -> list[object] | None:
+    """A list's or tuple's items; None of anything else."""
+    return list(cast("Sequence[object]", answer)) if isinstance(answer, (list, tuple)) else None
 
 
 def page_transfer(entry: PoolEntry, keys: Sequence[str], slots: torch.Tensor) -> PoolTransfer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.backends import STAGING_BYTES, PageMoves, page_copies
@@ -57,8 +57,6 @@ class PageTransfer(NamedTuple):
     """A transfer whose arguments have been checked."""
 
     moves: PageMoves
-    device_pages: list[int]
-    host_pages: list[int]
     host_indices: torch.Tensor
 
 
@@ -100,7 +98,7 @@ class PageTransfers:
         self._device, self._compute = device, compute
         self._device_pages, self._host_pages = device_pages, host_pages
         self._out, self._in = streams or (device.stream("write-back"), device.stream("load"))
-        self._device_fences, self._host_fences = PageFences(), PageFences()
+        self._device_fences, self._host_fences = PageFences(device_pages.page_num), PageFences(host_pages.page_num)
 
     @classmethod
     def between(
@@ -139,8 +137,7 @@ class PageTransfers:
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        pages = page_numbers(device_indices, self._device_pages.page_size)
-        self._device_fences.before_write(self._compute, cast("list[int]", pages.tolist()))
+        self._device_fences.before_write(self._compute, _pages_in(self._device_pages, device_indices, "device"))
 
     # Steps, for those who move pages of several pools at once -----------------------------------------------------------
 
@@ -151,20 +148,20 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no host page twice.
         """
         transfer = self._checked(device_indices, host_indices)
-        _refuse_repeated("host_indices", transfer.host_pages)
+        _refuse_repeated("host_indices", transfer.moves.host)
         return transfer
 
     def begin_write_back(self, transfer: PageTransfer) -> None:
         """Enqueue the copies of all layers."""
         self._behind_compute(self._out)
-        self._device_fences.before_read(self._out, transfer.device_pages)
-        self._host_fences.before_write(self._out, transfer.host_pages)
+        self._device_fences.before_read(self._out, transfer.moves.device)
+        self._host_fences.before_write(self._out, transfer.moves.host)
         self._copies.write_back(self._out, transfer.moves)
 
     def end_write_back(self, transfer: PageTransfer, finished: Event) -> None:
         """Fence the pages until an event that was recorded behind the copies."""
-        self._device_fences.reads(transfer.device_pages, finished)
-        self._host_fences.writes(transfer.host_pages, finished)
+        self._device_fences.reads(transfer.moves.device, finished)
+        self._host_fences.writes(transfer.moves.host, finished)
         self._hold(transfer.host_indices, finished)
 
     def checked_load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> PageTransfer:
@@ -174,20 +171,20 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no device page twice.
         """
         transfer = self._checked(device_indices, host_indices)
-        _refuse_repeated("device_indices", transfer.device_pages)
+        _refuse_repeated("device_indices", transfer.moves.device)
         return transfer
 
     def begin_load(self, transfer: PageTransfer) -> Callable[[int], None]:
         """Get ready; what is returned enqueues the copies of one of the pool's layers."""
         self._behind_compute(self._in)
-        self._host_fences.before_read(self._in, transfer.host_pages)
-        self._behind_copies(transfer.device_pages)
+        self._host_fences.before_read(self._in, transfer.moves.host)
+        self._behind_copies(transfer.moves.device)
         return self._copies.load(self._in, transfer.moves)
 
     def end_load(self, transfer: PageTransfer, arrived: Event) -> None:
         """Fence the pages until an event that was recorded behind the copies of all layers."""
-        self._host_fences.reads(transfer.host_pages, arrived)
-        self._device_fences.writes(transfer.device_pages, arrived)
+        self._host_fences.reads(transfer.moves.host, arrived)
+        self._device_fences.writes(transfer.moves.device, arrived)
         self._hold(transfer.host_indices, arrived)
 
     def _checked(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
@@ -197,13 +194,12 @@ class PageTransfers:
         moves = PageMoves(
             _pages_in(self._device_pages, device_indices, "device"), _pages_in(self._host_pages, host_indices, "host")
         )
-        device_pages, host_pages = (cast("list[int]", pages.tolist()) for pages in moves)
-        return PageTransfer(moves, device_pages, host_pages, host_indices)
+        return PageTransfer(moves, host_indices)
 
     def _behind_compute(self, stream: Stream) -> None:
         stream.wait_event(recorded(self._device, self._compute))
 
-    def _behind_copies(self, device_pages: list[int]) -> None:
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
         self._device_fences.before_write(self._in, device_pages)
 
     def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
@@ -226,6 +222,6 @@ def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Te
     return numbers
 
 
-def _refuse_repeated(argument: str, pages: list[int]) -> None:
-    if len(set(pages)) != len(pages):
+def _refuse_repeated(argument: str, pages: torch.Tensor) -> None:
+    if bool((pages.sort().values.diff() == 0).any()):
         raise InvalidTransferError(f"{argument} hold a page twice; what it would hold then is undefined")

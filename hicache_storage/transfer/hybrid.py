@@ -59,6 +59,8 @@ class HybridTransfers:
         backend: Backend = "direct",
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
+        if not pools:
+            raise InvalidPoolError("pools must hold at least one pool")
         for name, pair in pools.items():
             if pair.device_pool.layer_num != len(pair.layers.layers):
                 raise InvalidPoolError(

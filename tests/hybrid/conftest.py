@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from hicache_storage.hybrid import page_hashes
+from hicache_storage.hybrid.workers import Job
 from tests.hybrid.stack import PAGE, Stack, identity, tokens
 
 
@@ -37,6 +38,12 @@ class Gate:
         self._open = threading.Event()
         self.entered = threading.Event()
         self.hanging = 0
+        """Calls that have hung."""
+
+    @property
+    def holds(self):
+        """Whether a call hangs now."""
+        return self.entered.is_set() and not self._open.is_set()
 
     def __call__(self, operation):
         if operation in self._operations and not self._open.is_set():
@@ -60,6 +67,16 @@ def gate():
     yield make
     for one in made:
         one.open()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Lets calls be overdue while a gate holds one, however fast or slow the machine is."""
+
+    def make(gate):
+        monkeypatch.setattr(Job, "overdue", lambda job, seconds: not job.query() and gate.holds)
+
+    return make
 
 
 @pytest.fixture

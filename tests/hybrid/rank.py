@@ -16,9 +16,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hicache_storage import create_storage
-from hicache_storage.hybrid import AgreementError, GroupAgreement, ParallelConfig, PrefetchRules, page_hashes
+from hicache_storage.hybrid import (
+    AgreementError,
+    GroupAgreement,
+    HostPoolGroup,
+    HybridCacheController,
+    ParallelConfig,
+    PrefetchRules,
+    page_hashes,
+)
 from hicache_storage.layers import FaultLayer, FaultOptions
-from hicache_storage.spec import HiCacheError, PoolTransfer
+from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
 from tests.conftest import DictStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
@@ -62,10 +70,7 @@ class Rank:
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
         self.agreement = Counted(GroupAgreement.of(self.parallel, timeout_seconds=WORLD_SECONDS))
         self.told = []
-        self.stack = Stack(
-            states=4, parallel=self.parallel, agreement=self.agreement, storage_call_seconds=CALL_SECONDS, stop_seconds=0.2,
-            rules=PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0),
-        )  # fmt: skip
+        self.stack = Stack(states=4, parallel=self.parallel, agreement=self.agreement)
         self.controller = self.stack.controller
 
     def tell(self, *what):
@@ -90,6 +95,11 @@ class Rank:
 
     def chances(self):
         """Random presence on every rank; faults, host pressure and early ends in some of the rounds."""
+        rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
+        impatient = HybridCacheController(
+            self.stack.group, parallel=self.parallel, agreement=self.agreement, rules=rules,
+            storage_call_seconds=CALL_SECONDS, stop_seconds=CALL_SECONDS,
+        )  # fmt: skip
         for number in range(self.settings["rounds"]):
             seed = f"{self.settings['seed']}/{number}"
             common = random.Random(seed)
@@ -98,6 +108,7 @@ class Rank:
             if faulty:
                 storage = FaultLayer(storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS))
             others = self.stack.take("host", pressure(seed, self.parallel.rank)[0], range(pressure(seed, self.parallel.rank)[1]))
+            self.controller = impatient if faulty else self.stack.controller
             self.controller.attach(storage)
             result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
             self.stack.group.free_host(others)
@@ -125,6 +136,17 @@ class Rank:
             assert self.controller.prefetch("r", tokens(PAGES)) is None
         self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
         self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
+
+    def unlike(self):
+        """Ranks with other rules, or other pools, would wait for each other later."""
+        rules = [PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)]
+        entries = list(self.stack.group.entries.values())
+        groups = [HostPoolGroup(entries), HostPoolGroup([entry for entry in entries if entry.name != MAMBA])]
+        for group, own in ((groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0])):
+            try:
+                HybridCacheController(group, rules=own, parallel=self.parallel, agreement=self.agreement)
+            except ConfigError as error:
+                self.tell("refused", str(error).split(";")[0])
 
     def shards(self):
         """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""

@@ -11,40 +11,46 @@ import random
 import torch
 
 from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, HybridIndices, PoolEntry, PrefetchRules
-from hicache_storage.pools import MambaHostPool, MHAHostPool, MLAHostPool, SlotAllocator
+from hicache_storage.pools import (
+    IndexerDevicePool,
+    IndexerHostPool,
+    MambaDevicePool,
+    MambaHostPool,
+    MHADevicePool,
+    MHAHostPool,
+)
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
-from hicache_storage.transfer import DevicePages, HostPages, PageTransfers
+from hicache_storage.transfer import HostPages, HybridTransfers, LayerMap, PageTransfers, PoolPair
 from hicache_storage.transfer.simulator import StreamSimulator
 
-PAGE, LAYERS = 4, 4
+PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
-MAMBA_LAYERS = {1: 0, 3: 1}
-"""Layers 0 and 2 attend, 1 and 3 have states."""
-ATTENTION_LAYERS = {0: 0, 2: 1}
+ATTENTION, MAMBA_LAYERS = LayerMap([0, 2]), LayerMap([1, 3])
 
 
-class StatePages:
-    """States of a Mamba host pool, layer by layer."""
-
-    page_size = 1
-
-    def __init__(self, pool):
-        self.layer_num, self._pool = pool.layer_num, pool
-
-    def page_layer(self, slot, layer):
-        return [buffer[slot, layer] for buffer in self._pool.buffers]
+def kv_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "head_num": 1, "head_dim": 3, "dtype": torch.int16}
+    return PoolPair(
+        MHADevicePool(size=2 * slots, device="cpu", **fields), MHAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+    )
 
 
-class DeviceStates:
-    """The same on the device."""
+def indexer_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "index_head_dim": 4, "quant_block_size": 2}
+    return PoolPair(
+        IndexerDevicePool(size=2 * slots, device="cpu", **fields),
+        IndexerHostPool(size=slots, pin_memory=False, **fields),
+        ATTENTION,
+    )
 
-    page_size = 1
 
-    def __init__(self, layers):
-        self.layer_num, self.layers = len(layers), layers
-
-    def page_layer(self, slot, layer):
-        return [tensor[slot : slot + 1] for tensor in self.layers[layer]]
+def mamba_pools(slots):
+    shapes = {"temporal_shape": (2, 2), "conv_shapes": [(3,)], "temporal_dtype": torch.int16, "conv_dtype": torch.int16}
+    return PoolPair(
+        MambaDevicePool(size=2 * slots, layer_num=2, device="cpu", **shapes),
+        MambaHostPool(size=slots, layer_num=2, pin_memory=False, **shapes),
+        MAMBA_LAYERS,
+    )
 
 
 def identity(parallel=None, **changes):
@@ -54,47 +60,39 @@ def identity(parallel=None, **changes):
 
 
 class Stack:
-    """Pools of so many pages and states on the host, twice as many on the device."""
+    """Pools of so many pages and states on the host, twice as many on the device.
 
-    def __init__(self, *, pages=16, states=8, mamba=True, indexer=True, seed=0, controller=HybridCacheController, **options):
+    Args:
+        poolwise: copy each pool with an engine of its own.
+    """
+
+    def __init__(self, *, pages=16, states=8, poolwise=False, seed=0, **options):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
-        self.host, self.device, self.engines, entries = {}, {}, {}, []
-        kv = MHAHostPool(
-            size=pages * PAGE, page_size=PAGE, layer_num=2, head_num=1, head_dim=3, dtype=torch.int16, pin_memory=False
+        pairs = {KV: kv_pools(pages * PAGE), INDEXER: indexer_pools(pages * PAGE), MAMBA: mamba_pools(states)}
+        device, compute = self.simulator, self.compute
+        transfers = None if poolwise else HybridTransfers(device, compute, pairs)
+        self.engines = {name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()}
+        if transfers is not None:
+            self.engines = transfers.engines
+        self.device = {name: pair.device_pool for name, pair in pairs.items()}
+        self.host = {name: HostPages(pair.host_pool) for name, pair in pairs.items()}
+        fields = {
+            KV: {"is_primary_index_anchor": True},
+            INDEXER: {"indices_from_pool": KV, "device_pool": None},
+            MAMBA: {"hit_policy": PoolHitPolicy.TRAILING_PAGES},
+        }
+        self.group = HostPoolGroup(
+            PoolEntry(
+                **{"name": name, "host_pool": pair.host_pool, "device_pool": pair.device_pool, **fields[name]},
+                copies=self.engines[name],
+                layer_mapper=pair.layers,
+            )
+            for name, pair in pairs.items()
         )
-        kv_layers = [[torch.zeros(2 * pages * PAGE, 1, 3, dtype=torch.int16) for _ in "kv"] for _ in range(2)]
-        entries.append(self._entry(KV, kv, DevicePages(kv_layers, PAGE), HostPages(kv), is_primary_index_anchor=True))
-        if indexer:
-            keys = MLAHostPool(
-                size=pages * PAGE, page_size=PAGE, layer_num=2, kv_cache_dim=2, dtype=torch.int16, pin_memory=False
-            )
-            layers = [[torch.zeros(2 * pages * PAGE, 1, 2, dtype=torch.int16)] for _ in range(2)]
-            entries.append(self._entry(INDEXER, keys, DevicePages(layers, PAGE), HostPages(keys), indices_from_pool=KV))
-        if mamba:
-            pool = MambaHostPool(
-                size=states, layer_num=2, temporal_shape=(2, 2), conv_shapes=[(3,)], temporal_dtype=torch.int16,
-                conv_dtype=torch.int16, pin_memory=False,
-            )  # fmt: skip
-            layers = [[torch.zeros(2 * states, *shape, dtype=torch.int16) for shape in ((2, 2), (3,))] for _ in range(2)]
-            entries.append(
-                self._entry(MAMBA, pool, DeviceStates(layers), StatePages(pool), hit_policy=PoolHitPolicy.TRAILING_PAGES)
-            )
-        self.group = HostPoolGroup(entries)
         options.setdefault("rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0))
-        options.setdefault("stop_seconds", 0.5)
-        self.controller = controller(self.group, **options)
-
-    def _entry(self, name, pool, device, host, **fields):
-        device_size = 2 * pool.size
-        self.host[name], self.device[name] = host, device
-        self.engines[name] = PageTransfers(self.simulator, self.compute, device, host, pool)
-        mapper = MAMBA_LAYERS if name == MAMBA else ATTENTION_LAYERS
-        derived = "indices_from_pool" in fields
-        return PoolEntry(
-            name=name, host_pool=pool, copies=self.engines[name], layer_mapper=mapper.get,
-            device_pool=None if derived else SlotAllocator(device_size, pool.page_size), **fields,
-        )  # fmt: skip
+        options.setdefault("stop_seconds", 30.0)
+        self.controller = HybridCacheController(self.group, transfers=transfers, **options)
 
     def close(self):
         self.controller.close()
@@ -123,8 +121,8 @@ class Stack:
                 for layer in range(2):
                     for part, tensor in enumerate(getattr(self, where)[name].page_layer(slot, layer)):
                         seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
-                        noise = torch.randint(-9999, 9999, tensor.shape, generator=torch.Generator().manual_seed(seed))
-                        yield tensor, noise.to(torch.int16)
+                        noise = torch.randint(0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed))
+                        yield tensor, noise.to(tensor.dtype)
 
     def take(self, tier, pages, ends=()):
         """Slots for so many pages with states at some endpoints."""

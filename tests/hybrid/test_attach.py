@@ -43,11 +43,11 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
 def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
     storage, hang = store.open(), gate("connect")
     storage.before = hang
-    stack = make_stack(storage_call_seconds=0.05, stop_seconds=0.05)
+    stack = make_stack(attach_seconds=0.05, stop_seconds=0.05)
     with pytest.raises(StorageTimeoutError):
         stack.controller.attach(storage)
     assert not stack.controller.attached
-    stack.controller.attach(store.open())
+    assert stack.controller.prefetch("r", tokens(4)) is None
     hang.open()
     until(lambda: "hicache-attach" not in threads())
 

@@ -132,9 +132,9 @@ def test_a_page_that_is_being_stored_is_not_handed_out(stack, store, gate):
     assert stack.free() == stack.total()
 
 
-def test_a_storage_that_hangs_is_left_behind(make_stack, store, gate):
+def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     storage, hang = store.open(), gate("write")
-    stack = make_stack(storage_call_seconds=0.05)
+    impatient(hang)
     stack.controller.attach(storage)
     storage.before = hang
     host = filled(stack, 3, ends=(3,))

@@ -7,10 +7,16 @@ import torch
 
 from hicache_storage.hybrid import HybridIndices, page_hashes
 from hicache_storage.spec import InvalidTransferError, SlotError
+from hicache_storage.transfer import recorded
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
 from tests.hybrid.waiting import until
 
 KEYS = page_hashes(tokens(16), PAGE)
+
+
+@pytest.fixture(params=[False, True], ids=["together", "poolwise"])
+def stack(make_stack, request):
+    return make_stack(poolwise=request.param)
 
 
 def written(stack, pages, ends=(), node=1):
@@ -59,26 +65,29 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
     stack.controller.layer_counter(-1).wait(0, stack.compute)
 
 
-def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
-    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's."""
+@pytest.mark.parametrize(("poolwise", "arrived"), [(False, [0, 1]), (True, [0, 1, 3])])
+def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, arrived):
+    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's; layer 2 of KV is late."""
+    stack = make_stack(poolwise=poolwise)
     _, host = written(stack, 2, ends=(2,))
-    loaded = stack.controller.load(host, [1])
-    late = [tensor[loaded.anchor] for tensors in stack.device[KV].layers[1:] for tensor in tensors]
+    stack.controller.load(host, [1])
     hold = stack.simulator.hold([stack.device[KV].layers[1][0]], 60)
     counter = stack.controller.layer_counter(stack.controller.start_loading())
-    for layer in (0, 1, 3):
+    for layer in arrived:
         stream = stack.simulator.stream(f"model {layer}")
         counter.wait(layer, stream)
         stream.synchronize()
-    counter.wait_pool(INDEXER, 2, stack.compute)
-    counter.wait_pool(MAMBA, 2, stack.compute)
-    stack.compute.synchronize()
     assert not counter.done()
     assert stack.controller.completed_loads() == []
+    late = stack.simulator.stream("model 2")
+    counter.wait(2, late)
+    event = recorded(stack.simulator, late)
+    assert not event.query()
     hold.release()
     counter.synchronize()
+    late.synchronize()
+    assert event.query()
     assert counter.done()
-    assert late
 
 
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):

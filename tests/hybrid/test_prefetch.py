@@ -288,11 +288,11 @@ def test_what_is_no_answer_is_a_miss(stack, store, name, answer):
     assert fetched(stack, 8).tokens == 0, "the workers live"
 
 
-def test_a_storage_that_hangs_is_left_behind(make_stack, store, gate):
+def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     """Its pages rest until the call comes back, and come back then."""
     _, keys = store.fill(8, ends=(4, 8))
     storage, hang = store.open(), gate("read")
-    stack = make_stack(storage_call_seconds=0.05)
+    impatient(hang)
     stack.controller.attach(storage)
     storage.before = hang
     result = fetched(stack, 8)
@@ -310,10 +310,10 @@ def test_a_storage_that_hangs_is_left_behind(make_stack, store, gate):
     check(stack, fetched(stack, 8), keys, 8, (8,))
 
 
-def test_a_storage_that_always_hangs_costs_two_threads(make_stack, store, gate):
+def test_a_storage_that_always_hangs_costs_two_threads(stack, store, gate, impatient):
     store.fill(8, ends=(8,))
     storage, hang = store.open(), gate("exist")
-    stack = make_stack(storage_call_seconds=0.05)
+    impatient(hang)
     stack.controller.attach(storage)
     storage.before = hang
     for _ in range(6):

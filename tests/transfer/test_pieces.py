@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.spec import InvalidTransferError
@@ -26,6 +26,7 @@ def tensor(numbers):
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, unique_by=lambda pair: pair[1]))
 def test_runs_are_the_pairs_and_as_long_as_can_be(pairs):
     runs = joint_runs(tensor([source for source, _ in pairs]), tensor([destination for _, destination in pairs]))
@@ -97,6 +98,7 @@ def raw(tensor):
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
+@settings(deadline=None)
 @given(views())
 def test_rectangles_are_the_copy(pair):
     destination, source = pair
@@ -151,6 +153,7 @@ class _Addressed:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(views(), st.data())
 def test_rows_go_where_their_numbers_say(pair, data):
     one, other = pair
@@ -165,6 +168,7 @@ def test_rows_go_where_their_numbers_say(pair, data):
     assert torch.equal(raw(other).view(count, -1)[order], expected)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1))
 def test_rows_of_numbers_adjacent_ones_joined(numbers):
     found = list(rows_of(torch.arange(10), tensor(numbers)))

@@ -73,8 +73,8 @@ class Simulated:
 
     where = "cpu"
 
-    def __init__(self, seed):
-        self.device = StreamSimulator(seed, pause_seconds=0.0003)
+    def __init__(self, seed, pause_seconds=0.0003):
+        self.device = StreamSimulator(seed, pause_seconds=pause_seconds)
 
     def delay(self, stream):
         """Nothing: the verdict does not depend on time."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
     from hicache_storage.transfer import Device, Event, LayeredPages, Stream
+    from hicache_storage.transfer.engine import PageTransfer
 
 
 class Engine(PageTransfers):
@@ -24,6 +25,14 @@ class Engine(PageTransfers):
 
     def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
         super().__init__(device, compute, device_pages, HostPages(host_pool), host_pool)
+
+
+class StagingEngine(PageTransfers):
+    """A right engine that gathers pages in staging buffers of one page."""
+
+    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+        pages = HostPages(host_pool)
+        super().__init__(device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1)
 
 
 # Engines --------------------------------------------------------------------------------------------------------------
@@ -37,6 +46,13 @@ class WritesBackTooEarly(Engine):
             super()._behind_compute(stream)
 
 
+class GathersTooEarly(StagingEngine):
+    """Gathers pages without waiting for the kernels that write them."""
+
+    def begin_write_back(self, transfer: PageTransfer) -> None:
+        self._copies.write_back(self._out, transfer.moves)
+
+
 class LoadsOverKernels(Engine):
     """Copies in without waiting for the kernels that still read the pages."""
 
@@ -46,7 +62,7 @@ class LoadsOverKernels(Engine):
 
 
 class LoadsOverCopiesOut(Engine):
-    def _behind_copies(self, device_pages: list[int]) -> None:
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
         pass
 
 
