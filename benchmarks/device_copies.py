@@ -60,18 +60,14 @@ class Setup:
     compute: Stream
     layers: int
     page_kib: int
+    page_size: int
+    """Tokens of a page."""
     pages: int
     results: Results
 
     def engine(self, layout: str, backend: str) -> PageTransfers:
         """A pair of pools of this many pages, and the engine between them."""
-        token_bytes = 2 * self.layers * HEADS * HEAD_DIM * DTYPE.itemsize
-        page_size, rest = divmod(self.page_kib << 10, token_bytes)
-        if rest or not page_size:
-            raise SystemExit(
-                f"a page of {self.page_kib} KiB is no whole number of tokens of {token_bytes} bytes; pass other --layers"
-            )
-        arguments = {"size": self.pages * page_size, "page_size": page_size, "layer_num": self.layers}
+        arguments = {"size": self.pages * self.page_size, "page_size": self.page_size, "layer_num": self.layers}
         arguments |= {"head_num": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE}
         pools = MHADevicePool(**arguments, device=self.place), MHAHostPool(**arguments, layout=layout)
         return PageTransfers.between(self.device, self.compute, *pools, backend=backend)
@@ -80,6 +76,17 @@ class Setup:
         """Wait until the device is idle."""
         if self.place == "cuda":
             torch.cuda.synchronize()
+
+
+def page_sizes(pages_kib: list[int], layers: int) -> dict[int, int]:
+    """Tokens a page, by KiB a page."""
+    token_bytes = 2 * layers * HEADS * HEAD_DIM * DTYPE.itemsize
+    wrong = [kib for kib in pages_kib if kib < 1 or (kib << 10) % token_bytes]
+    if wrong:
+        raise SystemExit(
+            f"pages of {wrong} KiB are no whole number of tokens of {token_bytes} bytes; pass other --layers or --pages"
+        )
+    return {kib: (kib << 10) // token_bytes for kib in pages_kib}
 
 
 def write_back(engine: PageTransfers, device: torch.Tensor, host: torch.Tensor) -> bool:
@@ -138,8 +145,7 @@ def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
     contenders, slowest = [(PINNED, pinned)], 0.0
     for backend in BACKENDS:
         engine = setup.engine(layout, backend)
-        page_size = engine._host_pages.page_size
-        device, host = (slots(setup.pages, page_size, order) for _ in range(2))
+        device, host = (slots(setup.pages, setup.page_size, order) for _ in range(2))
         slowest = max(slowest, checked(setup, engine, device, host))
         moves = {direction: partial(move, engine, device, host) for direction, move in ((OUT, write_back), (IN, load))}
         contenders.append((backend, moves))
@@ -174,7 +180,7 @@ def compute_layers(setup: Setup, seconds: float) -> Callable[[], None]:
 def measure_overlap(setup: Setup, layout: str, backend: str, rounds: int) -> None:
     """A load, compute that takes about as long, and both together."""
     engine = setup.engine(layout, backend)
-    device, host = (slots(setup.pages, engine._host_pages.page_size, "adjacent") for _ in range(2))
+    device, host = (slots(setup.pages, setup.page_size, "adjacent") for _ in range(2))
     checked(setup, engine, device, host)
     began = time.perf_counter()
     load(engine, device, host)
@@ -238,14 +244,15 @@ def main() -> None:
         raise SystemExit("--mib, --layers and --rounds must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --device cpu shows whether this runs, and its figures mean nothing")
+    sizes = page_sizes([int(kib) for kib in options.pages.split(",")], options.layers)
     results, totals = Results(), {}
     with ExitStack() as stack:
         device = CudaDevice() if options.device == "cuda" else stack.enter_context(StreamSimulator(pause_seconds=0))
         compute = device.stream("compute")
-        for page_kib in map(int, options.pages.split(",")):
+        for page_kib, page_size in sizes.items():
             pages = max(1, (options.mib << 10) // page_kib)
             totals[page_kib] = pages * page_kib << 10
-            setup = Setup(options.device, device, compute, options.layers, page_kib, pages, results)
+            setup = Setup(options.device, device, compute, options.layers, page_kib, page_size, pages, results)
             for layout in options.layouts.split(","):
                 for order in options.orders.split(","):
                     measure(setup, layout, order, options.rounds)

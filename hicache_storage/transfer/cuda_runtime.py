@@ -50,5 +50,7 @@ def _loaded_runtime() -> ctypes.CDLL:
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcudart" in line}
     if not paths:
-        raise StreamFailedError(f"torch {torch.__version__} has loaded no libcudart; use a build of torch for CUDA")
+        raise StreamFailedError(
+            f"torch {torch.__version__} has not loaded libcudart as a shared library; install a wheel of torch for CUDA"
+        )
     return ctypes.CDLL(min(paths))

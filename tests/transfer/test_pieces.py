@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer import StreamFailedError, cuda_runtime
 from hicache_storage.transfer.pages import first_slots, page_numbers
 from hicache_storage.transfer.rectangles import MAX_PITCH, rectangles
 from hicache_storage.transfer.rows import gather_rows, rows_of, scatter_rows
@@ -138,6 +140,27 @@ def test_rows_that_lie_too_far_apart_are_copied_alone():
     for pitch, heights in ((MAX_PITCH, [2]), (MAX_PITCH + 1, [1, 1])):
         far, near = memory.as_strided((2, 4), (pitch, 1)), memory.as_strided((2, 4), (5, 1))
         assert [rectangle.height for rectangle in rectangles(_Addressed(far), _Addressed(near))] == heights
+
+
+def test_copies_with_gaps_are_rectangles_for_cuda(monkeypatch):
+    """Without a GPU: what CUDA is called with, carried out by the host."""
+    calls = []
+
+    def memcpy_2d(to, to_pitch, origin, origin_pitch, width, height, kind, stream):
+        calls.append((kind, stream))
+        for row in range(height):
+            ctypes.memmove(to + row * to_pitch, origin + row * origin_pitch, width)
+        return 0
+
+    monkeypatch.setattr(cuda_runtime, "_memcpy_2d", lambda: memcpy_2d)
+    memory = torch.randint(-99, 99, (6, 4, 3, 8), dtype=torch.int16)
+    host, device = memory.permute(2, 0, 1, 3)[1][2:5], torch.zeros(3, 4, 8, dtype=torch.int16)
+    cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
+    assert torch.equal(device, host)
+    assert calls == [(4, 7)]
+    monkeypatch.setattr(cuda_runtime, "_memcpy_2d", lambda: lambda *arguments: 1)
+    with pytest.raises(StreamFailedError, match="12 rows of 16 bytes failed with error 1"):
+        cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
 
 
 class _Addressed:

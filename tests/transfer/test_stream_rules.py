@@ -30,9 +30,10 @@ def overwrite_behind_write_back(bench):
     """Kernels overwrite a page whose copy out has just begun."""
     old, new, host = bench.content(0), bench.content(1), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, old)
+    bench.compute.synchronize()
     bench.place.delay(bench.engine._out)
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
-    bench.run_kernel(2, new)
+    bench.run_kernel(2, new, at_once=True)
     seen = bench.read(2)
     acknowledgement.wait()
     assert same(bench.host_content(int(host[0]) // bench.kind.page_size), old)
@@ -45,7 +46,7 @@ def overwrite_behind_load(bench):
     host, new = bench.filled_host(bench.content(0)), bench.content(1)
     bench.place.delay(bench.engine._in)
     bench.engine.load(host, bench.slots(2))
-    bench.run_kernel(2, new)
+    bench.run_kernel(2, new, at_once=True)
     bench.engine._in.synchronize()
     seen = bench.read(2)
     bench.finish()
@@ -70,6 +71,7 @@ def load_behind_write_back(bench):
     old, new = bench.content(0), bench.content(1)
     source, out = bench.filled_host(new), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, old)
+    bench.compute.synchronize()
     bench.place.delay(bench.engine._out)
     acknowledgement = bench.engine.write_back(bench.slots(2), out)
     seen = bench.read(2, bench.engine.load(source, bench.slots(2)))
@@ -118,9 +120,9 @@ def write_back_into_a_page_in_load(bench):
     assert same(seen, old)
 
 
-def layers_behind_their_events(bench):
+def layers_behind_their_events(bench, seeds=range(3)):
     """Kernels read each layer of three pages behind its own event."""
-    contents, pages = [bench.content(seed) for seed in range(3)], (5, 0, 3)
+    contents, pages = [bench.content(seed) for seed in seeds], (5, 0, 3)
     host = bench.filled_host(*contents)
     counter = bench.engine.load(host, bench.slots(*pages))
     seen = bench.read_pages(pages, counter)
@@ -130,39 +132,53 @@ def layers_behind_their_events(bench):
     assert counter.arrived() == LAYERS
 
 
+def pages_written_back(bench, seeds):
+    """Three pages are copied out that have been there for a while."""
+    contents, pages = [bench.content(seed) for seed in seeds], (4, 0, 3)
+    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
+    for page, content in zip(pages, contents, strict=True):
+        bench.run_kernel(page, content, at_once=True)
+    bench.compute.synchronize()
+    bench.engine.write_back(bench.slots(*pages), host).wait()
+    for number, content in enumerate(contents):
+        assert same(bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size), content)
+    bench.engine.host_slots.free(host)
+    bench.finish()
+
+
 def staged_out_behind_slow_kernels(bench):
     """Staging buffers are used again, and gathering takes its time."""
-    write_back_behind_kernels(bench)
+    pages_written_back(bench, range(3))
     bench.place.delay(bench.staging("_out").filler)
-    write_back_behind_kernels(bench)
+    pages_written_back(bench, range(3, 6))
 
 
 def staged_out_behind_a_slow_bus(bench):
     """Staging buffers are used again, and copies to the host take their time."""
-    write_back_behind_kernels(bench)
-    bench.place.delay(bench.engine._out)
-    write_back_behind_kernels(bench)
+    pages_written_back(bench, range(3))
+    bench.delay_draining("_out")
+    pages_written_back(bench, range(3, 6))
 
 
 def staged_in_behind_a_slow_bus(bench):
     """Staging buffers are used again, and copies from the host take their time."""
     layers_behind_their_events(bench)
     bench.place.delay(bench.staging("_in").filler)
-    layers_behind_their_events(bench)
+    layers_behind_their_events(bench, range(3, 6))
 
 
 def staged_in_behind_slow_kernels(bench):
     """Staging buffers are used again, and scattering takes its time."""
     layers_behind_their_events(bench)
-    bench.place.delay(bench.engine._in)
-    layers_behind_their_events(bench)
+    bench.delay_draining("_in")
+    layers_behind_their_events(bench, range(3, 6))
 
 
 def host_pages_of_a_load_stay(bench):
     """A host page is freed while it is loaded: it is not handed out before it has been read."""
     content = bench.content(0)
     host = bench.filled_host(content)
-    bench.place.delay(bench.engine._in)
+    bench.place.delay(bench.engine._in, times=20)
     hold = bench.hold_loads_into(2)
     counter = bench.engine.load(host, bench.slots(2))
     _freed_pages_stay(bench, host, hold)
@@ -176,7 +192,7 @@ def host_pages_of_a_write_back_stay(bench):
     """A backup is given up while it is copied: what is put into host pages meanwhile stays whole."""
     host = bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, bench.content(0))
-    bench.place.delay(bench.engine._out)
+    bench.place.delay(bench.engine._out, times=20)
     hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     _freed_pages_stay(bench, host, hold)
@@ -275,6 +291,7 @@ def acknowledged_when_begun(bench):
 
     def too_early(*arguments):
         begun = recorded(bench.place.device, bench.engine._out)
+        bench.place.delay(bench.engine._out)
         write_back(*arguments)
         return Acknowledgement(begun)
 
@@ -296,6 +313,7 @@ def signalled_when_begun(bench):
 
     def too_early(copy_layer):
         begun = recorded(bench.place.device, bench.engine._in)
+        bench.place.delay(bench.engine._in)
         return [begun] * len(copy_layers(copy_layer))
 
     bench.engine._copy_layers = too_early

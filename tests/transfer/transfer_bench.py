@@ -76,7 +76,7 @@ class Simulated:
     def __init__(self, seed, pause_seconds=0.0003):
         self.device = StreamSimulator(seed, pause_seconds=pause_seconds)
 
-    def delay(self, stream):
+    def delay(self, stream, times=1):
         """Nothing: the verdict does not depend on time."""
 
     def host(self, what, **touched):
@@ -101,9 +101,9 @@ class Cuda:
         self.device = CudaDevice()
         torch.cuda.synchronize()
 
-    def delay(self, stream):
+    def delay(self, stream, times=1):
         with torch.cuda.stream(stream.native):
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(times * SLEEP_CYCLES)
 
     def host(self, what, **touched):
         """Nothing: the host has waited for what it looks at."""
@@ -159,10 +159,11 @@ class Bench:
             for layer in range(LAYERS)
         ]
 
-    def run_kernel(self, page, content):
-        """Launch kernels that write a page, behind the copies that use it, and take their time."""
+    def run_kernel(self, page, content, *, at_once=False):
+        """Launch kernels that write a page, behind the copies that use it, and take their time or not."""
         self.engine.before_overwrite(self.slots(page))
-        self.place.delay(self.compute)
+        if not at_once:
+            self.place.delay(self.compute)
         for layer, parts in enumerate(content):
             for destination, source in zip(self.device_pool.layer(layer), parts, strict=True):
                 self.compute.copy(destination[page], source, f"kernel that writes layer {layer} of device page {page}")
@@ -215,6 +216,17 @@ class Bench:
     def staging(self, direction):
         """The staging of write-backs (`_out`) or of loads (`_in`), once it has been used."""
         return getattr(self.engine._copies, direction)
+
+    def delay_draining(self, direction):
+        """Let what drains the staging buffers take its time, from where filling them may begin."""
+        staging = self.staging(direction)
+        begin = staging.begin
+
+        def slow(behind):
+            begin(behind)
+            self.place.delay(behind)
+
+        staging.begin = slow
 
     def hold_loads_into(self, page):
         """Keep a load into a device page in flight until that is released."""
