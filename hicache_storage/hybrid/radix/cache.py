@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hicache_storage.hybrid.indices import HybridIndices
 from hicache_storage.hybrid.radix.backups import Backups
 from hicache_storage.hybrid.radix.eviction import Evicted, Eviction
@@ -19,8 +21,6 @@ from hicache_storage.spec import HiCacheError, InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from hicache_storage.hybrid.radix.config import RadixCacheConfig
     from hicache_storage.hybrid.radix.nodes import Node
@@ -65,7 +65,7 @@ class HiMambaRadixCache:
         _check_pools(config, kv_slots, state_slots)
         self.config = config
         self._controller = controller
-        self._device_pools = {Kind.KV: kv_slots} | ({Kind.STATE: state_slots} if state_slots else {})
+        self._device_pools = {Kind.KV: kv_slots} | ({} if state_slots is None else {Kind.STATE: state_slots})
         self._tree = RadixTree(config.page_size)
         self._residency = Residency(self._tree, self._device_pools, controller.free_host, config.state_pool)
         self._locks = Locks(self._residency)
@@ -265,6 +265,7 @@ class HiMambaRadixCache:
             evictable_states=device[Kind.STATE].evictable_slots(),
             locks=len(self._locks),
             declined_writes=self._backups.declined,
+            dropped_tokens=self._prefetching.dropped_tokens,
         )
 
     def _lay(self, node: Node, tokens: tuple[int, ...], rows: torch.Tensor, states: Mapping[int, int]) -> tuple[Node, int]:
@@ -309,13 +310,19 @@ class HiMambaRadixCache:
             group.device.on_shortage(state, lambda count: self.evict(states=count))
 
     def _check_insert(self, length: int, rows: torch.Tensor, states: Mapping[int, int]) -> None:
-        if rows.dim() != 1 or rows.numel() < length or str(rows.dtype) != "torch.int64":
+        if rows.dim() != 1 or rows.numel() < length or rows.dtype != torch.int64:
             raise InvalidTransferError(f"kv_indices must be {length} slots of int64, got {tuple(rows.shape)} of {rows.dtype}")
+        page = self.config.page_size
+        pages = rows[:length].view(-1, page)
+        if bool((pages != pages[:, :1] // page * page + torch.arange(page)).any()):
+            raise InvalidTransferError(f"kv_indices must be whole pages of {page} consecutive slots")
         if states and not self._residency.has_states:
             raise InvalidTransferError("states were given, but the cache was made for a model without them")
         wrong = [end for end in states if not 0 < end <= length or end % self.config.grid]
         if wrong:
             raise InvalidTransferError(f"states must be after multiples of {self.config.grid} tokens up to {length}, not {wrong}")
+        if len(set(states.values())) != len(states):
+            raise InvalidTransferError(f"states must have a slot each, got {sorted(states.values())}")
 
 
 def _check_pools(config: RadixCacheConfig, kv_slots: DeviceSlots, state_slots: DeviceSlots | None) -> None:

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch(Generic[Operation]):
-    """A prefetch under way; what it brings follows `node`, whose path is kept on the host."""
+    """A prefetch under way."""
 
     operation: Operation
     node: Node
+    """What it brings follows this."""
+    kept: Node | None
+    """The lowest node of that path that was on the host, and is kept there."""
     tokens: tuple[int, ...]
+
+    def is_wanted(self) -> bool:
+        """Whether what it brings still has a place: the path was not evicted."""
+        return not self.node.tokens or self.node.parent is not None
 
 
 class Prefetching(Generic[Operation]):
@@ -32,6 +39,8 @@ class Prefetching(Generic[Operation]):
     def __init__(self, residency: Residency, controller: TierController[Operation], backups: Backups, page_size: int) -> None:
         self._residency, self._controller, self._backups, self._page_size = residency, controller, backups, page_size
         self._running: dict[str, _Prefetch[Operation]] = {}
+        self.dropped_tokens = 0
+        """Fetched, and given up for want of the prefix before them."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._running
@@ -43,18 +52,20 @@ class Prefetching(Generic[Operation]):
     def start(self, request_id: str, node: Node, tokens: tuple[int, ...]) -> bool:
         """Ask the storage for whole pages that follow `node`; False if nothing was begun.
 
-        What comes is on the host, so the path to `node` has to be there too and is copied if it is not.
+        A request that waits keeps nothing on the device: what only the device has of its prefix may go meanwhile.
         """
-        if not tokens or not self._controller.attached or not self._backups.back_up(node):
+        if not tokens or not self._controller.attached:
             return False
         last = hashes_of(node, self._page_size)
-        operation = self._controller.prefetch(
-            request_id, tokens, last[-1] if last else None, prefix_hashes(node, self._page_size)
-        )
+        before = prefix_hashes(node, self._page_size)
+        operation = self._controller.prefetch(request_id, tokens, last[-1] if last else None, before)
         if operation is None:
             return False
-        self._residency.host[Kind.KV].lock(node)
-        self._running[request_id] = _Prefetch(operation, node, tokens)
+        host = self._residency.host[Kind.KV]
+        kept = next((each for each in node.upward() if host.holds(each)), None)
+        if kept:
+            host.lock(kept)
+        self._running[request_id] = _Prefetch(operation, node, kept, tokens)
         return True
 
     def check(self, request_id: str) -> bool:
@@ -73,9 +84,16 @@ class Prefetching(Generic[Operation]):
         if running is None:
             return 0
         result = self._controller.terminate_prefetch(running.operation)
-        self._graft(running.node, running.tokens, result)
-        self._residency.host[Kind.KV].unlock(running.node)
-        return result.tokens
+        # What follows a prefix can be on the host only if the prefix is.
+        wanted = bool(result.tokens) and running.is_wanted() and self._backups.back_up(running.node)
+        if wanted:
+            self._graft(running.node, running.tokens, result)
+        else:
+            self._controller.free_host(result.host)
+            self.dropped_tokens += result.tokens
+        if running.kept:
+            self._residency.host[Kind.KV].unlock(running.kept)
+        return result.tokens if wanted else 0
 
     def end_all(self) -> None:
         """End all prefetches, in the order in which they were begun."""

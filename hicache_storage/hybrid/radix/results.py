@@ -89,3 +89,5 @@ class CacheUsage:
     locks: int
     declined_writes: int
     """Nodes that were not copied to the host for want of room there, since the cache was made."""
+    dropped_tokens: int
+    """Fetched from storage in vain: the prefix before them was evicted meanwhile, or found no room on the host."""

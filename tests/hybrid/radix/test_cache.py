@@ -350,6 +350,21 @@ def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
     assert (match.length, match.host_length) == (16, 8)
 
 
+def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    free = world.controller.host_slots[KV].available_size()
+    assert world.cache.prefetch_from_storage("r", LONG)
+    world.cache.evict(100, 100)
+    until(lambda: world.cache.check_prefetch("r"))
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().dropped_tokens == 8
+    until(lambda: world.controller.host_slots[KV].available_size() == free)
+
+
 def test_what_came_meanwhile_is_not_held_twice(world):
     served(world, LONG, 8)
     forget(world)
@@ -411,6 +426,9 @@ def test_a_cache_in_use_is_not_emptied(world):
         (torch.arange(8), {6: 0}, "multiples of 4 tokens up to 8"),
         (torch.arange(8), {12: 0}, "multiples of 4 tokens up to 8"),
         (torch.arange(8), {0: 0}, "multiples of 4"),
+        (torch.arange(8), {4: 1, 8: 1}, "a slot each"),
+        (torch.arange(1, 9), {}, "whole pages of 2"),
+        (torch.tensor([0, 1, 2, 4, 6, 7, 8, 9]), {}, "whole pages of 2"),
     ],
 )
 def test_wrong_insertions_are_refused_before_anything_changes(world, rows, states, message):

@@ -263,7 +263,7 @@ class World:
                 path("host", copy.node)
                 expected["host"][Kind.STATE][copy.node] += Kind.STATE in copy.kinds
         for prefetch in self.cache._prefetching._running.values():
-            path("host", prefetch.node)
+            path("host", prefetch.kept)
         for node in self.tree:
             for kind in Kind:
                 assert node.device[kind].locks == expected["device"][kind][node]
