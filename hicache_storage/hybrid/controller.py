@@ -113,7 +113,8 @@ class HybridCacheController:
 
         Args:
             transfers: on the device, all pools.
-            node_id: told by `completed_writes`; until then the device pages must not be evicted.
+            node_id: told by `completed_writes`. The device pages may be given away once `start_writing` has begun the copy:
+                whoever overwrites them calls `before_overwrite`.
             priority: smaller is copied earlier within a step.
 
         Returns:
