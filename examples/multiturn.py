@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the rates are written")
     parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
     parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
-    parser.add_argument("--sweep", type=int, nargs="*", default=[4, 8, 16, 24, 32, 40], help="other numbers of them to try")
+    parser.add_argument("--sweep", type=int, nargs="*", default=[4, 8, 16, 24, 32, 48, 64], help="other numbers of them to try")
     for name in ("clients", "rounds", "request", "output", "page", "state_chunk", "interval", "running", "seed"):
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=getattr(Workload, name), help=f"default {getattr(Workload, name)}"

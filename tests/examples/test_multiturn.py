@@ -45,19 +45,19 @@ def test_with_storage_few_slots_serve_like_many(example, tmp_path):
 
 def test_without_storage_the_rate_falls_with_the_slots(example):
     workload = example.Workload(**SMALL)
-    found = [example.play(workload, slots, None) for slots in (8, 16, 50)]
+    found = [example.play(workload, slots, None) for slots in (8, 16, 64)]
     assert overall(found[0]) < overall(found[1]) < overall(found[2]) == OVERALL
     assert rates(found[2]) == RATES
     assert all(few <= many for few, many in zip(found[0].rounds, found[2].rounds, strict=True))
 
 
 def test_a_last_token_that_counted_would_show(example):
-    found = example.play(example.Workload(**SMALL, rounds=2), 50, None, count_last=True)
+    found = example.play(example.Workload(**SMALL, rounds=2), 64, None, count_last=True)
     assert found.rounds[1] == 8 / 12
 
 
 def test_another_grid_would_show(example):
-    found = example.play(example.Workload(**SMALL | {"interval": 4}, rounds=2), 50, None)
+    found = example.play(example.Workload(**SMALL | {"interval": 4}, rounds=2), 64, None)
     assert found.rounds[1] == 31 / 48
 
 
