@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ from interleaved import machine, table, turns, wait_for_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection as Connected
+    from multiprocessing.synchronize import Event
 
 BATCH = 128
 PEER, OURS = "SGLang 0.5.23", "hicache"
@@ -179,7 +182,8 @@ def measure(servers: list[Server], rounds: int, clients: int, seconds: float, pa
         def write_next(connection: Connection, _: int, server: Server = server) -> None:
             with lock:
                 server.next_batch += 1
-            write(connection, keys_of(server.next_batch))
+                batch = server.next_batch
+            write(connection, keys_of(batch))
 
         rate(server, "reserve + confirm, 128 keys", clients, seconds, write_next)
 
@@ -196,6 +200,23 @@ class Blocked:
     quiet_write: float
 
 
+def asking(port: int, rank: int, name: str, ready: Event, stop: Event, found: Connected) -> None:
+    """One client that looks up or writes a key again and again, in a process of its own; sends when each call began and ended."""
+    own, number, calls = Connection(port), 0, list[tuple[float, float]]()
+    ready.set()
+    while not stop.is_set():
+        begin = time.monotonic()
+        if name == "read":
+            own.post(f"/{rank}/exists", {"keys": ["a"]})
+        else:
+            write(own, [f"w{number}"], rank)
+        calls.append((begin, time.monotonic()))
+        number += 1
+        time.sleep(0.001)
+    own.close()
+    found.send(calls)
+
+
 def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Connection, list[str]], None]) -> Blocked:
     """Free many pages while one client looks up and another writes."""
     connection = Connection(server.port)
@@ -204,42 +225,31 @@ def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Con
     keys = keys_of(-rank, pages)
     for start in range(0, pages, 1000):
         write(connection, keys[start : start + 1000], rank)
-    stop, freeing = threading.Event(), threading.Event()
-    waits: dict[tuple[str, bool], list[float]] = {}
-
-    def client(name: str, act: Callable[[Connection, int], None]) -> None:
-        own, number = Connection(server.port), 0
-        while not stop.is_set():
-            during, begin = freeing.is_set(), time.perf_counter()
-            act(own, number)
-            waits.setdefault((name, during or freeing.is_set()), []).append(time.perf_counter() - begin)
-            number += 1
-            time.sleep(0.001)
-        own.close()
-
-    def read(own: Connection, _: int) -> None:
-        own.post(f"/{rank + 1}/exists", {"keys": ["a"]})
-
-    def store(own: Connection, number: int) -> None:
-        write(own, [f"w{number}"], rank + 1)
-
-    threads = [threading.Thread(target=client, args=pair) for pair in (("read", read), ("write", store))]
-    for thread in threads:
-        thread.start()
+    # In one process with the client that frees they would wait for its interpreter lock.
+    processes, stop = get_context("spawn"), get_context("spawn").Event()
+    clients = []
+    for name in ("read", "write"):
+        ready, (found, sent) = processes.Event(), processes.Pipe(duplex=False)
+        process = processes.Process(target=asking, args=(server.port, rank + 1, name, ready, stop, sent))
+        process.start()
+        ready.wait(START_SECONDS)
+        clients.append((name, process, found))
     time.sleep(1.0)
-    freeing.set()
     begin = time.monotonic()
     free(connection, keys)
     took = time.monotonic() - begin
+    # What the answer left to be done still counts.
     time.sleep(0.3)
+    end = time.monotonic()
     stop.set()
-    for thread in threads:
-        thread.join()
+    longest: dict[tuple[str, bool], float] = {}
+    for name, process, found in clients:
+        for started_at, ended_at in found.recv():
+            during = started_at < end and ended_at > begin
+            longest[name, during] = max(longest.get((name, during), 0.0), ended_at - started_at)
+        process.join()
     connection.close()
-    longest = {name: max(found, default=0.0) for name, found in waits.items()}
-    return Blocked(
-        way, took, longest[("read", True)], longest[("write", True)], longest[("read", False)], longest[("write", False)]
-    )
+    return Blocked(way, took, longest["read", True], longest["write", True], longest["read", False], longest["write", False])
 
 
 def free_by_clear(rank: int) -> Callable[[Connection, list[str]], None]:
@@ -273,7 +283,7 @@ def million(command: list[str], log: Path, pages: int) -> dict[str, float]:
         if not all(msgspec.json.decode(connection.post("/0/exists", {"keys": some}))["exists"]):
             raise AssertionError("a restarted server has lost pages")
         connection.close()
-        return {"bytes a key": grown, "seconds to start after kill -9": server.seconds_to_start, "of these, CPU seconds of the server": cpu, "bytes a key after the start": server.resident_bytes() / pages}  # fmt: skip
+        return {"bytes a key": grown, "seconds to start after kill -9": server.seconds_to_start, "of these, CPU seconds of the server": cpu, "bytes a key after the start": (server.resident_bytes() - before) / pages, "MB of an empty server": before / 1e6}  # fmt: skip
 
 
 def spread(values: list[float], unit: float = 1.0) -> str:

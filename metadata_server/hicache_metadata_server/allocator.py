@@ -19,3 +19,10 @@ def keep_large_blocks_apart() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def give_back() -> None:
+    """Give the kernel what was freed: what a start needed beside the pages themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -54,8 +54,8 @@ class Journal:
         """
         waiter = self._loop.create_future()
         if not self._open:
-            # Whatever the event loop has read already joins this group.
-            self._loop.call_soon(self._seal)
+            # Whatever the event loop has read already joins this group, and so does what it reads in its next turn.
+            self._loop.call_soon(self._loop.call_soon, self._seal)
         self._open.append(waiter)
         await waiter
 
@@ -118,7 +118,7 @@ class Journal:
     def _see_to_store(self, *, idle: bool) -> None:
         if self._closed:
             return
-        if self._store.wants_checkpoint and not self._checkpointing:
+        if self._store.wants_checkpoint(idle=idle) and not self._checkpointing:
             self._checkpointing = True
             self._loop.run_in_executor(self._aside, self._checkpoint).add_done_callback(self._checkpointed)
         if self._busy or self.error is not None or not self._store.wants_tidying(idle=idle):

@@ -12,7 +12,7 @@ import prometheus_client
 import structlog
 import uvicorn
 
-from hicache_metadata_server.allocator import keep_large_blocks_apart
+from hicache_metadata_server.allocator import give_back, keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
@@ -71,6 +71,7 @@ def serve(settings: ServerSettings) -> None:
     )  # fmt: skip
     # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
     gc.collect()
+    give_back()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import hicache_conformance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
 CONTROLS = Path(__file__).with_name("controls")
@@ -54,13 +58,15 @@ class Site:
             "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
         )
 
-    def controls(self, kind: str, seed: int, directory: Path, seconds: float) -> Ran:
-        """Run the suite against the controls of a kind, with a report of each below `directory`/report."""
+    def controls(
+        self, kind: str, seed: int, directory: Path, seconds: float, drivers: Sequence[str] = (), profile: str = "smoke"
+    ) -> Ran:
+        """Run the suite against the controls of a kind, all or those named, with a report of each below `directory`/report."""
         directory.mkdir(exist_ok=True)
         return self.pytest(
-            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", "--hicache-profile=smoke",
+            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", f"--hicache-profile={profile}",
             f"--hicache-seed={seed}", f"--hicache-report={directory}/report", "-c", str(SUITE / "pytest.ini"), "--rootdir=.",
-            "control_suite.py", cwd=CONTROLS, plugins="hicache_conformance.plugin,control_selection", seconds=seconds,
+            *([f"control_suite.py::Test{name}" for name in drivers] or ["control_suite.py"]), cwd=CONTROLS, plugins="hicache_conformance.plugin,control_selection", seconds=seconds,
             HICACHE_CONTROLS=kind,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The long test of the suite itself: every mutant on many seeds, every right driver on more; `make soak` runs it.
 
-Every finished seed is a line in the record, so that an interrupted soak goes on where it stopped. A line counts for the state of
-the sources that it was made with; with another state its seed is run again.
+Every verdict is a line in the record, so that an interrupted soak goes on where it stopped. A verdict counts for the state of the
+sources that it depends on: the suite, the SDK, and the driver with what it is made of. With another state it is sought again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 CONTROLS_HOME = Path(__file__).with_name("controls")
-SUITE = ("conformance", "hicache_storage", "tests/conformance/controls")
-SOURCES = {
-    "mutants": SUITE,
-    "right": SUITE,
-    "own": (*SUITE, "backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver"),
-}
-"""What the results of each kind depend on."""
+EVERY = (
+    "conformance",
+    "hicache_storage",
+    *(f"tests/conformance/controls/{name}.py" for name in ("control", "control_plugin", "control_selection", "control_suite")),
+)
+"""What the verdicts about all drivers depend on; those about a control depend on its modules as well."""
+OWN = ("backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver")
 APART = tuple(
     ROOT / name
     for name in (
@@ -61,6 +62,11 @@ DRIVERS = {
     "own": ["file", "memory"],
 }
 """By kind. Our own are tried with everything and have to be conformant; right controls with the part that they are there for."""
+
+PROFILE = "smoke"
+PATIENT = {"WritesInPlace": "default", "RenamesTooSoon": "default"}
+"""Mutants with another profile: they are found when a writer is killed at a bad moment, and with one seed of 81 all four kills of
+`smoke` come in the first moments of the first call."""
 
 
 @dataclass(frozen=True)
@@ -94,42 +100,56 @@ class Result:
 
 
 class Record:
-    """The file of finished seeds."""
+    """The file of verdicts."""
 
     def __init__(self, path: Path, states: Mapping[str, str]) -> None:
         self._path, self._states, self._lock = path, states, threading.Lock()
-        self.results: list[Result] = []
+        self._results: dict[tuple[str, int, str], Result] = {}
         # A last line without an end is what an interrupted soak was about to write.
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
         for line in lines:
-            seed = json.loads(line)
-            if seed["state"] == states[seed["kind"]]:
-                self.results += [Result(**result) for result in seed["results"]]
+            found = json.loads(line)
+            result = Result(**found["result"])
+            if found["state"] == states.get(result.driver):
+                self._results[result.kind, result.seed, result.driver] = result
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines))
 
-    def done(self, kind: str) -> set[int]:
-        """Seeds that have been run."""
-        return {result.seed for result in self.results if result.kind == kind}
+    @property
+    def results(self) -> list[Result]:
+        """In the order of their seeds."""
+        return [self._results[place] for place in sorted(self._results)]
 
-    def add(self, kind: str, results: list[Result]) -> None:
-        """Take all results of one seed."""
-        line = {"kind": kind, "state": self._states[kind], "results": [asdict(result) for result in results]}
+    def missing(self, kind: str, seed: int) -> list[str]:
+        """Drivers of which there is no verdict with this seed."""
+        return [name for name in DRIVERS[kind] if (kind, seed, name) not in self._results]
+
+    def add(self, results: list[Result]) -> None:
+        """Take some."""
+        lines = [json.dumps({"state": self._states[result.driver], "result": asdict(result)}) + "\n" for result in results]
         with self._lock, self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            self.results += results
+            file.write("".join(lines))
+            self._results.update(((result.kind, result.seed, result.driver), result) for result in results)
 
 
-def run_seed(site: Site, kind: str, seed: int) -> list[Result]:
-    """One pytest over all drivers of a kind."""
+def run_seed(site: Site, kind: str, seed: int, drivers: list[str]) -> list[Result]:
+    """One pytest for each profile, over some drivers of a kind."""
+    patient, others = [name for name in drivers if name in PATIENT], [name for name in drivers if name not in PATIENT]
+    results = _run(site, kind, seed, others, PROFILE) if others else []
+    for name in patient:
+        results += _run(site, kind, seed, [name], PATIENT[name])
+    return results
+
+
+def _run(site: Site, kind: str, seed: int, drivers: list[str], profile: str) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as directory:
-        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS)
-        reports = sorted(Path(directory, "report").glob("*/results.json"))
+        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS, drivers, profile)
+        reports = sorted(Path(directory, "report").rglob("results.json"))
         results = {result.driver: result for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)}
-        missing = [name for name in DRIVERS[kind] if name not in results]
+        missing = [name for name in drivers if name not in results]
         if missing:
             raise RuntimeError(f"seed {seed} of the {kind} left no report of {', '.join(missing)}:\n{ran.output[-3000:]}")
-        return [results[name] for name in DRIVERS[kind]]
+        return [results[name] for name in drivers]
 
 
 def _result(kind: str, seed: int, report: dict) -> Result:
@@ -157,8 +177,10 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
         "`make soak` plants faults into drivers and looks whether the suite finds each by the rule that is meant for it, on every",
         "seed; and it runs drivers that are right, which the suite has to accept on every seed. This page is its result.",
         "",
-        f"Sources {states['own'][:12]}, profile smoke, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
+        f"Sources {_joined(states)}, profile {PROFILE}, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
         "is found by each of them; `D` and a number name a fault of a driver in the field that it repeats.",
+        f"With the profile `default` are tried: {', '.join(sorted(PATIENT))}. They are found when a writer is killed at a bad moment, and",
+        "the four kills of `smoke` can all come before a byte is written (one seed of 81).",
         "",
         f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
         f"- **{accepted} of {len(right)} right drivers accepted**, each on {min(seeds['right'], seeds['own'])} seeds.",
@@ -181,6 +203,10 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
             f"- {result.driver}, seed {result.seed}: {'; '.join(result.errors or result.told) or 'not found'}" for result in bad
         ]
     return "\n".join(lines) + "\n"
+
+
+def _joined(states: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(states[name] for name in sorted(states)).encode()).hexdigest()[:12]
 
 
 def _by_driver(results: list[Result], kind: str) -> dict[str, list[Result]]:
@@ -206,13 +232,30 @@ def _score(found: list[Result]) -> str:
     return f"{sum(result.is_as_meant for result in found)} of {len(found)}"
 
 
-def state_of_sources(kind: str) -> str:
-    """Digest of everything that a result of this kind depends on."""
-    digest = hashlib.sha256()
-    files = sorted(path for top in SOURCES[kind] for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".toml"))
-    for path in (path for path in files if not any(path.is_relative_to(part) for part in APART)):
+def state_of(driver: str) -> str:
+    """Digest of everything that a verdict about this driver depends on."""
+    control = CONTROLS.get(driver)
+    tops = [ROOT / top for top in (*EVERY, *(() if control else OWN))]
+    files = {path for top in tops for path in (top.rglob("*.*") if top.is_dir() else [top]) if path.suffix in (".py", ".toml")}
+    files = {path for path in files if not any(path.is_relative_to(part) for part in APART)}
+    if control:
+        _add_modules(
+            files, f"{control.target or 'control_drivers'} {control.config} {control.transfer_engine} {control.trial_services}"
+        )
+    # Services are started by commands that name this machine's paths.
+    digest = hashlib.sha256(repr(control).replace(sys.executable, "").replace(str(ROOT), "").encode())
+    digest.update(PATIENT.get(driver, "").encode())
+    for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _add_modules(files: set[Path], text: str) -> None:
+    """The controls' modules that a text names, and those that they name."""
+    for path in sorted(CONTROLS_HOME.glob("*.py")):
+        if path not in files and re.search(rf"\b{path.stem}\b", text):
+            files.add(path)
+            _add_modules(files, path.read_text())
 
 
 def main() -> None:
@@ -226,31 +269,32 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=ROOT / "out" / "soak.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "soak.md")
     options = parser.parse_args()
-    states = {kind: state_of_sources(kind) for kind in SOURCES}
+    states = {name: state_of(name) for names in DRIVERS.values() for name in names}
     record = Record(options.record, states)
     counts = {"mutants": options.mutant_seeds, "right": options.right_seeds, "own": options.own_seeds}
     wanted = [(kind, seed) for kind in DRIVERS for seed in range(counts[kind])]
     # All kinds side by side: a fault in the last of them is not seen only after an hour.
     wanted.sort(key=lambda job: job[1] / counts[job[0]])
-    missing = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
     with tempfile.TemporaryDirectory(prefix="hicache-site-") as directory, ThreadPoolExecutor(options.jobs) as pool:
         site = Site(Path(directory))
 
         def one(job: tuple[str, int]) -> None:
+            drivers = record.missing(*job)
             try:
-                results = run_seed(site, *job)
+                results = run_seed(site, *job, drivers) if drivers else []
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"{job[0]} seed {job[1]}: {error}", flush=True)
                 return
-            record.add(job[0], results)
+            record.add(results)
             bad = [result for result in results if not result.is_as_meant]
-            print(f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant", flush=True)
+            if results:
+                print(f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant", flush=True)
             for result in bad:
                 print(f"  {result.driver}: {'; '.join(result.errors or result.told)[:1000] or 'not found'}", flush=True)
 
-        list(pool.map(one, missing))
+        list(pool.map(one, wanted))
     options.document.write_text(document(record.results, states))
-    unfinished = [(kind, seed) for kind, seed in wanted if seed not in record.done(kind)]
+    unfinished = [job for job in wanted if record.missing(*job)]
     sys.exit(bool(unfinished) or any(not result.is_as_meant for result in record.results))
 
 

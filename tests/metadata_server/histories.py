@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.pins import Pins
-from hicache_metadata_server.state.restoring import columns_of, restore, rows_from, rows_of
+from hicache_metadata_server.state.restoring import SlotRow, restore, rows_from
 from hicache_metadata_server.state.scope import Scope
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
+from hicache_metadata_server.state.written import changes_of
+from hicache_metadata_server.stores.blocks import BLOCK, Block, shares
 
 if TYPE_CHECKING:
     import random
-
-    from hicache_metadata_server.state.restoring import SlotRow
+    from collections.abc import Iterator
 
 QUARANTINE = 2.0
 
@@ -34,7 +35,7 @@ class History:
     held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
     """Leases that clients believe to hold: key, slot, end."""
     pins: dict[int, tuple[list[int], float]] = field(default_factory=dict)
-    rows: dict[int, SlotRow] = field(default_factory=dict)
+    blocks: dict[int, Block] = field(default_factory=dict)
     rested: dict[int, float] = field(default_factory=dict)
     """Slots that were let go, and when at the latest they may still be written or read."""
     generations: dict[int, int] = field(default_factory=dict)
@@ -61,7 +62,8 @@ class History:
             case "commit" if self.held:
                 leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
                 valid = [self.scope.leases.by_number.get(lease) == self.held[lease][1] for lease in leases]
-                done = self.scope.commit([(lease, chance.randint(1, 9), chance.getrandbits(64)) for lease in leases], self.now)
+                lengths, checksums = [chance.randint(1, 9) for _ in leases], [chance.getrandbits(64) for _ in leases]
+                done = self.scope.commit(leases, lengths, checksums, self.now)
                 for lease, was_valid, did in zip(leases, valid, done, strict=True):
                     key, slot, end = self.held.pop(lease)
                     assert did == (was_valid and end > self.now)
@@ -157,10 +159,19 @@ class History:
 
     def write(self) -> None:
         """Keep what a restart must know."""
-        changed = sorted(set(self.scope.changed))
-        self.scope.changed = []
+        changed, leased = self.scope.changed, self.scope.leased
+        self.scope.changed, self.scope.leased = [], []
         if changed:
-            self.rows.update({row.slot: row for row in rows_of(columns_of(self.scope, changed))})
+            for number, written, start, end in shares(changes_of(self.scope, changed, leased)):
+                block = self.blocks.get(number) or Block()
+                written.merge(block, start, end)
+                self.blocks[number] = Block.decode(block.encode())
+
+    def rows(self) -> Iterator[SlotRow]:
+        for number in sorted(self.blocks):
+            columns = self.blocks[number].rows(number * BLOCK)
+            if columns is not None:
+                yield from map(SlotRow, *columns)
 
     def crash(self) -> None:
         """Go on with what was written."""
@@ -170,7 +181,7 @@ class History:
         scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, Pins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
-        rows = rows_from(sorted(self.rows.values()), self.chance.randint(1, 5))
+        rows = rows_from(self.rows(), self.chance.randint(1, 5))
         assert restore(scope, rows, self.now, 100.0) == []
         assert sorted(scope.recency) == sorted(old.recency)
         for key in scope.recency:

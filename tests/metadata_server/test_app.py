@@ -13,7 +13,9 @@ from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
 from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.service.slices import ENTRIES
 from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.state.written import slots_of
 from hicache_metadata_server.stores.store import StoreError, open_store
 from hicache_metadata_server.web.tokens import Tokens, read_token_file
 from tests.metadata_server.http_calls import SlowStore, run, running
@@ -135,10 +137,12 @@ def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(
             with pytest.raises(asyncio.CancelledError):
                 await caller.post("/v2/reserve", request, headers=once)
         async with reopened(tmp_path) as caller:
-            assert caller.service.list_scopes().scopes[0].leased == 1024
+            assert caller.service.list_scopes().scopes[0].leased == 2 * ENTRIES
             first = await caller.post("/v2/reserve", request, headers=once)
             assert set(first.json["scopes"][0]["states"]) == {"leased"}
-            assert first.json["scopes"][0]["leases"][:1024] == [lease for piece in done for lease in piece.scopes[0].leases]
+            assert first.json["scopes"][0]["leases"][: 2 * ENTRIES] == [
+                lease for piece in done for lease in piece.scopes[0].leases
+            ]
             assert caller.service.list_scopes().scopes[0].leased == 2000
             assert await caller.post("/v2/reserve", request, headers=once) == first
 
@@ -164,7 +168,7 @@ def test_others_write_while_a_long_request_is_done():
 
             await asyncio.gather(delete(), write())
             assert order == ["reserved", "deleted"]
-            assert max(len(columns.slots) for group in store.written[-20:] for columns in group.slots.values()) < 2000
+            assert max(len(slots.states.states) for group in store.written[-20:] for slots in group.slots.values()) < 2000
 
     run(scenario())
 
@@ -201,7 +205,7 @@ def test_requests_that_arrive_together_share_a_transaction():
             await asyncio.gather(*(caller.post("/v2/reserve", request) for request in requests))
             # The first may go alone; those that come while it is written go together.
             assert len(store.written) - before <= 3
-            assert sum(len(group.slots[1].slots) for group in store.written[before:]) == 160
+            assert sum(len(group.slots[1].states.states) for group in store.written[before:]) == 160
 
     run(scenario())
 
@@ -239,7 +243,7 @@ def test_a_store_that_fails_is_told_and_nothing_is_lost():
                 "states"
             ] == ["busy"] * 3
             # What could not be written went with the next group.
-            assert sorted(store.written[-1].slots[1].slots) == [0, 1, 2]
+            assert list(slots_of(store.written[-1].slots[1].states.slots, 3)) == [0, 1, 2]
             assert (await caller.send("GET", "/readyz")).status == 200
 
     run(scenario())

@@ -19,7 +19,7 @@ def scope_of(slots, quarantine=0.0):
 def store(scope, keys, prefixes=(), now=0.0, lease=1):
     states, slots, leases = scope.reserve(keys, prefixes, "", lease, now, now + 10)
     assert set(states) <= {Reserved.LEASED}
-    assert all(scope.commit([(one, 1, 1) for one in leases], now))
+    assert all(scope.commit(leases, [1] * len(leases), [1] * len(leases), now))
     return slots
 
 
@@ -80,7 +80,8 @@ def test_a_large_scope_keeps_some_slots_spare():
     for number in range(800):
         states, _, leases = scope.reserve([f"{number}-{i}" for i in range(16)], (), "", lease, number * 1.0, number + 10.0)
         full += states.count(Reserved.FULL)
-        scope.commit([(one, 1, 1) for one in leases if one], number * 1.0)
+        held = [one for one in leases if one]
+        scope.commit(held, [1] * len(held), [1] * len(held), number * 1.0)
         lease += 16
     assert full == 0
     assert len(scope.recency) > 0.9 * 4096
@@ -126,13 +127,13 @@ def test_a_slot_that_a_clear_left_is_not_free_before_it_was_taken_apart():
 def test_a_commit_can_be_repeated_however_long_ago_it_was():
     scope, lease = scope_of(40_000), 1
     first = scope.reserve(["first"], (), "", lease, 0.0, 10.0)[2]
-    assert scope.commit([(first[0], 5, 6)], 0.0) == [True]
+    assert scope.commit([first[0]], [5], [6], 0.0) == [True]
     for number in range(60):
         keys = [f"{number}-{i}" for i in range(600)]
         store(scope, keys, lease=lease + 1)
         lease += 600
         scope.delete(keys, (), 0.0)
-    assert scope.commit([(first[0], 5, 6), (first[0], 5, 7), (first[0] + 1, 5, 6)], 1.0) == [True, False, False]
+    assert scope.commit([first[0], first[0], first[0] + 1], [5, 5, 5], [6, 7, 6], 1.0) == [True, False, False]
     assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import sqlite3
 
+import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.state.slots import LIVE
 from hicache_metadata_server.stores import sqlite
+from hicache_metadata_server.stores.blocks import Block
 from hicache_metadata_server.stores.store import StoreError, open_store
 
 NOW = 1_700_000_000.0
@@ -62,7 +65,7 @@ def test_everything_comes_back(tmp_path, fold):
     service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
     store.write(service.take_changes(), NOW)
-    if fold:
+    while fold and store.wants_tidying(idle=True):
         store.tidy()
     before = state(service, NOW)
     # Not closed: as after kill -9, but for the lock.
@@ -91,7 +94,7 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
     store.write(service.take_changes(), NOW)
     service.clear(p.Clear(scopes=["0:kv"]), NOW)
     changes = service.take_changes()
-    assert sum(len(columns.slots) for columns in changes.slots.values()) == 0, "a clear writes one row, however much it clears"
+    assert not changes.slots, "a clear writes one row, however much it clears"
     store.write(changes, NOW)
     store.close()
     store, restored = opened(tmp_path, NOW + 1)
@@ -104,21 +107,24 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
     store.close()
 
 
-def test_random_histories_come_back_exactly(tmp_path, monkeypatch):
-    """Killed after every few groups, folded or not."""
-    monkeypatch.setattr("hicache_metadata_server.stores.folds.PIECE", 5)
+@pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
+def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
+    """Killed after every few groups, folded, half folded or not; in one block and in several."""
+    for name, value in (("PIECE", 1), ("GATHER_BYTES", 500), ("WINDOW_BYTES", 2000)):
+        monkeypatch.setattr(sqlite, name, value)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
-    initialize(service, "0:kv", "0:mamba", slots=20)
+    initialize(service, "0:kv", "0:mamba", slots=size)
     store.write(service.take_changes(), now)
     for _ in range(150):
         scope = chance.choice(("0:kv", "0:mamba"))
-        keys = [f"k{chance.randrange(30)}" for _ in range(4)]
-        leases = [lease for lease in reserve(service, keys, scope, now).leases if lease]
+        keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
+        prefixes = [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
+        leases = [lease for lease in reserve(service, keys, scope, now, prefixes).leases if lease]
         if chance.random() < 0.8:
             commit(service, leases, scope, now)
         if chance.random() < 0.3:
-            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[:2])]), now)
+            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[: batch // 2])]), now)
         if chance.random() < 0.05:
             service.clear(p.Clear(scopes=[scope]), now)
         store.write(service.take_changes(), now)
@@ -185,6 +191,16 @@ def test_a_later_schema_is_refused(tmp_path):
         opened(tmp_path)
 
 
+def test_an_earlier_schema_is_refused(tmp_path):
+    opened(tmp_path)[0].close()
+    database = sqlite3.connect(tmp_path / "m.db")
+    database.execute("PRAGMA user_version = 1")
+    database.commit()
+    database.close()
+    with pytest.raises(StoreError, match=r"earlier version of this server \(schema 1;"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", [b"not a database at all, but long enough to look at" * 50, b"SQLite format 3\x00" + b"x" * 5000]
 )
@@ -211,11 +227,12 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     store.write(service.take_changes(), NOW)
     store.close()
     database = sqlite3.connect(tmp_path / "m.db")
-    database.execute("UPDATE slots SET key = 'a' WHERE key = 'b'")
-    database.execute("UPDATE slots SET state = 9 WHERE key = 'c'")
-    database.execute(
-        "INSERT INTO slots SELECT place + 1000, epoch, state, generation, 'z', '', '', 99, 0, 1, 1 FROM slots WHERE key = 'a' LIMIT 1"
-    )
+    place, blob = database.execute("SELECT place, slots FROM blocks").fetchone()
+    block, far = Block.decode(blob), Block()
+    block.keys[1], block.states[2] = "a", 9
+    far.states[0], far.keys[0] = LIVE, "z"
+    for number, changed in ((place, block), (place + 1000, far)):
+        database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (number, changed.encode()))
     database.commit()
     database.close()
     store, restored = opened(tmp_path)
@@ -227,6 +244,21 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     ]
     assert list(restored.fsck(p.Fsck()))[-1].problems == []
     store.close()
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])])
+def test_a_damaged_block_is_refused(tmp_path, blob):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    reserve(service, ["a"])
+    store.write(service.take_changes(), NOW)
+    store.close()
+    database = sqlite3.connect(tmp_path / "m.db")
+    database.execute("UPDATE blocks SET slots = ?", (blob,))
+    database.commit()
+    database.close()
+    with pytest.raises(StoreError, match="cannot be read"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +281,7 @@ def test_the_log_is_folded_while_others_write(tmp_path, monkeypatch):
     for i in range(30):
         reserve(service, [f"k{i}"])
         store.write(service.take_changes(), NOW)
-        if store.wants_checkpoint:
+        if store.wants_checkpoint(idle=False):
             store.checkpoint()
     assert (tmp_path / "m.db").stat().st_size > 4096, "what was written has reached the file itself"
     store.close()

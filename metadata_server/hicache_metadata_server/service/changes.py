@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
-    from hicache_metadata_server.state.restoring import SlotColumns
+    from hicache_metadata_server.state.written import SlotChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Changes:
 
     scopes: list[ScopeRecord] = field(default_factory=list["ScopeRecord"])
     """New, or cleared."""
-    slots: dict[int, SlotColumns] = field(default_factory=dict[int, "SlotColumns"])
+    slots: dict[int, SlotChanges] = field(default_factory=dict[int, "SlotChanges"])
     """By the number of their scope."""
     pins: list[PinRecord] = field(default_factory=list["PinRecord"])
     unpinned: list[int] = field(default_factory=list[int])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
@@ -55,13 +56,15 @@ class CompatibleService:
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
         measure = Measure(self._service.limits)
         measure.keys(keys, "keys")
-        measure.lengths(prefixes, "keys")
+        if any(prefixes):
+            measure.lengths(prefixes, "keys")
         scope = self._service.find(f"{rank}:{request.namespace}")
         if self._service.draining:
             slots = scope.recency.slots(keys)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
         states, slots, _ = self._service.lease(scope, keys, prefixes, now)
-        return {"indices": [(state is p.Reserved.EXISTS, slot) for state, slot in zip(states, slots, strict=True)]}
+        exists = p.Reserved.EXISTS
+        return {"indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]}
 
     def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
         """Make reserved slots live, give others back; what cannot be done is refused after all else was done."""
@@ -71,7 +74,7 @@ class CompatibleService:
         scope = self._service.find(f"{rank}:{request.namespace}")
         self._see_slots(scope, request)
         scope.settle(now)
-        refused = self._confirm(scope, request.written_keys_to_confirm, now)
+        refused = self._confirm(scope, request.written_keys_to_confirm)
         for i, done in enumerate(scope.release(request.pages_to_release, now)):
             if not done:
                 refused = refused or f"pages_to_release[{i}]"
@@ -101,15 +104,17 @@ class CompatibleService:
                 where = next(i for i, slot in enumerate(column) if slot >= slots)
                 raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
-    def _confirm(self, scope: Scope, pairs: list[tuple[str, int]], now: float) -> str:
-        by_key, leases, refused = scope.leases.by_key, scope.table.leases, ""
-        mine = dict(pairs)
-        if len(mine) < len(pairs) or list(map(by_key.get, mine)) != list(mine.values()):
-            mine = {}
+    def _confirm(self, scope: Scope, pairs: list[tuple[str, int]]) -> str:
+        by_key, refused = scope.leases.by_key, ""
+        slots = [slot for _, slot in pairs]
+        if [by_key.get(key) for key, _ in pairs] != slots or len(set(slots)) < len(slots):
+            mine = dict[int, None]()
             for i, (key, slot) in enumerate(pairs):
                 if by_key.get(key, -1) == slot:
-                    mine[key] = slot
+                    mine[slot] = None
                 elif scope.recency.slot(key) != slot:
                     refused = refused or f"written_keys_to_confirm[{i}]"
-        scope.commit([(leases[slot], 0, 0) for slot in mine.values()], now)
+            slots = list(mine)
+        zeros = array("Q", bytes(8 * len(slots)))
+        scope.make_live(slots, zeros, zeros)
         return refused

@@ -113,4 +113,6 @@ def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: fl
         ]
         problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
-        service.find(imported.name).changed += [row.slot for row in rows]
+        scope = service.find(imported.name)
+        scope.changed = [row.slot for row in rows]
+        scope.leased = scope.changed[:]

@@ -13,8 +13,9 @@ from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
 from hicache_metadata_server.state.audit import SHOWN, audit
-from hicache_metadata_server.state.restoring import columns_of, restore
+from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
+from hicache_metadata_server.state.written import changes_of, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,7 +188,7 @@ class MetadataService:
         scopes = self._all_known(request.scopes)
 
         def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
-            return scope.commit(list(zip(part.leases, part.lengths, part.checksums, strict=True)), now)
+            return scope.commit(part.leases, part.lengths, part.checksums, now)
 
         return self._settled(request.scopes, scopes, settle)
 
@@ -298,8 +299,8 @@ class MetadataService:
             changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
         for name, scope in self._changed.items():
             if scope.changed:
-                changes.slots[self._numbers[name]] = columns_of(scope, sorted(set(scope.changed)))
-                scope.changed = []
+                changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
+                scope.changed, scope.leased = [], []
         self._made, self._changed = {}, {}
         for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
             if numbers.ceiling != self._ceilings[name]:
@@ -309,7 +310,7 @@ class MetadataService:
     def forget_changes(self) -> None:
         """For who keeps nothing: drop what `take_changes` would give."""
         for scope in self._changed.values():
-            scope.changed = []
+            scope.changed, scope.leased = [], []
         self._made, self._changed = {}, {}
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
 
@@ -319,9 +320,10 @@ class MetadataService:
         self.answers.withdraw(changes.answers)
         for record in changes.scopes:
             self._made[names[record.number]] = self.scopes[names[record.number]]
-        for number, columns in changes.slots.items():
+        for number, slots in changes.slots.items():
             scope = self._changed[names[number]] = self.scopes[names[number]]
-            scope.changed += columns.slots
+            scope.changed += slots_of(slots.states.slots, len(slots.states.states))
+            scope.leased += slots_of(slots.leases.slots, len(slots.leases.keys))
         for pin in changes.pins:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed

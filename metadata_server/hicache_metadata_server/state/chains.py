@@ -26,8 +26,8 @@ class Chains:
         keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
         for slot in slots:
             children[slot] = waiting.pop(keys[slot], 0) if waiting else 0
-        for slot in slots:
-            prefix = prefixes[slot]
+        named = [prefixes[slot] for slot in slots]
+        for slot, prefix in zip(slots, named, strict=True) if any(named) else ():
             if prefix and prefix != keys[slot]:
                 before = self._recency.slot(prefix)
                 if before >= 0:

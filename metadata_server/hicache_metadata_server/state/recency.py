@@ -63,7 +63,7 @@ class Recency:
 
     def has_none(self, keys: Sequence[str]) -> bool:
         """Whether none of the keys is live."""
-        return self.order.keys().isdisjoint(keys) and self.aside.keys().isdisjoint(keys)
+        return not any(map(self.order.__contains__, keys)) and not (self.aside and any(map(self.aside.__contains__, keys)))
 
     def add(self, key: str, slot: int) -> None:
         """A page has become live, which is use."""

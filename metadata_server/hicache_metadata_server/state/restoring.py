@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence  # noqa: TC003 - msgspec reads the annotations of the columns
-from itertools import islice, repeat
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicache_metadata_server.state.scope import Scope
 
@@ -56,46 +54,11 @@ class SlotRows(NamedTuple):
         return (
             set(self.states) == {LIVE}
             and set(self.epochs) == {epoch}
-            and self.slots == tuple(range(self.slots[0], self.slots[0] + len(self.slots)))
+            and list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
             and all(self.keys)
             and min(self.leases) > 0
             and min(self.generations) > 0
         )
-
-
-class SlotColumns(NamedTuple):
-    """The same of slots of which all is of one epoch, each column as long as `slots`."""
-
-    epoch: int
-    slots: Sequence[int]
-    states: Sequence[int]
-    generations: Sequence[int]
-    keys: Sequence[str]
-    prefixes: Sequence[str]
-    owners: Sequence[str]
-    leases: Sequence[int]
-    until: Sequence[float]
-    lengths: Sequence[int]
-    checksums: Sequence[int]
-
-
-def columns_of(scope: Scope, slots: Sequence[int]) -> SlotColumns:
-    """The columns of some slots that were used, each of them once and in ascending order."""
-    table, owners = scope.table, scope.leases.owners
-    first, end = slots[0], slots[-1] + 1
-    # Either is several times as fast as a loop over the slots.
-    pick: Callable[[Any], Any] = (lambda column: list(column[first:end])) if end - first == len(slots) else itemgetter(*slots)
-    named = [owners.get(slot, "") for slot in slots] if owners else [""] * len(slots)
-    return SlotColumns(
-        scope.epoch, slots, pick(table.states), pick(table.generations), pick(table.keys), pick(table.prefixes), named,
-        pick(table.leases), pick(table.until), pick(table.lengths), pick(table.checksums),
-    )  # fmt: skip
-
-
-def rows_of(columns: SlotColumns) -> Iterator[SlotRow]:
-    """Columns as rows."""
-    epoch, slots, *others = columns
-    return map(SlotRow, slots, repeat(epoch), *others)
 
 
 def rows_from(rows: Iterable[SlotRow], most: int = BATCH) -> Iterator[SlotRows]:

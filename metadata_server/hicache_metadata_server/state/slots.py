@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.protocol import SlotState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FREE: Final = 0
 LEASED: Final = 1
@@ -56,3 +59,8 @@ class SlotTable:
         """Every live or leased slot becomes quarantined (a millisecond for a million)."""
         # In place: others hold on to this bytearray.
         self.states[:] = self.states.translate(_LET_GO_ALL)
+
+
+def is_run(slots: Sequence[int]) -> bool:
+    """Whether some slots are neighbours in ascending order: a slice of each column."""
+    return slots[-1] - slots[0] == len(slots) - 1 and list(slots) == list(range(slots[0], slots[0] + len(slots)))

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from itertools import chain
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -14,9 +14,9 @@ import msgspec
 
 from hicache_metadata_server.protocol import Durability, ScopeGeometry
 from hicache_metadata_server.service.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.service.limits import CHECKSUMS
-from hicache_metadata_server.state.restoring import BATCH, SlotColumns, SlotRow, SlotRows
-from hicache_metadata_server.stores.folds import Folds
+from hicache_metadata_server.state.written import SlotChanges
+from hicache_metadata_server.stores.blocks import BLOCK, Block
+from hicache_metadata_server.stores.folds import PIECE, WINDOW_BYTES, Folds
 from hicache_metadata_server.stores.schema import APPLICATION, SCOPE_BITS, TABLES, VERSION
 from hicache_metadata_server.stores.store import StoreError
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Changes
+    from hicache_metadata_server.state.restoring import SlotRows
 
 T = TypeVar("T")
 
-COLUMNS: Final = len(SlotRow._fields)
-ROWS: Final = (512, 64, 16, 4, 1)
-"""Slots that one statement writes. Python lets other threads run only between statements and in them, not between their rows: few
-statements are fast, and do not keep the server waiting."""
 MOST_JOURNAL_BYTES: Final = 64 << 20
-"""Before folding it can wait no longer: some 4,000 batches of 128 pages, reserved and committed."""
-FOLD_BYTES: Final = 96 << 10
-"""Of the journal, folded together: some 1000 slots, or 2000 that were freed: begun in a few milliseconds."""
+"""Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
+GATHER_BYTES: Final = 96 << 10
+GATHER_SHARES: Final = 1024
+"""Of the journal, read at once: in about a millisecond."""
 CHECKPOINT_WRITES: Final = 6000
 """Between checkpoints: some 100 MiB. A checkpoint waits for the disk, and writes wait for a part of it."""
+IDLE_CHECKPOINT_WRITES: Final = 500
 CHECKPOINT_PASSES: Final = 3
 MOST_LOG_PAGES: Final = 200_000
 """Where the checkpoints beside the writes do not keep up, a write does one."""
 FORGET_SECONDS: Final = 1.0
+_GROUP: Final = msgspec.msgpack.Decoder(dict[int, SlotChanges])
 
 
 class SqliteStore:
@@ -96,13 +96,13 @@ class SqliteStore:
         first = scope << SCOPE_BITS
         with _told("read"):
             found = self._database.execute(
-                "SELECT place - ?, epoch, state, generation, key, prefix, owner, lease, until, length, checksum FROM slots "
-                "WHERE place >= ? AND place < ? ORDER BY place",
+                "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
                 (first, first, (scope + 1) << SCOPE_BITS),
             )
-            while rows := found.fetchmany(BATCH):
-                *columns, checksums = zip(*rows, strict=True)
-                yield SlotRows._make((*columns, [checksum % CHECKSUMS for checksum in checksums]))
+            for number, blob in found:
+                rows = Block.decode(blob).rows(number * BLOCK)
+                if rows is not None:
+                    yield rows
 
     def write(self, changes: Changes, now: float) -> None:
         """One transaction."""
@@ -129,29 +129,33 @@ class SqliteStore:
         return self._journal_bytes > (0 if idle else MOST_JOURNAL_BYTES)
 
     def tidy(self) -> None:
-        """Fold a piece of the journal into the table of slots."""
+        """Gather some of the journal, or write some of the blocks that it changes."""
         if not self._journal_bytes:
             return
-        if not self._folds:
-            self._take_groups()
-        rows, is_last = self._folds.piece()
+        if self._folds.is_gathering:
+            self._gather()
+            return
+        # Where changes are scattered over many blocks, each write has to fold more.
+        most = PIECE * (1 + self._journal_bytes // MOST_JOURNAL_BYTES)
         with _told("written"):
+            blocks, is_last = self._folds.piece(most, self._read)
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                self._fold(rows, is_last)
+                self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", blocks)
+                if is_last:
+                    self._database.execute("DELETE FROM journal WHERE number <= ?", (self._folds.last,))
                 self._database.execute("COMMIT")
             except BaseException:
                 self._roll_back()
                 raise
-        self._folds.done()
         if is_last:
             self._journal_bytes -= self._folds.journal_bytes
-        self._since_checkpoint += len(rows) // 16
+        self._folds.done()
+        self._since_checkpoint += len(blocks)
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the log has become long."""
-        return self._since_checkpoint > CHECKPOINT_WRITES
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """Whether the log has become long, or there is time: done while nobody writes, it lets the log begin anew."""
+        return self._since_checkpoint > (IDLE_CHECKPOINT_WRITES if idle and not self._journal_bytes else CHECKPOINT_WRITES)
 
     def checkpoint(self) -> None:
         """Fold SQLite's own log into the file."""
@@ -161,24 +165,24 @@ class SqliteStore:
             for _ in range(CHECKPOINT_PASSES):
                 self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _take_groups(self) -> None:
-        groups, last, size = list[dict[int, SlotColumns]](), 0, 0
+    def _gather(self) -> None:
+        size = shares = 0
         with _told("read"):
-            for last, slots in self._database.execute("SELECT number, slots FROM journal ORDER BY number"):  # noqa: B007
-                groups.append(msgspec.msgpack.decode(slots, type=dict[int, SlotColumns]))
+            found = self._database.execute(
+                "SELECT number, slots FROM journal WHERE number > ? ORDER BY number", (self._folds.last,)
+            )
+            for number, slots in found:
+                shares += self._folds.add(_GROUP.decode(slots), number, len(slots))
                 size += len(slots)
-                if size >= FOLD_BYTES:
+                if size >= GATHER_BYTES or shares >= GATHER_SHARES:
                     break
-        self._folds.begin(groups, last, size)
+            found.close()
+        if self._folds.last == self._last_group or self._folds.journal_bytes >= WINDOW_BYTES:
+            self._folds.seal()
 
-    def _fold(self, rows: list[tuple[object, ...]], is_last: bool) -> None:
-        start = 0
-        for size in ROWS:
-            while len(rows) - start >= size:
-                self._database.execute(_INSERTS[size], list(chain.from_iterable(rows[start : start + size])))
-                start += size
-        if is_last:
-            self._database.execute("DELETE FROM journal WHERE number <= ?", (self._folds.last,))
+    def _read(self, place: int) -> Block | None:
+        found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
+        return Block.decode(found[0]) if found else None
 
     def _roll_back(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -237,19 +241,11 @@ class SqliteStore:
         return written
 
 
-def _insert(rows: int) -> str:
-    one = f"({', '.join('?' * COLUMNS)})"
-    return f"INSERT OR REPLACE INTO slots VALUES {', '.join([one] * rows)}"
-
-
-_INSERTS: Final = {size: _insert(size) for size in ROWS}
-
-
 @contextlib.contextmanager
 def _told(done: str) -> Generator[None]:
     try:
         yield
-    except (sqlite3.Error, msgspec.DecodeError) as error:
+    except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:
         raise StoreError(f"the store cannot be {done}: {error}") from error
 
 
@@ -271,12 +267,18 @@ def _prepare(database: sqlite3.Connection, durability: Durability) -> None:
     tables = _only(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
+    if tables and version < VERSION:
+        raise StoreError(f"it was written by an earlier version of this server (schema {version}; this one needs {VERSION})")
     if version > VERSION:
         raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
+    if sys.byteorder != "little":
+        raise StoreError("a store's columns are those of little-endian machines")
     database.execute("PRAGMA journal_mode = WAL")
     database.execute(f"PRAGMA synchronous = {'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
     database.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOG_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
+    # Where it is built in, what is folded would be written once more, as zeros.
+    database.execute("PRAGMA secure_delete = OFF")
     if not tables:
         database.executescript(f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;")
 

@@ -61,9 +61,8 @@ class Store(Protocol):
         """
         ...
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether it is time for `checkpoint`."""
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """Whether it is time for `checkpoint`; `idle` is as in `wants_tidying`."""
         ...
 
     def checkpoint(self) -> None:
@@ -105,8 +104,7 @@ class MemoryStore:
     def tidy(self) -> None:
         pass
 
-    @property
-    def wants_checkpoint(self) -> bool:
+    def wants_checkpoint(self, *, idle: bool) -> bool:
         return False
 
     def checkpoint(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -27,11 +28,20 @@ def geometry(name=SCOPE, slots=16, **changes):
     return p.ScopeGeometry(scope=name, slots=slots, slot_bytes=8192, **changes)
 
 
-@pytest.fixture(params=["local", "remote"])
-def directory(request, tmp_path):
+@pytest.fixture(params=["uvloop", "asyncio"])
+def loop_kind(request, monkeypatch):
+    """The remote client's loop is uvloop's, or, where that is not installed, the standard library's."""
+    if request.param == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+
+
+@pytest.fixture(params=["local", "remote", "remote without uvloop"])
+def directory(request, tmp_path, monkeypatch):
     if request.param == "local":
         made = LocalDirectory(str(tmp_path), quarantine_seconds=0.05)
     else:
+        if "without" in request.param:
+            monkeypatch.setitem(sys.modules, "uvloop", None)
         made = RemoteDirectory(request.getfixturevalue("server").url)
         made.refresh(Call(10))
     made.declare(geometry())
@@ -228,6 +238,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("loop_kind")
 @pytest.mark.parametrize("manner", BAD)
 def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
     with listening(BAD[manner]) as (url, requests), closing(RemoteDirectory(url)) as directory:
@@ -247,6 +258,7 @@ def test_a_refusal_is_not_asked_again():
         assert len(requests) == 1
 
 
+@pytest.mark.usefixtures("loop_kind")
 def test_a_server_that_hangs_costs_the_deadline_and_no_more():
     with listening(hang) as (url, _), closing(RemoteDirectory(url)) as directory:
         begin = time.monotonic()
@@ -255,6 +267,7 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more():
         assert time.monotonic() - begin < 1.3
 
 
+@pytest.mark.usefixtures("loop_kind")
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -281,6 +294,7 @@ def test_an_answer_about_something_else_is_none(server):
             lookup(directory, ["a"])
 
 
+@pytest.mark.usefixtures("loop_kind")
 def test_close_leaves_no_thread_and_ends_what_runs():
     before = set(threading.enumerate())
     with listening(hang) as (url, _):

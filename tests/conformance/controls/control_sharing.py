@@ -63,7 +63,7 @@ class WritesInPlace(SharedFiles):
             for start in range(0, len(content), 8192):
                 file.write(content[start : start + 8192])
                 file.flush()
-                pause(10)
+                pause(20)
         return True
 
 
@@ -79,7 +79,7 @@ class RenamesTooSoon(Trusting):
             file.write(content[:half])
             file.flush()
             draft.rename(path)
-            pause(4)
+            pause(20)
             file.write(content[half:])
         return True
 
@@ -311,7 +311,8 @@ class SlotFiles(ObjectStorage):
             slot = known.get(read.namespace.object_name(read.key))
         if slot is None:
             return False
-        pause()
+        # Long enough for others to give the slot to another page, on a busy machine too.
+        pause(10)
         try:
             with open(f"{self.home}/{slot}", "rb") as file:
                 done = read.fill(file.read())

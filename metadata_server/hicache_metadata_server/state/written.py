@@ -1,0 +1,107 @@
+"""What is written down of slots: columns as bytes, made and read without a look at each slot."""
+
+from __future__ import annotations
+
+from array import array
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hicache_metadata_server.state.slots import LIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_metadata_server.state.scope import Scope
+
+
+class SlotStates(NamedTuple):
+    """How some slots are now. Columns have 8 bytes a slot, `states` one."""
+
+    epoch: int
+    slots: bytes
+    """In ascending order, as in all columns; of three neighbours and more the first and the last."""
+    states: bytes
+    until: bytes
+    """Empty where all are live."""
+    lengths: bytes
+    """Empty where all are 0; so are checksums."""
+    checksums: bytes
+
+
+class SlotLeases(NamedTuple):
+    """For what some slots were leased: it stays as it is until they are leased again."""
+
+    slots: bytes
+    generations: bytes
+    leases: bytes
+    keys: list[str]
+    prefixes: list[str]
+    """Empty where none has one."""
+    owners: list[str]
+    """Empty where none has a name."""
+
+
+class SlotChanges(NamedTuple):
+    """What has changed in one scope: the states of all slots that did, and the leases of those that were leased anew."""
+
+    states: SlotStates
+    leases: SlotLeases
+
+
+def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChanges:
+    """Some slots as they are now; `leased` are those among them that were leased since they were written down last."""
+    table, owners = scope.table, scope.leases.owners
+    slots = sorted(set(changed))
+    pick = _picker(slots)
+    now = bytes(pick(table.states))
+    states = SlotStates(
+        scope.epoch, _places(slots), now, b"" if now.count(LIVE) == len(now) else _wide("d", pick(table.until)),
+        _unless_zero(pick(table.lengths)), _unless_zero(pick(table.checksums)),
+    )  # fmt: skip
+    if not leased:
+        return SlotChanges(states, SlotLeases(b"", b"", b"", [], [], []))
+    slots = sorted(set(leased))
+    pick = _picker(slots)
+    prefixes = list(pick(table.prefixes))
+    leases = SlotLeases(
+        _places(slots), _wide("Q", pick(table.generations)), _wide("Q", pick(table.leases)), list(pick(table.keys)),
+        prefixes if any(prefixes) else [], [owners.get(slot, "") for slot in slots] if owners else [],
+    )  # fmt: skip
+    return SlotChanges(states, leases)
+
+
+def slots_of(column: bytes, count: int) -> Sequence[int]:
+    """So many slots, as they were before they were written."""
+    slots = numbers_of(column)
+    return slots if len(slots) == count else range(slots[0], slots[0] + count)
+
+
+def numbers_of(column: bytes) -> array[int]:
+    """A column of whole numbers as it was before it was written."""
+    return array("Q", column)
+
+
+def times_of(column: bytes) -> array[float]:
+    """The same of times."""
+    return array("d", column)
+
+
+def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:
+    """What takes those slots, of which there are some, out of a column."""
+    first, end = slots[0], slots[-1] + 1
+    # Either is several times as fast as a loop over the slots.
+    return (lambda column: column[first:end]) if end - first == len(slots) else itemgetter(*slots)
+
+
+def _places(slots: list[int]) -> bytes:
+    return array("Q", slots if len(slots) < 3 or slots[-1] - slots[0] >= len(slots) else (slots[0], slots[-1])).tobytes()
+
+
+def _unless_zero(values: Any) -> bytes:
+    wide = _wide("Q", values)
+    return wide if wide.strip(b"\0") else b""
+
+
+def _wide(kind: str, values: Any) -> bytes:
+    found: bytes = values.tobytes() if isinstance(values, array) else array(kind, values).tobytes()
+    return found
