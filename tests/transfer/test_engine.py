@@ -190,10 +190,11 @@ def test_pools_that_do_not_fit_are_refused(simulated):
     _, other = KINDS["mla"].pair("page_first", "cpu")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
         PageTransfers.between(simulated.device, compute, device, other)
-    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel"):
+    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel, mapped"):
         PageTransfers.between(simulated.device, compute, device, host, backend="auto")
-    with pytest.raises(InvalidTransferError, match="stages HostPages, not MHADevicePool"):
-        PageTransfers(simulated.device, compute, device, device, host, backend="kernel")
+    for backend in ("kernel", "mapped"):
+        with pytest.raises(InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"):
+            PageTransfers(simulated.device, compute, device, device, host, backend=backend)
 
 
 def test_pages_that_copies_do_not_know_are_refused():
