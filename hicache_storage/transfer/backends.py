@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.direct import DirectCopies
@@ -13,24 +13,14 @@ from hicache_storage.transfer.pages import LaidOutPages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from hicache_storage.transfer.pages import LayeredPages
+    from hicache_storage.transfer.runs import PageMoves
     from hicache_storage.transfer.streams import Device, Stream
 
 Backend = Literal["direct", "kernel", "mapped"]
 BACKENDS: Final = ("direct", "kernel", "mapped")
 STAGING_BYTES: Final = 32 << 20
 """Length of each staging buffer: `kernel` has two for each direction, `mapped` one."""
-
-
-class PageMoves(NamedTuple):
-    """The pages of one transfer: the i-th device page from or to the i-th host page."""
-
-    device: torch.Tensor
-    """Page numbers: int64 on the CPU. No page twice where it is copied to."""
-    host: torch.Tensor
-    """The same of host pages, as many."""
 
 
 class PageCopies(Protocol):

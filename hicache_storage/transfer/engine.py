@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.backends import STAGING_BYTES, PageMoves, page_copies
+from hicache_storage.transfer.backends import STAGING_BYTES, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
+from hicache_storage.transfer.runs import PageMoves
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:

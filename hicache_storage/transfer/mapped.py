@@ -6,15 +6,15 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import named_pages
+from hicache_storage.transfer.runs import moves_by_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
-    from hicache_storage.transfer.backends import PageMoves
     from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
+    from hicache_storage.transfer.runs import PageMoves
     from hicache_storage.transfer.streams import Device, Rows, Stream
 
 
@@ -80,14 +80,11 @@ class MappedCopies:
                 yield piece, device, host, staged
 
     def _pieces(self, stream: Stream, moves: PageMoves) -> list[_Piece]:
-        """The pages of a transfer in pieces that the buffer takes, by their host pages: neighbours share lines of memory."""
-        host_pages, order = moves.host.sort()
-        cuts = list(range(self._room, len(order), self._room))
-        pieces: list[_Piece] = []
-        for host, device in zip(host_pages.tensor_split(cuts), moves.device[order].tensor_split(cuts), strict=True):
-            name = f"{len(host)} device pages" if len(host) > 1 else named_pages("device", int(device[0]), 1)
-            pieces.append(_Piece(stream.upload(device), stream.upload(host), len(host), name))
-        return pieces
+        """The pages of a transfer in pieces that the buffer takes."""
+        return [
+            _Piece(stream.upload(device), stream.upload(host), len(host), name)
+            for name, (device, host) in moves_by_host(moves, self._room)
+        ]
 
     def _buffer(self, buffer: torch.Tensor | None, stream: Stream) -> torch.Tensor:
         return self._device.scratch(self._staging_bytes, [stream]) if buffer is None else buffer

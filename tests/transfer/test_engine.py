@@ -145,6 +145,14 @@ def test_staged_pages_cross_the_bus_whole(simulated, monkeypatch):
         assert len(copies) == len("KV")
 
 
+@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
+def test_mapped_pages_may_lie_anywhere(simulated, monkeypatch, layout):
+    bench = Bench(simulated, "mha", layout, "mapped", staging_bytes=1 << 20)
+    kernels = [_counted(monkeypatch, bench.engine._out, method) for method in ("gather", "scatter")]
+    bench.engine.write_back(bench.slots(5, 0, 3, 1), bench.slots(4, 2, 5, 0))
+    assert [len(calls) for calls in kernels] == [LAYERS * len("KV")] * 2
+
+
 def _counted(monkeypatch, stream, method):
     calls, original = [], getattr(stream, method)
 
