@@ -2,7 +2,7 @@
 
     python benchmarks/device_copies.py [--device cuda]
 
-Every layout of an MHA pool, both I/O backends, both directions, pages that are adjacent in both pools and pages that are
+Every layout of an MHA pool, all I/O backends, both directions, pages that are adjacent in both pools and pages that are
 scattered over them. A turn moves the same bytes once: it begins with the call and ends when the host knows that all bytes are
 there, so that enqueueing counts. Then the overlap: how long a load together with the compute of its layers takes, where each
 layer's compute waits for that layer alone, against the larger of the two.
@@ -140,7 +140,7 @@ def pinned_copies(setup: Setup) -> dict[str, Callable[[], bool]]:
 
 
 def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
-    """Both backends and the pinned copy, taking turns."""
+    """All backends and the pinned copy, taking turns."""
     pinned = pinned_copies(setup)
     contenders, slowest = [(PINNED, pinned)], 0.0
     for backend in BACKENDS:
@@ -217,14 +217,13 @@ def report(results: Results, total_bytes: dict[int, int]) -> str:
             times = [f"{samples.median(who) * 1e3:.2f} ms" for who in ("load", "compute", "both")]
             overlaps.append([layout, kind, f"{page} KiB", *times, f"{samples.median('both') / alone:.2f}", str(OVERLAP_GOAL)])
             continue
-        speeds = [f"{total_bytes[int(page)] / samples.median(who) / 1e9:.1f} GB/s" for who in (PINNED, *BACKENDS)]
-        shares = [f"{samples.ratio(backend, PINNED):.2f}" for backend in BACKENDS]
-        faster = min(BACKENDS, key=samples.median)
+        speeds = {who: f"{total_bytes[int(page)] / samples.median(who) / 1e9:.1f} GB/s" for who in (PINNED, *BACKENDS)}
+        shares = [cell for who in BACKENDS for cell in (speeds[who], f"{samples.ratio(who, PINNED):.2f}")]
+        fastest = min(BACKENDS, key=samples.median)
         goal = str(GOALS.get(int(page), "")) if layout in PAGE_FIRST else ""
-        copies.append(
-            [operation, layout, kind, f"{page} KiB", speeds[0], speeds[1], shares[0], speeds[2], shares[1], faster, goal]
-        )
-    header = ["direction", "layout", "pages", "page", PINNED, "direct", "share", "kernel", "share", "faster", "goal"]
+        copies.append([operation, layout, kind, f"{page} KiB", speeds[PINNED], *shares, fastest, goal])
+    backends = [cell for who in BACKENDS for cell in (who, "share")]
+    header = ["direction", "layout", "pages", "page", PINNED, *backends, "fastest", "goal"]
     second = ["layout", "backend", "page", "load", "compute", "both", "both / larger", "goal"]
     return f"{table(header, copies)}\n{table(second, overlaps)}"
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.direct import DirectCopies
 from hicache_storage.transfer.gathered import GatheredCopies
+from hicache_storage.transfer.mapped import MappedCopies
 from hicache_storage.transfer.pages import LaidOutPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from hicache_storage.transfer.pages import LayeredPages
+    from hicache_storage.transfer.runs import PageMoves
     from hicache_storage.transfer.streams import Device, Stream
 
-Backend = Literal["direct", "kernel"]
-BACKENDS: Final = ("direct", "kernel")
+Backend = Literal["direct", "kernel", "mapped"]
+BACKENDS: Final = ("direct", "kernel", "mapped")
 STAGING_BYTES: Final = 32 << 20
-"""Length of each of the four staging buffers of the backend `kernel`."""
-
-
-class PageMoves(NamedTuple):
-    """The pages of one transfer: the i-th device page from or to the i-th host page."""
-
-    device: torch.Tensor
-    """Page numbers: int64 on the CPU. No page twice where it is copied to."""
-    host: torch.Tensor
-    """The same of host pages, as many."""
+"""Length of each staging buffer: `kernel` has two for each direction, `mapped` one."""
 
 
 class PageCopies(Protocol):
@@ -55,11 +46,13 @@ def page_copies(
 
     Raises:
         InvalidTransferError: there is none of that name, or it does not know the layout of these host pages.
+        InvalidPoolError: it needs host memory that kernels can reach, and this is not.
     """
+    if backend not in BACKENDS:
+        raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "direct":
         return DirectCopies(device_pages, host_pages)
-    if backend != "kernel":
-        raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if not isinstance(host_pages, LaidOutPages):
-        raise InvalidTransferError(f"the backend 'kernel' stages HostPages, not {type(host_pages).__name__}; pass 'direct'")
-    return GatheredCopies(device, device_pages, host_pages, staging_bytes)
+        raise InvalidTransferError(f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass 'direct'")
+    copies = GatheredCopies if backend == "kernel" else MappedCopies
+    return copies(device, device_pages, host_pages, staging_bytes)

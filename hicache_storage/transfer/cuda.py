@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.transfer.cuda_runtime import copy_with_gaps
+from hicache_storage.transfer.cuda_runtime import copy_with_gaps, mapped_tensor
 from hicache_storage.transfer.rows import gather_rows, scatter_rows
 from hicache_storage.transfer.streams import Rows
 
@@ -93,6 +93,9 @@ class CudaDevice:
             native.wait_stream(torch.cuda.current_stream(self._device))
             memory.record_stream(native)
         return memory
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        return mapped_tensor(memory, self._device)
 
 
 def _cuda(stream: Stream) -> CudaStream:

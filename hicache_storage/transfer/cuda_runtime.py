@@ -1,4 +1,4 @@
-"""The one call of the CUDA runtime that torch does not offer: an asynchronous copy between memories with gaps."""
+"""What of the CUDA runtime torch does not offer: asynchronous copies between memories with gaps, and mapped host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hicache_storage.spec import InvalidPoolError
 from hicache_storage.transfer.rectangles import rectangles
 from hicache_storage.transfer.streams import StreamFailedError
 
@@ -31,6 +32,48 @@ def copy_with_gaps(destination: torch.Tensor, source: torch.Tensor, stream: torc
         error = copy(to, to_pitch, origin, origin_pitch, width, height, _DEFAULT_KIND, stream.cuda_stream)
         if error:
             raise StreamFailedError(f"cudaMemcpy2DAsync of {height} rows of {width} bytes failed with error {error}")
+
+
+class _Mapped:
+    """Host memory at its device address, for torch to take as a tensor; keeps the memory alive."""
+
+    def __init__(self, memory: torch.Tensor, address: int) -> None:
+        self.memory = memory
+        size = memory.numel() * memory.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "strides": None, "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Page-locked host memory as a tensor on the device.
+
+    Args:
+        memory: contiguous.
+
+    Raises:
+        InvalidPoolError: it is not page-locked, or CUDA has not mapped it.
+    """
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        error = _host_get_device_pointer()(ctypes.byref(address), memory.data_ptr(), 0)
+        if error or not address.value:
+            raise InvalidPoolError(
+                f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool with pin_memory=True, "
+                "or pass another backend"
+            )
+        flat = torch.as_tensor(_Mapped(memory, address.value), device=device)
+    if flat.data_ptr() != address.value:
+        raise InvalidPoolError(f"torch {torch.__version__} copies mapped memory instead of using it; pass another backend")
+    return flat.view(memory.dtype).view(memory.shape)
+
+
+@functools.cache
+def _host_get_device_pointer() -> Callable[..., int]:
+    torch.cuda.init()  # type: ignore[no-untyped-call] # torch does not annotate it
+    function = _loaded_runtime().cudaHostGetDevicePointer
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint), ctypes.c_int
+    return function
 
 
 @functools.cache

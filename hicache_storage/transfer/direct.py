@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.runs import Run, joint_runs, named_pages
+from hicache_storage.transfer.runs import joint_runs, named_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from hicache_storage.transfer.backends import PageMoves
     from hicache_storage.transfer.pages import LayeredPages
+    from hicache_storage.transfer.runs import PageMoves, Run
     from hicache_storage.transfer.streams import Stream
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.backends import STAGING_BYTES, PageMoves, page_copies
+from hicache_storage.transfer.backends import STAGING_BYTES, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
+from hicache_storage.transfer.runs import PageMoves
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
@@ -70,13 +71,15 @@ class PageTransfers:
         host_pool: hands out the slots of `host_pages`.
         backend: how copies are made. `direct`: the copy engine moves runs of pages that are adjacent on both sides.
             `kernel`: pages are gathered and scattered on the device and cross the bus through staging buffers; only the
-            order of host pages counts. Which is faster depends on machine, layout, page size and fragmentation:
+            order of host pages counts. `mapped`: kernels read and write page-locked host memory themselves; no order
+            counts. Which is fastest depends on machine, layout, page size and fragmentation:
             `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer of `kernel`: two for each direction that is used.
+        staging_bytes: length of each staging buffer: for each direction that is used `kernel` has two, `mapped` one.
         streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
-        InvalidPoolError: the pools do not fit each other; the message names the field.
+        InvalidPoolError: the pools do not fit each other, and the message names the field; or `backend` is `mapped` and
+            the host memory is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import joint_runs, named_pages
+from hicache_storage.transfer.runs import joint_runs, moves_by_host, named_pages
 from hicache_storage.transfer.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.backends import PageMoves
     from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
-    from hicache_storage.transfer.runs import Run
+    from hicache_storage.transfer.runs import PageMoves, Run
     from hicache_storage.transfer.streams import Device, Rows, Stream
 
 
@@ -87,14 +86,11 @@ class GatheredCopies:
             stream.scatter(destination, piece.device, staged.narrow(0, 0, piece.pages), what)
 
     def _pieces(self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool) -> list[_Piece]:
-        """The pages of a transfer, by their host pages, in pieces that a buffer takes; `kernels` is where they run."""
-        host_pages, order = moves.host.sort()
+        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that gathers or scatters."""
         pieces: list[_Piece] = []
-        cuts = list(range(room, len(order), room))
-        for host, device in zip(host_pages.tensor_split(cuts), moves.device[order].tensor_split(cuts), strict=True):
+        for name, (device, host) in moves_by_host(moves, room):
             staged = host.new_tensor(range(len(host)))
             runs = joint_runs(staged, host) if outwards else joint_runs(host, staged)
-            name = f"{len(host)} device pages" if len(host) > 1 else named_pages("device", int(device[0]), 1)
             pieces.append(_Piece(kernels.upload(device), runs, len(host), name))
         return pieces
 

@@ -72,7 +72,8 @@ class LaidOutPages:
         self._steps = rows_per_page if layout in _SPLIT else 1
         self.layer_num = self._buffers[0].shape[self._layer_axis]
         self.page_num = self._buffers[0].shape[self._page_axis] // self._steps
-        views = [self._split(buffer).permute(*order, *range(len(order), self._split(buffer).dim())) for buffer in self._buffers]
+        split = [self._split(buffer) for buffer in self._buffers]
+        views = [buffer.permute(*order, *range(len(order), buffer.dim())) for buffer in split]
         self._layers = list(zip(*(view.unbind() for view in views), strict=True))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
@@ -97,6 +98,10 @@ class LaidOutPages:
             shape[self._page_axis], shape[self._layer_axis] = pages * self._steps, layers
             buffers.append(allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape))
         return LaidOutPages(buffers, self._layout, self.page_size, self._rows)
+
+    def seen_by(self, mapped: Callable[[torch.Tensor], torch.Tensor]) -> LaidOutPages:
+        """The same pages in other views of their memory: `mapped` makes one of each buffer."""
+        return LaidOutPages([mapped(buffer) for buffer in self._buffers], self._layout, self.page_size, self._rows)
 
     def _split(self, buffer: torch.Tensor) -> torch.Tensor:
         if self._layout not in _SPLIT:

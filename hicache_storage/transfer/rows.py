@@ -53,5 +53,6 @@ def _holds(tensor: torch.Tensor, word: int) -> bool:
     size = tensor.element_size()
     if size == word:
         return True
-    lengths = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return size < word and tensor.stride(-1) == 1 and all(length * size % word == 0 for length in lengths)
+    if size > word or tensor.stride(-1) != 1 or tensor.data_ptr() % word:
+        return False
+    return all(length * size % word == 0 for length in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]))

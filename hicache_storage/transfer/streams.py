@@ -123,6 +123,17 @@ class Device(Protocol):
         """
         ...
 
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        """Host memory as kernels of the device see it: a tensor of the same bytes, shape and element type.
+
+        Args:
+            memory: contiguous and page-locked; kept alive by what is returned.
+
+        Raises:
+            InvalidPoolError: kernels cannot reach it.
+        """
+        ...
+
 
 def recorded(device: Device, stream: Stream) -> Event:
     """A new event that stands for everything enqueued on `stream` so far."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transfer_bench import POOLS, Bench, Cuda, same
 
+from hicache_storage.pools import host_tensor
+from hicache_storage.spec import InvalidPoolError
 from hicache_storage.transfer import BACKENDS, CudaDevice, recorded
 
 pytestmark = [
@@ -68,3 +70,21 @@ def test_the_runtime_is_the_one_that_torch_uses():
     assert _loaded_runtime().cudaRuntimeGetVersion(ctypes.byref(version)) == 0
     major, minor = map(int, torch.version.cuda.split("."))
     assert (version.value // 1000, version.value % 1000 // 10) >= (major, minor)
+
+
+def test_mapped_memory_is_the_same_memory():
+    memory = host_tensor((4, 6), torch.int16)
+    memory.zero_()
+    mapped = CudaDevice().mapped(memory[2:])
+    assert (mapped.shape, mapped.dtype, mapped.device.type) == ((2, 6), torch.int16, "cuda")
+    mapped.fill_(7)
+    torch.cuda.synchronize()
+    assert memory.tolist() == [[0] * 6] * 2 + [[7] * 6] * 2
+    memory.fill_(9)
+    del memory
+    assert mapped.cpu().tolist() == [[9] * 6] * 2
+
+
+def test_memory_that_is_not_page_locked_is_refused():
+    with pytest.raises(InvalidPoolError, match="pin_memory=True"):
+        CudaDevice().mapped(torch.zeros(1 << 20))

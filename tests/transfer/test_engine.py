@@ -145,6 +145,14 @@ def test_staged_pages_cross_the_bus_whole(simulated, monkeypatch):
         assert len(copies) == len("KV")
 
 
+@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
+def test_mapped_pages_may_lie_anywhere(simulated, monkeypatch, layout):
+    bench = Bench(simulated, "mha", layout, "mapped", staging_bytes=1 << 20)
+    kernels = [_counted(monkeypatch, bench.engine._out, method) for method in ("gather", "scatter")]
+    bench.engine.write_back(bench.slots(5, 0, 3, 1), bench.slots(4, 2, 5, 0))
+    assert [len(calls) for calls in kernels] == [LAYERS * len("KV")] * 2
+
+
 def _counted(monkeypatch, stream, method):
     calls, original = [], getattr(stream, method)
 
@@ -190,10 +198,11 @@ def test_pools_that_do_not_fit_are_refused(simulated):
     _, other = KINDS["mla"].pair("page_first", "cpu")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
         PageTransfers.between(simulated.device, compute, device, other)
-    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel"):
+    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel, mapped"):
         PageTransfers.between(simulated.device, compute, device, host, backend="auto")
-    with pytest.raises(InvalidTransferError, match="stages HostPages, not MHADevicePool"):
-        PageTransfers(simulated.device, compute, device, device, host, backend="kernel")
+    for backend in ("kernel", "mapped"):
+        with pytest.raises(InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"):
+            PageTransfers(simulated.device, compute, device, device, host, backend=backend)
 
 
 def test_pages_that_copies_do_not_know_are_refused():

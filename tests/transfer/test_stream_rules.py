@@ -1,4 +1,4 @@
-"""ST-1 to ST-3 between any two pools, with either backend: on the simulator, and on a GPU with delayed kernels.
+"""ST-1 to ST-3 between any two pools, with each backend: on the simulator, and on a GPU with delayed kernels.
 
 Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave out that event, and are found.
 """

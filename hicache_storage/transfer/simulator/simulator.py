@@ -108,6 +108,10 @@ class StreamSimulator:
             self._kept[memory.untyped_storage().data_ptr()] = memory
         return memory
 
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        """The memory itself: there is only one."""
+        return memory
+
     def name(self, name: str, tensor: torch.Tensor) -> None:
         """Say what messages call a contiguous tensor's memory."""
         for start, end in byte_runs(tensor):
