@@ -126,7 +126,11 @@ class HybridCacheController:
         return self._copies.write(transfers, node_id, priority)
 
     def start_writing(self) -> int:
-        """Start all queued write-backs as one operation; returns the number of tokens."""
+        """Start all queued write-backs as one operation; returns the number of tokens.
+
+        Raises:
+            InvalidTransferError: a device slot is out of range; none of the queued spans is copied, nor told.
+        """
         return self._copies.start_writing()
 
     def completed_writes(self) -> list[int]:
@@ -158,7 +162,11 @@ class HybridCacheController:
         return self._copies.load(host, node_ids, into or {}, priority)
 
     def start_loading(self) -> int:
-        """Start all queued loads as one operation; returns the id for `layer_counter`, -1 if nothing was queued."""
+        """Start all queued loads as one operation; returns the id for `layer_counter`, -1 if nothing was queued.
+
+        Raises:
+            InvalidTransferError: as for `start_writing`; also where two loads go into one device page.
+        """
         return self._copies.start_loading()
 
     def layer_counter(self, consumer: int) -> Arrivals:

@@ -104,7 +104,7 @@ class Landing:
 
     def transfers(self, chain: Chain, start: int, end: int) -> list[PoolTransfer]:
         """Pages [start, end) of all pools but those with windows."""
-        found = list[tuple["PoolEntry", int, "torch.Tensor"]]()
+        found: list[tuple[PoolEntry, int, torch.Tensor]] = []
         for entry in self.group.entries.values():
             owner = self.group.owner(entry)
             if owner.name in self.slots:
@@ -113,7 +113,7 @@ class Landing:
 
     def window_transfers(self, chain: Chain, endpoint: int, number: int) -> list[PoolTransfer]:
         """The windows that end at an endpoint, into one of the sets."""
-        transfers = list["PoolTransfer"]()
+        transfers: list[PoolTransfer] = []
         for entry in self.group.entries.values():
             owner = self.group.owner(entry)
             if owner.is_trailing:

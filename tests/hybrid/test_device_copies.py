@@ -29,13 +29,6 @@ def written(stack, pages, ends=(), node=1):
     return device, host
 
 
-def wipe(stack):
-    for pages in stack.device.values():
-        for tensors in pages.layers:
-            for tensor in tensors:
-                tensor.fill_(-1)
-
-
 def test_every_pool_comes_back_as_it_went(stack):
     device, host = written(stack, 5, ends=(2, 5))
     assert host.endpoints == {MAMBA: (2, 5)}
@@ -184,7 +177,7 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
     for pages in stack.device.values():
         for tensors in pages.layers:
             for tensor in tensors:
-                stack.compute.copy(tensor, torch.full_like(tensor, -1), "kernel")
+                stack.compute.copy(tensor, torch.full_like(tensor, 99), "kernel")
     stack.compute.synchronize()
     assert until(stack.controller.completed_writes) == [1]
     assert stack.holds("host", host, KEYS)
