@@ -283,14 +283,15 @@ class World:
             owned["device"][Kind.KV].update(request.rows[request.cached :].tolist())
             if request.state is not None:
                 owned["device"][Kind.STATE].update(request.state.tolist())
-        self._check_pool(self.kv_slots, owned["device"][Kind.KV], {})
+        self._check_pool(self.kv_slots, owned["device"][Kind.KV])
         self._check_pool(self.controller.host[KV], owned["host"][Kind.KV], self.controller.host_slots[KV]._parked)
         if self.grid is not None:
-            self._check_pool(self.state_slots, owned["device"][Kind.STATE], {})
+            self._check_pool(self.state_slots, owned["device"][Kind.STATE])
             self._check_pool(self.controller.host[MAMBA], owned["host"][Kind.STATE], self.controller.host_slots[MAMBA]._parked)
 
-    def _check_pool(self, pool, owned, parked):
-        owned = owned + Counter(slot for slots in parked.values() for slot in slots.tolist())
+    def _check_pool(self, pool, owned, parked=None):
+        if parked is not None:
+            owned = owned + Counter(parked.repeat_interleave(pool.page_size).nonzero().view(-1).tolist())
         assert all(count == 1 for count in owned.values()), "a slot has two owners"
         in_use = getattr(pool, "_slots", pool)._in_use.repeat_interleave(pool.page_size)
         used = in_use.nonzero().view(-1).tolist()
