@@ -225,7 +225,9 @@ class Backups:
 
 def _votes(operation: BackupOperation) -> tuple[int, int, int]:
     """Whether it is over on this rank, how much is stored, and whether that is all."""
+    if not operation.over:
+        return 0, 0, 0
     if operation.job is None:
-        return int(operation.over), operation.stored_pages(), int(operation.complete())
+        return 1, operation.stored_pages(), int(operation.complete())
     with operation.job.lock:
-        return int(operation.over), operation.stored_pages(), int(operation.complete())
+        return 1, operation.stored_pages(), int(operation.complete())

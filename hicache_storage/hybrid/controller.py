@@ -162,7 +162,9 @@ class HybridCacheController:
         return self._copies.load(host, node_ids, into or {}, priority)
 
     def start_loading(self) -> int:
-        """Start all queued loads as one operation; returns the id for `layer_counter`, -1 if nothing was queued.
+        """Start all queued loads as one operation; returns the id for `layer_counter`, -1 if no load is under way.
+
+        To be called in every step: its counter is also that of earlier loads whose pages requests of this step may use.
 
         Raises:
             InvalidTransferError: as for `start_writing`; also where two loads go into one device page.
@@ -170,7 +172,7 @@ class HybridCacheController:
         return self._copies.start_loading()
 
     def layer_counter(self, consumer: int) -> Arrivals:
-        """What the model waits for, layer by layer, before it uses the pages of a load; waits for nothing for -1."""
+        """What a step's kernels wait for, layer by layer, before they use cached pages; waits for nothing for -1."""
         return self._copies.layer_counter(consumer)
 
     def completed_loads(self) -> list[int]:
@@ -312,9 +314,12 @@ class HybridCacheController:
 
 def _check_alike(agreement: Agreement, group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -> None:
     """Refuse ranks that would come to other decisions, or agree on vectors of other lengths."""
-    pools = [(entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool) for entry in group.entries.values()]
+    pools = [
+        (entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool, entry.host_pool.size)
+        for entry in group.entries.values()
+    ]
     digest = hashlib.sha256(repr((group.page_size, pools, rules, bigram)).encode()).digest()
     mine = int.from_bytes(digest[:7])
     lowest, highest = agreement.minimum([mine, -mine])
     if lowest != -highest:
-        raise ConfigError("ranks differ in their pools, page size, rules or kind of keys; these must be the same on all")
+        raise ConfigError("ranks differ in their pools, slots, page size, rules or kind of keys; these must be the same on all")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from hicache_storage.hybrid.operations import CacheOperation, Flight, Over
-from hicache_storage.hybrid.transfers import HybridLayerCounter
+from hicache_storage.hybrid.transfers import AllArrivals
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import Indices
 
@@ -94,7 +94,7 @@ class DeviceCopies:
     ) -> HybridIndices | None:
         """Take device slots for a span, except those given, and queue its copy; None without room."""
         self._group.check(host)
-        _check_given(host, given)
+        self._check_given(host, given)
         flight = Flight()
         try:
             # Before memory is taken, which may evict what holds these pages, and which a refusal must not leave behind.
@@ -121,9 +121,9 @@ class DeviceCopies:
         return operation.host.anchor.numel()
 
     def start_loading(self) -> int:
-        """Start the queued loads as one; the id of their layer counter, -1 if there are none."""
+        """Start the queued loads as one; the id of the counter of all loads under way, -1 if there are none."""
         if not self._loads:
-            return -1
+            return next(reversed(self._counters), -1)
         operation, self._loads = CacheOperation.merge_ops(_by_priority(self._loads), self._group.page_size), []
         counter = self._start(operation, self._transfers.load)
         self._loading.add(operation)
@@ -133,8 +133,8 @@ class DeviceCopies:
         return self._consumers
 
     def layer_counter(self, consumer: int) -> Arrivals:
-        """The counter of a load; one that waits for nothing where there was none, or it is over."""
-        return self._counters.get(consumer, HybridLayerCounter({}))
+        """What a step waits for: its own loads, and earlier ones that were not over when they were last asked for."""
+        return AllArrivals([counter for started, counter in self._counters.items() if started <= consumer])
 
     def completed_writes(self) -> list[int]:
         """Nodes whose write-back is over on every rank, each as often as it was written."""
@@ -161,6 +161,19 @@ class DeviceCopies:
         taken = self._room.alloc(tier, needs)
         return None if taken is None else self._group.span({**taken, **given}, like.endpoints)
 
+    def _check_given(self, host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
+        for name, slots in given.items():
+            wanted = host.side[name].numel() if name in host.side else 0
+            if not wanted or slots.dtype != torch.int64 or slots.numel() != wanted:
+                raise InvalidTransferError(
+                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of {slots.dtype}"
+                    + ("" if wanted else "; the span has nothing for it, leave it out")
+                )
+            queued = [load.device.side[name] for load in self._loads if name in load.device.side]
+            taken = torch.cat([*queued, slots])
+            if taken.unique().numel() != taken.numel():
+                raise InvalidTransferError(f"into: {name!r} has a slot that another load of this step goes to: {slots.tolist()}")
+
     def _start(self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]) -> DoneT:
         """Enqueue the copies of all pools; where that is refused, the operation is over."""
         pages: dict[str, Indices] = {}
@@ -175,13 +188,6 @@ class DeviceCopies:
             raise
         operation.started(copies)
         return copies
-
-
-def _check_given(host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
-    for name, slots in given.items():
-        wanted = host.side[name].numel() if name in host.side else 0
-        if slots.dtype != torch.int64 or slots.numel() != wanted:
-            raise InvalidTransferError(f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of {slots.dtype}")
 
 
 def _by_priority(operations: Sequence[CacheOperation]) -> list[CacheOperation]:

@@ -50,7 +50,7 @@ class PrefetchOperation:
         self.phase = Phase.QUERY
         self.outcome = PrefetchOutcome.STOPPED
         self.waits = True
-        """Whether the policy, on every rank, lets the request wait on; as of the last poll."""
+        """Whether the policy, on every rank, lets the request wait on."""
         self.ends: list[int] = []
         """Endpoints up to the one that is read, that every rank said it could restore."""
         self.tried: set[int] = set()
@@ -69,6 +69,11 @@ class PrefetchOperation:
     def done(self) -> bool:
         """Whether nothing more is to come."""
         return self.phase is Phase.DONE
+
+    @property
+    def ready(self) -> bool:
+        """Whether the request may go on, as the ranks agreed when they last led this prefetch on."""
+        return self.done or not self.waits
 
     @property
     def wanted(self) -> int:
@@ -138,7 +143,7 @@ class Prefetcher:
         going = [operation for operation in operations if not operation.done]
         if going:
             self._advance(going)
-        return [operation.done or not operation.waits for operation in operations]
+        return [operation.ready for operation in operations]
 
     def advance(self) -> None:
         """Lead all prefetches on."""

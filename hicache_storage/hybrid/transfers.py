@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_storage.hybrid.operations import Over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.operations import Done
@@ -58,6 +58,24 @@ class PoolwiseTransfers:
                 for name, (device, host) in pages.items()
             }
         )
+
+
+class AllArrivals:
+    """Several loads as one: what they bring may be used when all have brought it."""
+
+    def __init__(self, loads: Sequence[Arrivals]) -> None:
+        self._loads = loads
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        for load in self._loads:
+            load.wait(layer, stream)
+
+    def done(self) -> bool:
+        return all(load.done() for load in self._loads)
+
+    def synchronize(self) -> None:
+        for load in self._loads:
+            load.synchronize()
 
 
 class HybridLayerCounter:

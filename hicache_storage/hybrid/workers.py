@@ -108,12 +108,11 @@ class StorageWorker:
     def submit(self, job: Job) -> None:
         """Run a job behind the others; at once it has ended, without a call, where that cannot be."""
         with self._changed:
-            refused = self._stopped or self._stuck >= MAX_STUCK_THREADS
-            if not refused:
+            accepted = not self._stopped and self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
+            if accepted:
                 self._queue.append(job)
-                self._ensure_thread()
                 self._changed.notify_all()
-        if refused:
+        if not accepted:
             job.end()
 
     def expire(self) -> None:
@@ -146,20 +145,26 @@ class StorageWorker:
                 return
             self._running = self._thread = None
             self._stuck += 1
-            refused = list(self._queue) if self._stuck >= MAX_STUCK_THREADS else []
+            goes_on = not self._queue or (self._stuck < MAX_STUCK_THREADS and self._ensure_thread())
+            refused = [] if goes_on else list(self._queue)
             if refused:
                 self._queue.clear()
-            elif self._queue:
-                self._ensure_thread()
         self._stats.count(abandoned_calls=1, stuck_calls=1)
         logger.warning("%s: a call of the storage has not come back; going on without it", self._name)
         for waiting in refused:
             waiting.end()
 
-    def _ensure_thread(self) -> None:
+    def _ensure_thread(self) -> bool:
+        """Whether there is a thread; False where the system gives none."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                logger.exception("%s: no thread could be started; taken for a miss", self._name)
+                return False
+            self._thread = thread
+        return True
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:

@@ -109,16 +109,15 @@ class HostSlots:
 
     def _release(self) -> None:
         """Forget the copies that are done, and give back what waited for them."""
-        left: list[_Use] = []
-        for use in self._uses:
-            if not use.until.query():
-                left.append(use)
-                continue
+        # All are asked before anything changes: a failed stream raises.
+        over = [use.until.query() for use in self._uses]
+        ended = [use for use, done in zip(self._uses, over, strict=True) if done]
+        self._uses = [use for use, done in zip(self._uses, over, strict=True) if not done]
+        for use in ended:
             self._users.index_add_(0, use.pages, -use.pages.new_ones(len(use.pages)))
             idle = use.pages[(self._users[use.pages] == 0) & self._parked[use.pages]]
             if idle.numel():
                 self._give_back(idle)
-        self._uses = left
 
     def _give_back(self, pages: torch.Tensor) -> None:
         # A load may hold a page twice, which goes back once.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from unittest import mock
 
-import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -14,6 +12,7 @@ from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.workers import Job
 from hicache_storage.spec import StorageUnavailableError
 from tests.conftest import DictStorage
+from tests.hybrid.programs import machine
 from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
 
@@ -188,10 +187,4 @@ class Programs(RuleBasedStateMachine):
             assert self.stack.holds("host", host, keys)
 
 
-Programs.TestCase.settings = settings(
-    max_examples=25,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestPrograms = pytest.mark.timeout(600)(Programs.TestCase)
+TestPrograms = machine(Programs, 25)

@@ -92,7 +92,7 @@ def test_a_storage_is_attached_everywhere_or_nowhere(tmp_path, shape):
 
 def test_ranks_that_differ_are_refused(tmp_path):
     found = run("unlike", tmp_path, pp=2)
-    refused = ["refused", "ranks differ in their pools, page size, rules or kind of keys"]
+    refused = ["refused", "ranks differ in their pools, slots, page size, rules or kind of keys"]
     assert found[0]["told"][:-1] == [refused, refused]
 
 

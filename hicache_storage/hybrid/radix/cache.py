@@ -135,11 +135,18 @@ class HiMambaRadixCache:
 
         Raises:
             StalePrefixError: the lock is not held.
+            InvalidTransferError: there is no such state slot, or another load of this step goes there; nothing changes.
         """
+        states = self._device_pools.get(Kind.STATE)
+        if state_slot is not None and (states is None or not 0 <= state_slot < states.size):
+            raise InvalidTransferError(f"state_slot must be in [0, {states.size if states else 0}), got {state_slot}")
         return self._loading.load(lock, state_slot)
 
     def start_loading(self) -> int:
-        """Launch the loads of this step; the id of their layer counter, -1 if there are none."""
+        """Launch the loads of this step; the id of the layer counter that its kernels wait for, -1 if no load is under way.
+
+        Requests that loaded nothing wait as well: their prefix may be coming with another request's load.
+        """
         return self._controller.start_loading()
 
     def insert(
@@ -207,7 +214,10 @@ class HiMambaRadixCache:
         return self._prefetching.start(request_id, node, self._tree.whole_pages(tokens)[match.length :])
 
     def check_prefetch(self, request_id: str) -> bool:
-        """Whether a request need not wait for a prefetch, or not any more: match again, it is on the host."""
+        """Whether a request need not wait for a prefetch, or not any more: match again, it is on the host.
+
+        As of the last `poll`, which leads all prefetches on with one agreement of the ranks.
+        """
         return self._prefetching.check(request_id)
 
     def end_prefetch(self, request_id: str) -> int:

@@ -28,7 +28,7 @@ class LRUList(ABC):
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._order: OrderedDict[Node, None] = OrderedDict()
-        self._held = 0
+        self._held = self._locked = 0
 
     @abstractmethod
     def of(self, node: Node) -> Holding:
@@ -44,9 +44,7 @@ class LRUList(ABC):
 
     def evictable_slots(self) -> int:
         """How many slots would be free if everything here were evicted."""
-        return sum(
-            holding.indices.numel() for holding in map(self.of, self._order) if holding.indices is not None and not holding.locks
-        )
+        return self._held - self._locked
 
     def holds(self, node: Node) -> bool:
         """Whether the node holds anything here."""
@@ -80,7 +78,7 @@ class LRUList(ABC):
         for node in nodes:
             self.of(node).indices = None
         self._order.clear()
-        self._held = 0
+        self._held = self._locked = 0
         return torch.cat(held) if held else torch.empty(0, dtype=torch.int64)
 
     def touch(self, node: Node) -> None:
@@ -94,6 +92,7 @@ class LRUList(ABC):
         for each in self._used_with(node):
             holding = self.of(each)
             assert holding.indices is not None
+            self._locked += 0 if holding.locks else holding.indices.numel()
             holding.locks += 1
             if self._is_away(each):
                 self._order.pop(each, None)
@@ -103,7 +102,9 @@ class LRUList(ABC):
         for each in self._used_with(node):
             holding = self.of(each)
             assert holding.locks > 0, f"node {each.id} is not locked"
+            assert holding.indices is not None
             holding.locks -= 1
+            self._locked -= 0 if holding.locks else holding.indices.numel()
             if not self._is_away(each) and each not in self._order:
                 self._order[each] = None
 

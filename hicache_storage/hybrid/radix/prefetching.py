@@ -71,9 +71,7 @@ class Prefetching(Generic[Operation]):
     def check(self, request_id: str) -> bool:
         """Whether the request need not wait any more; what has come is in the tree then."""
         running = self._running.get(request_id)
-        if running is None:
-            return True
-        if not running.operation.poll():
+        if running is not None and not running.operation.ready:
             return False
         self.end(request_id)
         return True

@@ -19,6 +19,11 @@ class DeviceSlots(Protocol):
     @property
     def page_size(self) -> int: ...
 
+    @property
+    def size(self) -> int:
+        """Slots in the pool."""
+        ...
+
     def alloc(self, count: int) -> torch.Tensor | None:
         """Take so many slots, whole pages: int64 on the CPU. None if fewer are free."""
         ...
@@ -49,8 +54,9 @@ class PoolGroup(Protocol):
 class Prefetch(Protocol):
     """A prefetch under way."""
 
-    def poll(self) -> bool:
-        """Whether it is over, by its own end or by the prefetch policy; the same on every rank."""
+    @property
+    def ready(self) -> bool:
+        """Whether it is over, by its own end or by the prefetch policy; agreed by `advance_prefetches`."""
         ...
 
 
@@ -89,7 +95,7 @@ class TierController(Protocol[Operation]):
         ...
 
     def start_loading(self) -> int:
-        """Launch the loads that were enqueued, layer by layer; returns the consumer id of their counter, -1 for none."""
+        """Launch the loads that were enqueued, layer by layer; the id of the counter of all under way, -1 for none."""
         ...
 
     def completed_loads(self) -> list[int]:

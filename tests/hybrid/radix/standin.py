@@ -60,6 +60,8 @@ class Copy:
     write: dict[PoolName, torch.Tensor]
     ticket: int
     gate: Gate = field(default_factory=Gate)
+    consumer: int = 0
+    """Of a load, the counter of the step that began it."""
 
     def run(self) -> None:
         if not self.gate.passed:
@@ -78,17 +80,14 @@ def by_pool(indices: HybridIndices) -> dict[PoolName, torch.Tensor]:
 
 @dataclass(eq=False)
 class Fetch:
-    """A prefetch; it reads when it is polled for the last time."""
+    """A prefetch; it reads when it has been led on often enough."""
 
-    controller: StandInController
     keys: list[str]
-    polls: int
+    steps: int
     result: PrefetchResult | None = None
 
-    def poll(self) -> bool:
-        self.polls -= 1
-        if self.polls <= 0 and self.result is None:
-            self.result = self.controller.read_storage(self.keys)
+    @property
+    def ready(self) -> bool:
         return self.result is not None
 
 
@@ -116,8 +115,11 @@ class StandInController:
         self.queued_loads: list[Copy] = []
         self.loads: list[Copy] = []
         self.backups: list[tuple[int, HybridIndices, list[str], Gate]] = []
+        self.fetches: list[Fetch] = []
         self.tickets = 0
         self.consumers = 0
+        self.loses = False
+        """Whether the storage has lost pages, so that chains there have holes."""
 
     @property
     def attached(self) -> bool:
@@ -157,21 +159,23 @@ class StandInController:
 
     def start_loading(self) -> int:
         if not self.queued_loads:
-            return -1
+            return max((load.consumer for load in self.loads), default=-1)
+        self.consumers += 1
         for load in self.queued_loads:
             # A load is behind the copies that use what it reads and writes.
             self._finish(load.targets, self.device_memory)
             self._finish(load.sources, self.host_memory)
+            load.consumer = self.consumers
         self.loads += self.queued_loads
         self.queued_loads = []
-        self.consumers += 1
         return self.consumers
 
-    def wait_for_loads(self) -> None:
+    def wait_for_loads(self, consumer: int) -> None:
         """What a model does before it reads what was loaded."""
         assert not self.queued_loads
         for load in self.loads:
-            load.run()
+            if load.consumer <= consumer:
+                load.run()
 
     def completed_loads(self) -> list[int]:
         return self._completed(self.loads)
@@ -194,19 +198,35 @@ class StandInController:
         assert list(prefix_hashes)[-1:] == [last_hash] or not prefix_hashes
         if len(tokens) < self.threshold:
             return None
-        return Fetch(self, page_hashes(tokens, self.page_size, prior=last_hash), self.random.randint(1, 3))
+        self.fetches.append(Fetch(page_hashes(tokens, self.page_size, prior=last_hash), self.random.randint(1, 3)))
+        return self.fetches[-1]
 
     def advance_prefetches(self) -> None:
-        """Each of them goes on when it is polled."""
+        for fetch in self.fetches:
+            fetch.steps -= 1
+            if fetch.steps <= 0 and fetch.result is None:
+                fetch.result = self._read_storage(fetch.keys)
 
     def terminate_prefetch(self, operation: Fetch) -> PrefetchResult:
+        self.fetches.remove(operation)
         return operation.result or PrefetchResult(0, (), HybridIndices.empty(), PrefetchOutcome.STOPPED)
 
-    def read_storage(self, keys: list[str]) -> PrefetchResult:
+    def restorable(self, keys: Sequence[str]) -> Sequence[int]:
+        """Where a prefix of these pages can end, in pages, by what the storage has."""
         stored = self.storage or {}
         presence = [PoolPresence(MAMBA, [(MAMBA, key) in stored for key in keys], PoolHitPolicy.TRAILING_PAGES)]
-        found = common_hit([(KV, key) in stored for key in keys], presence if self.states else [])
-        pages, taken = self._room_for(found.restorable_prefix_pages)
+        return common_hit([(KV, key) in stored for key in keys], presence if self.states else []).restorable_prefix_pages
+
+    def lose(self, share: float, *, while_read: bool) -> None:
+        """Let the storage lose some of what it has."""
+        self.loses = True
+        for key in sorted(self.storage or {}):
+            if self.random.random() < share:
+                del self.storage[key]
+
+    def _read_storage(self, keys: list[str]) -> PrefetchResult:
+        stored = self.storage or {}
+        pages, taken = self._room_for(self.restorable(keys))
         if not pages:
             return PrefetchResult(0, (), HybridIndices.empty(), PrefetchOutcome.HOST_CAPACITY)
         rows = [value for key in keys[:pages] for value in stored[KV, key]]
@@ -220,7 +240,7 @@ class StandInController:
     def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]) -> int:
         assert self.storage is not None
         assert host.anchor.numel() == len(hashes) * self.page_size
-        assert all((KV, key) in self.storage or self._is_under_way(key) for key in prefix_hashes), "a chain with a hole"
+        assert self.loses or all((KV, key) in self.storage or self._is_under_way(key) for key in prefix_hashes), "a hole"
         self.tickets += 1
         gate = Gate()
         self._hold(by_pool(host), gate)
@@ -247,8 +267,10 @@ class StandInController:
         return {slot for load in loads for slot in load.targets[KV].tolist()}
 
     def landing(self):
-        """Host slots of prefetches under way: none, as they read when they end."""
-        return ()
+        """Host slots of prefetches that have not been handed over."""
+        for fetch in self.fetches:
+            if fetch.result is not None:
+                yield from by_pool(fetch.result.host).items()
 
     def close(self) -> None:
         """Nothing to end."""

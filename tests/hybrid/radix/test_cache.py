@@ -178,8 +178,9 @@ def test_kv_and_state_come_back_from_the_host(world):
     slot = world.cache.alloc_state()
     lock = world.cache.lock(match)
     loaded = world.cache.load(lock, int(slot))
-    assert world.cache.start_loading() > 0
-    world.controller.wait_for_loads()
+    consumer = world.cache.start_loading()
+    assert consumer > 0
+    world.controller.wait_for_loads(consumer)
     assert loaded.state_slot == int(slot)
     world.check_hit(LONG[:16], loaded.device_indices, slot)
     # The slot is the request's: the cache's own copy of the state is still the one on the host.
@@ -210,8 +211,7 @@ def test_two_requests_load_one_prefix(world):
     match = world.cache.match(LONG)
     locks = [world.cache.lock(match), world.cache.lock(match)]
     results = [world.cache.load(lock) for lock in locks]
-    world.cache.start_loading()
-    world.controller.wait_for_loads()
+    world.controller.wait_for_loads(world.cache.start_loading())
     assert torch.equal(results[0].device_indices, results[1].device_indices)
     assert results[0].state_slot != results[1].state_slot
     for lock, result in zip(locks, results, strict=True):
@@ -280,7 +280,7 @@ def test_a_state_that_comes_later_is_written_later(world):
 
 def fetch(world, tokens):
     assert world.cache.prefetch_from_storage("r", tokens)
-    until(lambda: world.cache.check_prefetch("r"))
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
 
 
 def forget(world):
@@ -359,7 +359,7 @@ def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
     free = world.controller.host_slots[KV].available_size()
     assert world.cache.prefetch_from_storage("r", LONG)
     world.cache.evict(100, 100)
-    until(lambda: world.cache.check_prefetch("r"))
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     assert world.cache.match(LONG).length == 0
     assert world.cache.usage().dropped_tokens == 8
     until(lambda: world.controller.host_slots[KV].available_size() == free)
@@ -370,7 +370,7 @@ def test_what_came_meanwhile_is_not_held_twice(world):
     forget(world)
     assert world.cache.prefetch_from_storage("r", LONG)
     request = world.start(LONG[:9])
-    until(lambda: world.cache.check_prefetch("r"))
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     world.check()
     world.drop(request)
     world.running.clear()
@@ -383,7 +383,7 @@ def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
     world.controller.refuse_backups = False
     forget(world)
     assert world.cache.prefetch_from_storage("r", LONG)
-    until(lambda: world.cache.check_prefetch("r"))
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     assert world.cache.match(LONG).length == 0
     served(world, LONG)
     lock = world.cache.lock(world.cache.match(LONG))

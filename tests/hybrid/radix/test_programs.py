@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
+from tests.hybrid.programs import machine
 from tests.hybrid.radix.real import RealController
 from tests.hybrid.radix.standin import StandInController
-from tests.hybrid.radix.world import SIZES, World
+from tests.hybrid.radix.world import KV, MAMBA, SIZES, World
 from tests.hybrid.waiting import until
 
 PAGE = 2
@@ -50,6 +52,8 @@ class Programs(RuleBasedStateMachine):
         self.stale = None
         self.locks = []
         self.waiting = []
+        self.loses = False
+        """Whether pages may go between the question for them and their being read."""
 
     @rule(tokens=sequences())
     def start(self, tokens):
@@ -70,14 +74,14 @@ class Programs(RuleBasedStateMachine):
         assert not (device_only and found.needs_load)
         if found.length and self.grid:
             assert (found.state_slot is None) == found.state_on_host
-        self.stale = found
+        self.stale, self.stale_tokens = found, tokens
 
     @precondition(lambda self: self.stale is not None)
     @rule()
     def lock_what_was_matched_before(self):
-        cache, found = self.world.cache, self.stale
+        found = self.stale
         try:
-            lock = cache.lock(found)
+            lock = self.world.lock(found, self.stale_tokens)
         except StalePrefixError:
             return
         assert lock.length == found.length
@@ -133,25 +137,63 @@ class Programs(RuleBasedStateMachine):
     def poll(self):
         self.world.cache.poll()
 
-    @rule(tokens=sequences(), fetch=st.booleans())
-    def serve_again(self, tokens, fetch):
+    @rule(tokens=sequences())
+    def load_and_leave(self, tokens):
+        self.world.load_and_leave(tokens)
+
+    @rule(pages=st.integers(0, 8), states=st.integers(0, 3))
+    def others_use_the_host(self, pages, states):
+        self.world.take_host(pages, states)
+
+    @rule(
+        tokens=sequences(),
+        fetch=st.booleans(),
+        others=st.tuples(st.integers(0, 6), st.integers(0, 2)),
+        loses=st.sampled_from([None, None, "now", "while it is read"]),
+    )
+    def serve_again(self, tokens, fetch, others, loses):
         """A request that comes back after the device, or all memory, was needed for others."""
-        world = self.world
-        world.settle()
-        world.cache.evict(10**6, 10**6)
-        world.settle()
+        self.store(tokens)
+        self.world.cache.evict(10**6, 10**6)
+        self.world.settle()
         if fetch:
-            world.cache.evict_host(10**6, 10**6)
+            self.world.cache.evict_host(10**6, 10**6)
+            self.world.take_host(*others)
+            if loses:
+                self.storage_loses_pages(0.1, loses != "now")
             self.fetch(tokens)
-        world.start(tokens)
+        self.world.start(tokens)
+
+    @rule(tokens=sequences(), kept=st.integers(1, 4))
+    def evict_what_more_is_fetched_for(self, tokens, kept):
+        """The prefix that a prefetch goes on from was on the device only, and is gone when it ends."""
+        cache = self.world.cache
+        self.store(tokens)
+        cache.evict(10**6, 10**6)
+        self.world.settle()
+        cache.evict_host(10**6, 10**6)
+        self.world.visit(tokens[: kept * PAGE * 2 + 1])
+        if cache.prefetch_from_storage("more", tokens):
+            cache.evict(10**6, 10**6)
+            until(lambda: cache.poll() or cache.check_prefetch("more"))
+
+    def store(self, tokens):
+        """Let two requests use this sequence and half of it, so that every policy writes both, with their checkpoints."""
+        for end in (len(tokens) // 2, len(tokens)):
+            for _ in range(2):
+                self.world.visit(tokens[:end])
+        self.world.settle()
 
     def fetch(self, tokens):
-        """A prefetch that is waited for; the prefix is not shorter then."""
+        """A prefetch that is waited for; the prefix is not shorter then, and as long as it can be."""
         cache = self.world.cache
         before = cache.match(tokens).length
+        best = self.world.best_fetch(tokens)
         if cache.prefetch_from_storage("fetch", tokens):
-            until(lambda: cache.check_prefetch("fetch"))
+            until(lambda: cache.poll() or cache.check_prefetch("fetch"))
         assert cache.match(tokens).length >= before
+        if not before and not self.waiting and not self.loses:
+            assert cache.match(tokens).length == best
 
     @rule(tokens=sequences())
     def prefetch(self, tokens):
@@ -172,6 +214,11 @@ class Programs(RuleBasedStateMachine):
     @rule(refuse=st.booleans())
     def storage_falters(self, refuse):
         self.world.controller.refuse_backups = refuse
+
+    @rule(share=st.sampled_from([0.1, 0.5, 1.0]), while_read=st.booleans())
+    def storage_loses_pages(self, share, while_read):
+        self.loses = self.loses or while_read
+        self.world.controller.lose(share, while_read=while_read)
 
     @rule(same=st.booleans())
     def detach_and_attach(self, same):
@@ -204,6 +251,7 @@ class Programs(RuleBasedStateMachine):
     def all_is_well(self):
         if hasattr(self, "world"):
             self.world.check()
+            self.world.check_order()
 
     def teardown(self):
         """When all is released and evicted, every slot is free."""
@@ -221,9 +269,15 @@ class Programs(RuleBasedStateMachine):
         world.cache.evict(10**6, 10**6)
         world.settle()
         world.cache.evict_host(10**6, 10**6)
+        world.take_host(0, 0)
         assert not list(world.tree)
         world.check()
         assert world.kv_slots.available_size() == world.kv_slots.size
+        if world.grid is not None:
+            assert world.state_slots.available_size() == world.state_slots.size
+        for name, slots in world.controller.host_slots.items():
+            if name in (KV, MAMBA):
+                assert slots.available_size() == world.controller.host[name].size
         world.controller.close()
 
 
@@ -238,16 +292,25 @@ class RealPrograms(Programs):
 
     controller = RealController
 
+    def __init__(self):
+        super().__init__()
+        self.at_once = mock.patch("hicache_storage.hybrid.backup.RETRY_SECONDS", 0.0)
+        self.at_once.start()
 
-SETTINGS = settings(
-    max_examples=25,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestPrograms = Programs.TestCase
-TestPrograms.settings = SETTINGS
-TestStatelessPrograms = StatelessPrograms.TestCase
-TestStatelessPrograms.settings = SETTINGS
-TestRealPrograms = RealPrograms.TestCase
-TestRealPrograms.settings = settings(SETTINGS, max_examples=8)
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.at_once.stop()
+
+
+class RealStatelessPrograms(RealPrograms):
+    """MLA with an indexer, on the real controller."""
+
+    grid = None
+
+
+TestPrograms = machine(Programs, 40)
+TestStatelessPrograms = machine(StatelessPrograms, 25)
+TestRealPrograms = machine(RealPrograms, 20)
+TestRealStatelessPrograms = machine(RealStatelessPrograms, 10)

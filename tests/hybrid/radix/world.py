@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.radix.nodes import Kind
@@ -53,6 +54,11 @@ class World:
     releases_states: bool = False
     """Whether a request gives a matched state free as soon as it has a copy."""
     running: list[Running] = field(default_factory=list)
+    others: dict[PoolName, torch.Tensor] = field(default_factory=dict)
+    """Host slots that somebody else uses."""
+    clock: int = 0
+    used: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    """When the state after a prefix was last used on a tier: inserted, hit, or copied there."""
     inserted: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
     """The model: for each prefix of whole pages that was ever inserted, what of its last page and of the state after it."""
 
@@ -68,20 +74,19 @@ class World:
         """Prefill: what is cached is used, the rest computed and inserted. None, and nothing left, if there is no room."""
         tokens = tuple(tokens)
         match = self.cache.match(tokens[:-1])
-        lock = self.cache.lock(match)
+        lock = self.lock(match, tokens)
         found = self._restore(match, lock)
         if found is None and match.needs_load:
             self.cache.unlock(lock)
             match = self.cache.match(tokens[:-1], device_only=True)
             assert not match.needs_load
-            lock = self.cache.lock(match)
+            lock = self.lock(match, tokens)
             found = self._restore(match, lock)
         if found is None:
             self.cache.unlock(lock)
             return None
         rows, state = found
-        self.controller.start_loading()
-        self.controller.wait_for_loads()
+        self.controller.wait_for_loads(self.cache.start_loading())
         self.check_hit(tokens[: match.length], rows, state)
         request = Running(tokens, rows, match.length, state, lock)
         if not self._compute(request, len(tokens)):
@@ -89,6 +94,23 @@ class World:
             return None
         self.running.append(request)
         return request
+
+    def load_and_leave(self, tokens) -> None:
+        """A request that is given up when its load has begun, and before anything has waited for it."""
+        match = self.cache.match(tokens)
+        lock = self.lock(match, tokens)
+        loaded = self.cache.load(lock)
+        self.cache.start_loading()
+        if loaded and loaded.state_slot is not None:
+            self.state_slots.free(torch.tensor([loaded.state_slot]))
+        self.cache.unlock(lock)
+
+    def lock(self, match, tokens):
+        """Lock a match of `tokens`: a hit."""
+        self.note_uses()
+        lock = self.cache.lock(match)
+        self.note_uses(tuple(tokens[: match.length]))
+        return lock
 
     def extend(self, request, more) -> bool:
         """Decode: more tokens of a running request."""
@@ -112,10 +134,19 @@ class World:
 
     def insert(self, tokens, rows, states):
         """Insert, and note it in the model."""
+        self.note_uses()
         result = self.cache.insert(tokens, rows, states)
+        self.note_uses(tuple(tokens[: result.length]))
         for end in range(self.page, len(tokens) + 1, self.page):
             self.inserted.setdefault(tuple(tokens[:end]), set()).update(["kv", "state"] if end in states else ["kv"])
         return result
+
+    def visit(self, tokens) -> None:
+        """A request that ends with its prefill."""
+        request = self.start(tokens)
+        if request:
+            self.running.remove(request)
+            self.drop(request)
 
     def drop(self, request) -> None:
         """Give back what a request has of its own."""
@@ -129,6 +160,35 @@ class World:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
         until(lambda: self.cache.poll() or not (len(self.cache._backups) or len(self.cache._loading)))
+
+    def take_host(self, pages, states) -> None:
+        """Let somebody else use so many host pages and states, as far as they are free; what it had is free again."""
+        for name, slots in self.others.items():
+            self.controller.host_slots[name].free(slots)
+        self.others = {}
+        for name, wanted in ((KV, pages * self.page), (MAMBA, states)):
+            if name in self.controller.host_slots:
+                count = min(wanted, self.controller.host_slots[name].available_size())
+                self.others |= {name: self.controller.host_slots[name].alloc(count)} if count else {}
+
+    def best_fetch(self, tokens) -> int:
+        """How much of `tokens` a prefetch restores when nothing of it is cached: the longest that fits and can be gone on from."""
+        keys = page_hashes(tokens, self.page)
+        free = {name: slots.available_size() for name, slots in self.controller.host_slots.items()}
+        fits = [end for end in self.controller.restorable(keys) if keys and end * self.page <= free[KV] and free.get(MAMBA, 1)]
+        return max(fits, default=0) * self.page
+
+    def note_uses(self, used=None) -> None:
+        """Keep the book of states: which are new, and that the one after a prefix was used."""
+        self.clock += 1
+        there = set()
+        for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
+            for node in tier[Kind.STATE]:
+                key = name, self.prefix(node)
+                there.add(key)
+                if key not in self.used or key[1] == used:
+                    self.used[key] = self.clock
+        self.used = {key: time for key, time in self.used.items() if key in there}
 
     def _restore(self, match, lock):
         """The rows of the match and a state of the request's own; None if there is no room."""
@@ -238,9 +298,18 @@ class World:
                 holders = [node for node in self.tree if lru.holds(node)]
                 assert set(order) == {node for node in holders if lru.kind is Kind.STATE or not lru.of(node).locks}
                 assert lru.slots == sum(lru.of(node).indices.numel() for node in holders)
+                locked = [node for node in holders if lru.of(node).locks]
+                assert lru.evictable_slots() == lru.slots - sum(lru.of(node).indices.numel() for node in locked)
                 if lru.kind is Kind.KV:
                     for node, place in order.items():
                         assert all(order.get(child, -1) < place for child in node.children.values())
+
+    def check_order(self):
+        """States stand in the order in which they were last used."""
+        self.note_uses()
+        for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
+            times = [self.used[name, self.prefix(node)] for node in tier[Kind.STATE]]
+            assert times == sorted(times), "a state that was used is evicted before one that was not"
 
     def check_locks(self):
         expected = {tier: {kind: Counter() for kind in Kind} for tier in ("device", "host")}
@@ -277,7 +346,7 @@ class World:
                 for kind in Kind:
                     if holdings[kind].indices is not None:
                         owned[tier][kind].update(holdings[kind].indices.tolist())
-        for name, slots in self.controller.landing():
+        for name, slots in (*self.controller.landing(), *self.others.items()):
             owned["host"][Kind.KV if name == KV else Kind.STATE].update(slots.tolist())
         for request in self.running:
             owned["device"][Kind.KV].update(request.rows[request.cached :].tolist())
