@@ -1,15 +1,17 @@
-"""One rank of several processes, run by `test_ranks`: `python rank.py SCENARIO RANK FOLDER JSON`.
+"""One rank of several processes, run by `test_ranks`: `python rank.py SCENARIOS RANK FOLDER JSON`.
 
 Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their own. What a rank was told
-is written to FOLDER/RANK.json; the test compares.
+is written to FOLDER/SCENARIO.RANK.json; the test compares.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from tests.conftest import DictStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
 
+SECONDS = 200
+"""After which a rank that has not ended says what it does, and ends."""
 WORLD_SECONDS = 120
 PAGES = 8
 FAULTS = {"failure": 0.15, "partial": 0.15, "delay": 0.2, "delay_seconds": 0.02, "hang": 0.05}
@@ -69,12 +73,17 @@ class Rank:
         self.settings = settings
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
         self.agreement = Counted(GroupAgreement.of(self.parallel, timeout_seconds=WORLD_SECONDS))
-        self.told = []
-        self.stack = Stack(states=4, parallel=self.parallel, agreement=self.agreement)
+        self.told, self.own = [], {}
+        self.stack = self.make_stack()
         self.controller = self.stack.controller
 
+    def make_stack(self, **changes):
+        return Stack(**{"states": 4, "parallel": self.parallel, "agreement": self.agreement, **changes})
+
     def tell(self, *what):
+        """What has to be the same on every rank; printed, so that a rank that hangs is known by the last of it."""
         self.told.append(what)
+        print(*what, flush=True)
 
     def close(self):
         self.tell("collectives", self.agreement.count)
@@ -138,11 +147,15 @@ class Rank:
         self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
 
     def unlike(self):
-        """Ranks with other rules, or other pools, would wait for each other later."""
+        """Ranks with other rules, other pools or more slots would wait for each other later."""
         rules = [PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)]
         entries = list(self.stack.group.entries.values())
         groups = [HostPoolGroup(entries), HostPoolGroup([entry for entry in entries if entry.name != MAMBA])]
-        for group, own in ((groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0])):
+        larger = Stack(pages=16 + self.parallel.rank, states=4)
+        larger.close()
+        for group, own in (
+            (groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0]), (larger.group, rules[0])
+        ):  # fmt: skip
             try:
                 HybridCacheController(group, rules=own, parallel=self.parallel, agreement=self.agreement)
             except ConfigError as error:
@@ -165,7 +178,7 @@ class Rank:
         self.tell("stored", stored.stored_pages, stored.complete)
         result = self.fetched(0, keys, labels=labels)
         self.tell("restored", result.tokens // PAGE)
-        self.settings["wrote"] = written
+        self.own = written
         self.controller.detach()
 
     def lost(self):
@@ -181,6 +194,12 @@ class Rank:
             except AgreementError:
                 self.tell("lost")
         self.controller.detach()
+
+    def stuck(self):
+        """A rank that waits for ever ends, and says where."""
+        if self.parallel.rank == 0:
+            threading.Event().wait()
+        self.agreement.minimum([1])
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -243,17 +262,27 @@ def refuse(pool, name):
     raise HiCacheError("there is no such pool")
 
 
-def main():
-    scenario, rank, folder, settings = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+def main(kinds):
+    """Run scenarios one after the other, each on a rank of one of these kinds."""
+    names, rank, folder, settings = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    # A rank that hangs says where, in all of its threads.
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=WORLD_SECONDS)
     )
-    place = Rank(settings, rank)
-    getattr(place, scenario)()
-    place.close()
-    (folder / f"{rank}.json").write_text(json.dumps({"told": place.told, "wrote": settings.get("wrote")}))
+    for name in names:
+        print("scenario", name, flush=True)
+        place = next(kind for kind in kinds if hasattr(kind, name))(settings, rank)
+        if "scenario_seconds" in settings:
+            dist.barrier()
+            faulthandler.dump_traceback_later(settings["scenario_seconds"], exit=True)
+        getattr(place, name)()
+        place.close()
+        (folder / f"{name}.{rank}.json").write_text(json.dumps({"told": place.told, "own": place.own}))
 
 
 if __name__ == "__main__":
-    main()
+    from tests.hybrid.cache_rank import CacheRank
+
+    main([Rank, CacheRank])

@@ -18,6 +18,8 @@ from hicache_storage.pools import (
     MambaHostPool,
     MHADevicePool,
     MHAHostPool,
+    MLADevicePool,
+    MLAHostPool,
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
 from hicache_storage.transfer import HostPages, HybridTransfers, LayerMap, PageTransfers, PoolPair
@@ -44,6 +46,13 @@ def indexer_pools(slots):
     )
 
 
+def mla_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "kv_cache_dim": 3, "dtype": torch.int16}
+    return PoolPair(
+        MLADevicePool(size=2 * slots, device="cpu", **fields), MLAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+    )
+
+
 def mamba_pools(slots):
     shapes = {"temporal_shape": (2, 2), "conv_shapes": [(3,)], "temporal_dtype": torch.int16, "conv_dtype": torch.int16}
     return PoolPair(
@@ -63,13 +72,15 @@ class Stack:
     """Pools of so many pages and states on the host, twice as many on the device.
 
     Args:
+        states: 0 for MLA and an indexer without states.
         poolwise: copy each pool with an engine of its own.
     """
 
     def __init__(self, *, pages=16, states=8, poolwise=False, seed=0, **options):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
-        pairs = {KV: kv_pools(pages * PAGE), INDEXER: indexer_pools(pages * PAGE), MAMBA: mamba_pools(states)}
+        pairs = {KV: (kv_pools if states else mla_pools)(pages * PAGE), INDEXER: indexer_pools(pages * PAGE)}
+        pairs |= {MAMBA: mamba_pools(states)} if states else {}
         device, compute = self.simulator, self.compute
         transfers = None if poolwise else HybridTransfers(device, compute, pairs)
         self.engines = {name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()}

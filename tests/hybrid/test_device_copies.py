@@ -83,6 +83,28 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, a
     assert counter.done()
 
 
+def test_a_step_waits_for_earlier_loads_too(stack):
+    """A request whose prefix is being loaded for another one, which may have been given up, loads nothing itself."""
+    _, host = written(stack, 2, ends=(2,))
+    device = stack.controller.load(host, [1])
+    hold = stack.simulator.hold([stack.device[KV].layers[0][0]], 60)
+    first = stack.controller.start_loading()
+    assert stack.controller.completed_loads() == []
+    assert stack.controller.start_loading() == first
+    _, more = host.split(1, PAGE)
+    stack.controller.load(more, [2])
+    second = stack.controller.start_loading()
+    assert second > first
+    counter = stack.controller.layer_counter(second)
+    assert not counter.done()
+    hold.release()
+    counter.synchronize()
+    assert counter.done()
+    assert stack.holds("device", device, KEYS)
+    assert until(stack.controller.completed_loads) == [1, 2]
+    assert stack.controller.start_loading() == -1
+
+
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     """Once into the node's slot with its KV, and alone into one that the caller has."""
     _, host = written(stack, 3, ends=(3,))
@@ -148,6 +170,8 @@ def test_refused_spans_take_nothing(stack):
         stack.controller.load(host, [1], into={MAMBA: torch.arange(2)})
     with pytest.raises(InvalidTransferError, match="into: 'kv' must have 0 slots"):
         stack.controller.load(host, [1], into={KV: torch.arange(2 * PAGE)})
+    with pytest.raises(InvalidTransferError, match="leave it out"):
+        stack.controller.load(host, [1], into={KV: torch.arange(0)})
     assert (stack.free(), stack.group.device.available([KV, MAMBA])) == free
 
 
@@ -181,6 +205,20 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
     stack.compute.synchronize()
     assert until(stack.controller.completed_writes) == [1]
     assert stack.holds("host", host, KEYS)
+
+
+def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied(stack):
+    """Found out by `start_loading`, it would undo every load of the step."""
+    _, host = written(stack, 2, ends=(2,))
+    own = stack.take("device", 0, ends=(1,)).side[MAMBA]
+    assert stack.controller.load(host, [1], into={MAMBA: own}) is not None
+    free = stack.group.device.available([KV, MAMBA])
+    with pytest.raises(InvalidTransferError, match="a slot that another load of this step goes to"):
+        stack.controller.load(host, [2], into={MAMBA: own})
+    assert stack.group.device.available([KV, MAMBA]) == free
+    stack.controller.layer_counter(stack.controller.start_loading()).synchronize()
+    assert until(stack.controller.completed_loads) == [1]
+    assert stack.controller.load(host, [2], into={MAMBA: own}) is not None
 
 
 def test_slots_are_given_back_once(stack):

@@ -74,6 +74,29 @@ def test_a_page_of_two_copies_waits_for_both(simulator):
     assert host.alloc(2) is not None
 
 
+def test_a_copy_that_failed_keeps_its_pages_and_no_other_copy_s():
+    """Who asks is told each time; pages of copies that are over are given back once."""
+
+    class Failed:
+        def query(self):
+            raise RuntimeError("the stream has failed")
+
+    host, over, failed = HostSlots(SlotAllocator(6, 2)), Use(), Failed()
+    first, second = host.alloc(2), host.alloc(2)
+    host.hold(first, over)
+    host.hold(first, still := Use())
+    host.hold(second, failed)
+    over.over = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="has failed"):
+            host.available_size()
+    failed.query = lambda: False
+    assert host.free(torch.cat([first, second])) == 4
+    assert host.available_size() == 2
+    still.over = True
+    assert host.available_size() == 4
+
+
 @pytest.mark.parametrize("slots", [[4, 5], [-2, -1]])
 def test_slots_out_of_range_are_refused(slots):
     host = HostSlots(SlotAllocator(4, 2))

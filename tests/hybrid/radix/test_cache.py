@@ -221,6 +221,36 @@ def test_two_requests_load_one_prefix(world):
     world.settle()
 
 
+@pytest.mark.parametrize("slot", [-1, SIZES["device_states"]])
+def test_a_state_is_loaded_into_a_slot_that_there_is(world, slot):
+    served(world, LONG)
+    world.cache.evict(100, 100)
+    lock = world.cache.lock(world.cache.match(LONG))
+    with pytest.raises(InvalidTransferError, match=r"state_slot must be in \[0, 6\)"):
+        world.cache.load(lock, slot)
+    world.check()
+    world.cache.unlock(lock)
+    assert world.cache.match(LONG).host_length == 16
+
+
+def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_world):
+    world = make_world(grid=None)
+    served(world, LONG)
+    world.cache.evict(100)
+    if isinstance(world.controller, RealController):
+        hold = world.controller.simulator.hold([world.kv_slots.kv_buffer[0]], 60)
+    world.load_and_leave(LONG)
+    match = world.cache.match(LONG)
+    assert not match.needs_load
+    consumer = world.cache.start_loading()
+    assert consumer > 0
+    if isinstance(world.controller, RealController):
+        assert not world.controller.layer_counter(consumer).done()
+        hold.release()
+    world.controller.wait_for_loads(consumer)
+    world.check_rows(LONG[:16], match.device_indices)
+
+
 def test_rows_of_what_is_on_the_host_only_become_its_rows_on_the_device(world):
     served(world, LONG)
     world.cache.evict(100, 100)

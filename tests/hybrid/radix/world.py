@@ -57,8 +57,8 @@ class World:
     others: dict[PoolName, torch.Tensor] = field(default_factory=dict)
     """Host slots that somebody else uses."""
     clock: int = 0
-    used: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    """When the state after a prefix was last used on a tier: inserted, hit, or copied there."""
+    used: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """For a prefix on a tier, what holds the state after it, and when that was last used: inserted, hit, or copied there."""
     inserted: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
     """The model: for each prefix of whole pages that was ever inserted, what of its last page and of the state after it."""
 
@@ -171,6 +171,11 @@ class World:
                 count = min(wanted, self.controller.host_slots[name].available_size())
                 self.others |= {name: self.controller.host_slots[name].alloc(count)} if count else {}
 
+    def host_is_free(self) -> bool:
+        """Whether nobody has a host slot."""
+        pools = ((self.controller.host_slots[name], self.controller.host[name]) for name in (KV, MAMBA)[: 1 + bool(self.grid)])
+        return all(slots.available_size() == pool.size for slots, pool in pools)
+
     def best_fetch(self, tokens) -> int:
         """How much of `tokens` a prefetch restores when nothing of it is cached: the longest that fits and can be gone on from."""
         keys = page_hashes(tokens, self.page)
@@ -181,14 +186,13 @@ class World:
     def note_uses(self, used=None) -> None:
         """Keep the book of states: which are new, and that the one after a prefix was used."""
         self.clock += 1
-        there = set()
+        now = {}
         for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
             for node in tier[Kind.STATE]:
-                key = name, self.prefix(node)
-                there.add(key)
-                if key not in self.used or key[1] == used:
-                    self.used[key] = self.clock
-        self.used = {key: time for key, time in self.used.items() if key in there}
+                key, held = (name, self.prefix(node)), tier[Kind.STATE].of(node).indices
+                before, time = self.used.get(key, (None, 0))
+                now[key] = held, time if held is before and key[1] != used else self.clock
+        self.used = now
 
     def _restore(self, match, lock):
         """The rows of the match and a state of the request's own; None if there is no room."""
@@ -308,7 +312,7 @@ class World:
         """States stand in the order in which they were last used."""
         self.note_uses()
         for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
-            times = [self.used[name, self.prefix(node)] for node in tier[Kind.STATE]]
+            times = [self.used[name, self.prefix(node)][1] for node in tier[Kind.STATE]]
             assert times == sorted(times), "a state that was used is evicted before one that was not"
 
     def check_locks(self):
