@@ -7,7 +7,17 @@ import torch
 from transfer_bench import KINDS, LAYERS, PAGES, fill, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import BACKENDS, HybridTransfers, Indices, LayerMap, PoolPair
+from hicache_storage.transfer import (
+    BACKENDS,
+    Acknowledgement,
+    HostPages,
+    HybridTransfers,
+    Indices,
+    LayerCounter,
+    LayerMap,
+    PoolPair,
+    recorded,
+)
 
 ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
 
@@ -24,6 +34,7 @@ class Model:
                 fill(tensor, 0xA5)
         self.compute = place.device.stream("compute")
         self.device = {name: device for name, (device, _) in pairs.items()}
+        self.host = {name: HostPages(host) for name, (_, host) in pairs.items()}
         self.transfers = HybridTransfers(
             place.device,
             self.compute,
@@ -42,13 +53,13 @@ class Model:
         """The same page numbers in all pools."""
         return {name: Indices(self.slots(name, *device_pages), self.slots(name, *host_pages)) for name in self.maps}
 
-    def run_kernels(self, page, seed):
-        """Launch kernels that write a page of every pool, layer by layer of the model; what they write."""
-        self.transfers.before_overwrite({name: self.slots(name, page) for name in self.maps})
+    def run_kernels(self, page, seed, pools=None):
+        """Launch kernels that write a page of pools, of all by default, layer by layer of the model; what they write."""
+        self.transfers.before_overwrite({name: self.slots(name, page) for name in pools or self.maps})
         self.place.delay(self.compute)
         generator = torch.Generator().manual_seed(seed)
         written = []
-        for layer, part in self._parts():
+        for layer, part in self._parts(pools):
             content = random_bytes(part[page], generator).to(self.place.where)
             self.compute.copy(part[page], content, f"kernel that writes layer {layer} of page {page}")
             written.append([content])
@@ -65,18 +76,32 @@ class Model:
             self.compute.copy(seen[-1][0], part[page], f"kernel that reads layer {layer} of page {page}")
         return seen
 
-    def _parts(self):
+    def host_content(self, page):
+        """What a host page of every pool holds, layer by layer of the model."""
+        return [
+            [part]
+            for layer in range(self.transfers.layer_num)
+            for name, (_, layers) in self.maps.items()
+            if (own := layers(layer)) is not None
+            for part in self.host[name].page_layer(page * self.device[name].page_size, own)
+        ]
+
+    def _parts(self, pools=None):
         for layer in range(self.transfers.layer_num):
             for name, (_, layers) in self.maps.items():
                 own = layers(layer)
-                if own is not None:
+                if own is not None and (pools is None or name in pools):
                     yield from ((layer, part) for part in self.device[name].layer(own))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}])
 def test_pools_move_together(place, backend, maps):
-    model = Model(place, backend, maps)
+    move_together(Model(place, backend, maps))
+
+
+def move_together(model):
+    """Pages of all pools go out, are overwritten, and come back elsewhere."""
     contents = [model.run_kernels(page, seed) for seed, page in enumerate((4, 0))]
     acknowledgement = model.transfers.write_back(model.indices((4, 0), (1, 3)))
     for page in (4, 0):
@@ -85,9 +110,85 @@ def test_pools_move_together(place, backend, maps):
     seen = [model.read(page, counter) for page in (2, 5)]
     acknowledgement.wait()
     model.compute.synchronize()
-    place.check()
+    model.place.check()
     assert all(map(same, seen, contents))
     assert counter.arrived() == model.transfers.layer_num
+
+
+def overwrite_one_pool(name):
+    """Pages of all pools go out and come in; of one pool, kernels overwrite them at once."""
+
+    def program(model):
+        model.transfers.write_back(model.indices((4,), (1,)))
+        model.run_kernels(4, 1, [name])
+        model.transfers.load(model.indices((2,), (1,)))
+        model.run_kernels(2, 2, [name])
+        model.compute.synchronize()
+        model.place.check()
+
+    return program
+
+
+def read_when_acknowledged(model):
+    """A storage reads host pages when their write-back is acknowledged."""
+    content = model.run_kernels(4, 0)
+    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    assert same(model.host_content(1), content)
+
+
+def acknowledged_when_begun(model):
+    write_back = model.transfers.write_back
+
+    def too_early(pages):
+        begun = recorded(model.place.device, model.transfers._out)
+        model.place.delay(model.transfers._out)
+        write_back(pages)
+        return Acknowledgement(begun)
+
+    model.transfers.write_back = too_early
+
+
+def signalled_one_layer_early(model):
+    load = model.transfers.load
+
+    def too_early(pages):
+        begun = recorded(model.place.device, model.transfers._in)
+        return LayerCounter([begun, *load(pages)._events[:-1]])
+
+    model.transfers.load = too_early
+
+
+def without_step(pool, step):
+    return lambda model: setattr(model.transfers.engines[pool], step, lambda *arguments: None)
+
+
+MUTANTS = {
+    "acknowledged when it begins": (acknowledged_when_begun, read_when_acknowledged),
+    "layers are signalled before their copy": (signalled_one_layer_early, move_together),
+    "the first pool does not note its write-back": (without_step("kv", "end_write_back"), overwrite_one_pool("kv")),
+    "the first pool does not note its load": (without_step("kv", "end_load"), overwrite_one_pool("kv")),
+    "the second pool does not note its write-back": (without_step("mamba", "end_write_back"), overwrite_one_pool("mamba")),
+    "the second pool does not note its load": (without_step("mamba", "end_load"), overwrite_one_pool("mamba")),
+    "kernels wait for no copy": (lambda model: setattr(model.transfers, "before_overwrite", lambda pages: None), move_together),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_event_is_found(simulated, backend, mutant):
+    break_it, program = MUTANTS[mutant]
+    model = Model(simulated, backend)
+    break_it(model)
+    with pytest.raises(AssertionError):
+        program(model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "program", [read_when_acknowledged, overwrite_one_pool("kv"), overwrite_one_pool("mamba")], ids=["read", "kv", "mamba"]
+)
+def test_no_event_is_missing(simulated, backend, program):
+    program(Model(simulated, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
