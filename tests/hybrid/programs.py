@@ -32,7 +32,7 @@ def machine(kind, examples: int):
 
 
 def assert_found(kind) -> None:
-    """Programs of a state machine fail, before many have been tried."""
+    """Programs of a state machine fail before many have been tried."""
     quick = settings(
         programs(0), max_examples=600, stateful_step_count=40, phases=[Phase.generate], database=None, derandomize=True,
         report_multiple_bugs=False, print_blob=False,

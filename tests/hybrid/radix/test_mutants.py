@@ -20,14 +20,14 @@ from hicache_storage.transfer import PageTransfers
 from tests.hybrid.programs import assert_found
 from tests.hybrid.radix import standin
 from tests.hybrid.radix.standin import StandInController
-from tests.hybrid.radix.test_programs import Programs, RealPrograms
+from tests.hybrid.radix.test_programs import Fetches, Programs, RealFetches, RealPrograms
 
 
 class Mutant(NamedTuple):
     owner: object
     name: str
     broken: object
-    programs: type[Programs] = Programs
+    programs: type[Fetches] = Programs
 
 
 def nothing(*arguments, **options):
@@ -105,10 +105,9 @@ MUTANTS = {
     "a use does not refresh": Mutant(LRUList, "touch", nothing),
     "a use does not refresh its state": Mutant(HiMambaRadixCache, "_refresh", refresh_kv_only),
     "a use refreshes the states on the way": Mutant(LRUList, "touch", refresh_all_states),
-    "what has no place keeps its slots": Mutant(Prefetching, "end", end_without_freeing),
-    "a prefetch is cut where nothing can be gone on from": Mutant(standin, "longest_fitting", longest_that_fits),
-    "a real prefetch is cut there": Mutant(controller_prefetch, "longest_fitting", longest_that_fits, RealPrograms),
-    "a prefetch that failed keeps its slots": Mutant(Prefetcher, "_finish", finish_without_freeing, RealPrograms),
+    "what has no place keeps its slots": Mutant(Prefetching, "end", end_without_freeing, Fetches),
+    "a prefetch is cut where nothing can be gone on from": Mutant(standin, "longest_fitting", longest_that_fits, Fetches),
+    "a prefetch that failed keeps its slots": Mutant(Prefetcher, "_finish", finish_without_freeing, RealFetches),
 }
 
 

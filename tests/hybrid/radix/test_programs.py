@@ -32,8 +32,8 @@ def sequences(draw):
     return tuple(token for page in pages for token in page) + (9,) * draw(st.booleans())
 
 
-class Programs(RuleBasedStateMachine):
-    """Programs over a model with states; every call is followed by a check of everything."""
+class Fetches(RuleBasedStateMachine):
+    """Programs over a model with states whose prefixes come from the storage; every call is followed by a check of everything."""
 
     grid: int | None = 4
     controller = StandInController
@@ -55,16 +55,115 @@ class Programs(RuleBasedStateMachine):
         self.loses = False
         """Whether pages may go between the question for them and their being read."""
 
-    @rule(tokens=sequences())
-    def start(self, tokens):
-        self.world.start(tokens)
-
     @rule(tokens=sequences(), more=st.lists(st.integers(1, 3), min_size=1, max_size=4))
     def serve(self, tokens, more):
         request = self.world.start(tokens)
         if request and self.world.extend(request, more):
             length = self.world.finish(request)
             assert self.world.cache.match((*tokens, *more)).length >= min(length, len(tokens) + len(more) - 1)
+
+    @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
+    def evict_host(self, tokens, states):
+        before = self.world.cache.usage()
+        evicted = self.world.cache.evict_host(tokens, states)
+        after = self.world.cache.usage()
+        assert before.host_tokens - after.host_tokens == evicted.tokens
+        assert before.host_states - after.host_states == evicted.states
+
+    @rule(
+        tokens=sequences(),
+        fetch=st.booleans(),
+        others=st.tuples(st.integers(0, 6), st.integers(0, 2)),
+        loses=st.sampled_from([None, None, "now", "while it is read"]),
+    )
+    def serve_again(self, tokens, fetch, others, loses):
+        """A request that comes back after the device, or all memory, was needed for others."""
+        self.store(tokens)
+        self.world.cache.evict(10**6, 10**6)
+        self.world.settle()
+        if fetch:
+            self.world.cache.evict_host(10**6, 10**6)
+            self.world.take_host(*others)
+            if loses:
+                self.storage_loses_pages(0.1, loses != "now")
+            self.fetch(tokens)
+        self.world.start(tokens)
+
+    @rule(tokens=sequences(), kept=st.integers(1, 4))
+    def evict_what_more_is_fetched_for(self, tokens, kept):
+        """The prefix that a prefetch goes on from was on the device only, and is gone when it ends."""
+        cache = self.world.cache
+        self.store(tokens)
+        cache.evict(10**6, 10**6)
+        self.world.settle()
+        cache.evict_host(10**6, 10**6)
+        self.world.visit(tokens[: kept * PAGE * 2 + 1])
+        if cache.prefetch_from_storage("more", tokens):
+            cache.evict(10**6, 10**6)
+            until(lambda: cache.poll() or cache.check_prefetch("more"))
+
+    def store(self, tokens):
+        """Let two requests use this sequence and half of it, so that every policy writes both, with their checkpoints."""
+        for end in (len(tokens) // 2, len(tokens)):
+            for _ in range(2):
+                self.world.visit(tokens[:end])
+        self.world.settle()
+
+    def fetch(self, tokens):
+        """A prefetch that is waited for; the prefix is not shorter then, and as long as it can be."""
+        cache = self.world.cache
+        before = cache.match(tokens).length
+        best = self.world.best_fetch(tokens)
+        if cache.prefetch_from_storage("fetch", tokens):
+            until(lambda: cache.poll() or cache.check_prefetch("fetch"))
+        assert cache.match(tokens).length >= before
+        if not before and not self.waiting and not self.loses:
+            assert cache.match(tokens).length == best
+
+    @rule(share=st.sampled_from([0.1, 0.5, 1.0]), while_read=st.booleans())
+    def storage_loses_pages(self, share, while_read):
+        self.loses = self.loses or while_read
+        self.world.controller.lose(share, while_read=while_read)
+
+    @invariant()
+    def all_is_well(self):
+        if hasattr(self, "world"):
+            self.world.check()
+            self.world.check_order()
+
+    def teardown(self):
+        """When all is released and evicted, every slot is free."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for lock in self.locks:
+            world.cache.unlock(lock)
+        for request in list(world.running):
+            world.running.remove(request)
+            world.drop(request)
+        world.cache.end_prefetches()
+        world.settle()
+        assert world.cache.idle()
+        world.cache.evict(10**6, 10**6)
+        world.settle()
+        world.cache.evict_host(10**6, 10**6)
+        world.take_host(0, 0)
+        assert not list(world.tree)
+        world.check()
+        assert world.kv_slots.available_size() == world.kv_slots.size
+        if world.grid is not None:
+            assert world.state_slots.available_size() == world.state_slots.size
+        # Copies that a reset has forgotten keep their host slots until they are over.
+        until(lambda: world.cache.poll() or world.host_is_free())
+        world.controller.close()
+
+
+class Programs(Fetches):
+    """Programs of all that can be done."""
+
+    @rule(tokens=sequences())
+    def start(self, tokens):
+        self.world.start(tokens)
 
     @rule(tokens=sequences(), device_only=st.booleans())
     def match(self, tokens, device_only):
@@ -125,14 +224,6 @@ class Programs(RuleBasedStateMachine):
         assert evicted.tokens >= min(tokens, before.evictable_tokens)
         assert evicted.states >= min(states, before.evictable_states)
 
-    @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
-    def evict_host(self, tokens, states):
-        before = self.world.cache.usage()
-        evicted = self.world.cache.evict_host(tokens, states)
-        after = self.world.cache.usage()
-        assert before.host_tokens - after.host_tokens == evicted.tokens
-        assert before.host_states - after.host_states == evicted.states
-
     @rule()
     def poll(self):
         self.world.cache.poll()
@@ -144,56 +235,6 @@ class Programs(RuleBasedStateMachine):
     @rule(pages=st.integers(0, 8), states=st.integers(0, 3))
     def others_use_the_host(self, pages, states):
         self.world.take_host(pages, states)
-
-    @rule(
-        tokens=sequences(),
-        fetch=st.booleans(),
-        others=st.tuples(st.integers(0, 6), st.integers(0, 2)),
-        loses=st.sampled_from([None, None, "now", "while it is read"]),
-    )
-    def serve_again(self, tokens, fetch, others, loses):
-        """A request that comes back after the device, or all memory, was needed for others."""
-        self.store(tokens)
-        self.world.cache.evict(10**6, 10**6)
-        self.world.settle()
-        if fetch:
-            self.world.cache.evict_host(10**6, 10**6)
-            self.world.take_host(*others)
-            if loses:
-                self.storage_loses_pages(0.1, loses != "now")
-            self.fetch(tokens)
-        self.world.start(tokens)
-
-    @rule(tokens=sequences(), kept=st.integers(1, 4))
-    def evict_what_more_is_fetched_for(self, tokens, kept):
-        """The prefix that a prefetch goes on from was on the device only, and is gone when it ends."""
-        cache = self.world.cache
-        self.store(tokens)
-        cache.evict(10**6, 10**6)
-        self.world.settle()
-        cache.evict_host(10**6, 10**6)
-        self.world.visit(tokens[: kept * PAGE * 2 + 1])
-        if cache.prefetch_from_storage("more", tokens):
-            cache.evict(10**6, 10**6)
-            until(lambda: cache.poll() or cache.check_prefetch("more"))
-
-    def store(self, tokens):
-        """Let two requests use this sequence and half of it, so that every policy writes both, with their checkpoints."""
-        for end in (len(tokens) // 2, len(tokens)):
-            for _ in range(2):
-                self.world.visit(tokens[:end])
-        self.world.settle()
-
-    def fetch(self, tokens):
-        """A prefetch that is waited for; the prefix is not shorter then, and as long as it can be."""
-        cache = self.world.cache
-        before = cache.match(tokens).length
-        best = self.world.best_fetch(tokens)
-        if cache.prefetch_from_storage("fetch", tokens):
-            until(lambda: cache.poll() or cache.check_prefetch("fetch"))
-        assert cache.match(tokens).length >= before
-        if not before and not self.waiting and not self.loses:
-            assert cache.match(tokens).length == best
 
     @rule(tokens=sequences())
     def prefetch(self, tokens):
@@ -214,11 +255,6 @@ class Programs(RuleBasedStateMachine):
     @rule(refuse=st.booleans())
     def storage_falters(self, refuse):
         self.world.controller.refuse_backups = refuse
-
-    @rule(share=st.sampled_from([0.1, 0.5, 1.0]), while_read=st.booleans())
-    def storage_loses_pages(self, share, while_read):
-        self.loses = self.loses or while_read
-        self.world.controller.lose(share, while_read=while_read)
 
     @rule(same=st.booleans())
     def detach_and_attach(self, same):
@@ -247,38 +283,6 @@ class Programs(RuleBasedStateMachine):
         assert not usage.host_states
         assert self.world.cache.idle()
 
-    @invariant()
-    def all_is_well(self):
-        if hasattr(self, "world"):
-            self.world.check()
-            self.world.check_order()
-
-    def teardown(self):
-        """When all is released and evicted, every slot is free."""
-        if not hasattr(self, "world"):
-            return
-        world = self.world
-        for lock in self.locks:
-            world.cache.unlock(lock)
-        for request in list(world.running):
-            world.running.remove(request)
-            world.drop(request)
-        world.cache.end_prefetches()
-        world.settle()
-        assert world.cache.idle()
-        world.cache.evict(10**6, 10**6)
-        world.settle()
-        world.cache.evict_host(10**6, 10**6)
-        world.take_host(0, 0)
-        assert not list(world.tree)
-        world.check()
-        assert world.kv_slots.available_size() == world.kv_slots.size
-        if world.grid is not None:
-            assert world.state_slots.available_size() == world.state_slots.size
-        # Copies that a reset has forgotten keep their host slots until they are over.
-        until(lambda: world.cache.poll() or world.host_is_free())
-        world.controller.close()
-
 
 class StatelessPrograms(Programs):
     """The same for a model that can go on after every page."""
@@ -286,8 +290,8 @@ class StatelessPrograms(Programs):
     grid = None
 
 
-class RealPrograms(Programs):
-    """The same on the real controller, with copies on simulated streams and a storage in a dict."""
+class OnRealController:
+    """Runs programs on the real controller, with copies on simulated streams and a storage in a dict."""
 
     controller = RealController
 
@@ -303,6 +307,14 @@ class RealPrograms(Programs):
             self.at_once.stop()
 
 
+class RealFetches(OnRealController, Fetches):
+    """The few rules, on the real controller."""
+
+
+class RealPrograms(OnRealController, Programs):
+    """All of them."""
+
+
 class RealStatelessPrograms(RealPrograms):
     """MLA with an indexer, on the real controller."""
 
@@ -311,5 +323,6 @@ class RealStatelessPrograms(RealPrograms):
 
 TestPrograms = machine(Programs, 40)
 TestStatelessPrograms = machine(StatelessPrograms, 25)
+TestRealFetches = machine(RealFetches, 10)
 TestRealPrograms = machine(RealPrograms, 20)
 TestRealStatelessPrograms = machine(RealStatelessPrograms, 10)
