@@ -171,7 +171,7 @@ class DeviceCopies:
                 )
             queued = [load.device.side[name] for load in self._loads if name in load.device.side]
             taken = torch.cat([*queued, slots])
-            if taken.unique().numel() != taken.numel():
+            if bool((taken.sort().values.diff() == 0).any()):
                 raise InvalidTransferError(f"into: {name!r} has a slot that another load of this step goes to: {slots.tolist()}")
 
     def _start(self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]) -> DoneT:
