@@ -347,6 +347,25 @@ def test_what_fits_is_cut_to_a_checkpoint(make_world):
     world.cache.unlock(lock)
 
 
+def test_without_states_what_fits_is_cut_to_a_page(make_world):
+    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request computes from there."""
+    world = make_world(host_kv=18, grid=None)
+    served(world, LONG)
+    forget(world)
+    keeper = tuple(range(80, 88))
+    served(world, keeper)
+    world.cache.evict(100)
+    lock = world.cache.lock(world.cache.match(keeper))
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 10
+    world.cache.unlock(lock)
+    request = world.start(LONG)
+    assert world.cache.match(LONG, device_only=True).length == 16
+    world.drop(request)
+    world.running.clear()
+
+
 def test_eviction_is_tried_before_anything_is_cut(make_world):
     world = make_world(host_kv=18, grid=4)
     served(world, LONG, 4)
