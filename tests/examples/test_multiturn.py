@@ -88,7 +88,7 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
 def test_the_command_writes_what_it_found(tmp_path):
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024, checkpoints every 256."""
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "multiturn.py", "--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg", "--sweep", "16"],
+        [sys.executable, EXAMPLES / "multiturn.py", "--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg", "--sweep", "32"],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +97,7 @@ def test_the_command_writes_what_it_found(tmp_path):
     assert Fraction(sum(report["cached_tokens"]), sum(report["prompt_tokens"])) == OVERALL
     assert report["overall"] == float(OVERALL)
     assert report["device_only"]["overall"] < report["overall"]
-    assert [point["state_slots"] for point in report["sweep"]] == [8, 16]
+    assert [point["state_slots"] for point in report["sweep"]] == [8, 32]
     assert {point["with_storage"] for point in report["sweep"]} == {float(OVERALL)}
     lines = ElementTree.parse(tmp_path / "r.svg").findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4

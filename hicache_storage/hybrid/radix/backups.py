@@ -11,6 +11,8 @@ from hicache_storage.hybrid.radix.nodes import Kind
 from hicache_storage.hybrid.radix.residency import NO_SLOTS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicache_storage.hybrid.indices import BackupResult, HybridIndices
     from hicache_storage.hybrid.radix.nodes import Node
     from hicache_storage.hybrid.radix.residency import Residency
@@ -46,11 +48,15 @@ class Backups:
         return len(self._writes) + len(self._stores)
 
     def back_up(self, node: Node) -> bool:
-        """Copy the path to `node` to the host as far as it is not there; False if there is no room for all of it.
+        """Copy a node and the KV before it to the host as far as they are not there; False if there is no room for all of it.
 
-        What is there goes to the storage, unless that has it.
+        Then states on the way that were never copied follow, as far as there is room. What is there goes to the storage,
+        unless that has it.
         """
-        written = all(self._write(each) for each in reversed(list(node.upward())))
+        above = list(node.upward())[1:]
+        written = all(self._write(each, Kind.KV) for each in reversed(above)) and self._write(node, *Kind)
+        if written:
+            self._write_states(above)
         self._store_path(node)
         return written
 
@@ -71,10 +77,16 @@ class Backups:
         self._writes.clear()
         self._stores.clear()
 
-    def _write(self, node: Node) -> bool:
-        """Copy to the host what only the device has of a node; False if there is no room."""
+    def _write_states(self, nodes: Iterable[Node]) -> None:
+        """Copy states that nobody asks for now, until there is no room: none that has been on the host or in the storage."""
+        for node in nodes:
+            if not node.state_saved and Kind.STATE not in node.stored and not self._write(node, Kind.STATE):
+                return
+
+    def _write(self, node: Node, *wanted: Kind) -> bool:
+        """Copy to the host what only the device has of a node, as far as it is wanted; False if there is no room."""
         host = self._residency.host
-        kinds = frozenset(kind for kind in Kind if self._residency.device[kind].holds(node) and not host[kind].holds(node))
+        kinds = frozenset(kind for kind in wanted if self._residency.device[kind].holds(node) and not host[kind].holds(node))
         if not kinds:
             return True
         ticket = next(self._write_ids)
@@ -86,6 +98,7 @@ class Backups:
             host[Kind.KV].add(node, taken.anchor)
         for slot in self._residency.state_slots(taken).values():
             host[Kind.STATE].add(node, slot)
+            node.state_saved = True
         node.writing += 1
         self._writes[ticket] = self._locked(_Copy(node, node.start, kinds))
         return True

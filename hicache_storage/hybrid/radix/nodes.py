@@ -60,6 +60,8 @@ class Node:
     """The page hashes, once they have been asked for; a root's is the seed of its namespace, if that has one."""
     writing: int = 0
     """Copies to the host that have not been acknowledged."""
+    state_saved: bool = False
+    """Whether its state was ever copied to the host."""
     stored: set[Kind] = field(default_factory=set[Kind])
     """What the storage was given, or gave."""
 

@@ -308,6 +308,41 @@ def test_a_state_that_comes_later_is_written_later(world):
     assert world.cache.match(LONG).host_length == 8
 
 
+def host_states(world):
+    return sorted(node.end for node in world.residency.host[Kind.STATE])
+
+
+def test_old_states_do_not_take_the_host_from_a_new_one(make_world):
+    """The KV of a long conversation has left the host: it is copied again for what follows, the states on the way are not."""
+    world = make_world(host_states=2, device_kv=64, device_states=8)
+    for end in (5, 9, 13, 17):
+        served(world, LONG[:end])
+    world.cache.evict_host(100, 100)
+    request = world.start((*LONG[:16], *range(90, 95)))
+    assert host_states(world) == [16, 20], "the state that was hit, and the new one"
+    assert world.cache.usage().host_tokens == 20
+    assert not world.cache.usage().declined_writes
+    world.drop(request)
+    world.running.clear()
+    world.settle()
+    world.cache.evict(100, 100)
+    world.cache.evict_host(100, 100)
+    fetch(world, (*LONG[:16], *range(90, 94)))
+    assert world.cache.match((*LONG[:16], *range(90, 94))).host_length == 20
+
+
+def test_states_that_come_together_are_copied_from_the_last_one_on(make_world):
+    world = make_world(host_states=2, device_kv=64, device_states=8)
+    rows, slots = world.cache.alloc_kv(16), world.cache.alloc_state(4)
+    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(16)])
+    ends = range(4, 17, 4)
+    world.device[MAMBA][slots] = torch.tensor([value("state", LONG[:end]) for end in ends])
+    world.inserted = {LONG[:end]: {"kv", "state"} for end in range(2, 17, 2)}
+    world.cache.insert(LONG[:16], rows, dict(zip(ends, slots.tolist(), strict=True)))
+    assert host_states(world) == [12, 16]
+    world.settle()
+
+
 def fetch(world, tokens):
     assert world.cache.prefetch_from_storage("r", tokens)
     until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
