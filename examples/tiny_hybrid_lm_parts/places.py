@@ -1,0 +1,47 @@
+"""The stores that the example uses: of any installed driver, thrown away at the end unless options say where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from hicache_storage.hybrid import StorageConfig
+from hicache_storage.plugins import create_storage, registry
+from hicache_storage.spec import Durability, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TMP = "{tmp}"
+PORT = "{port:"
+LASTING = (Durability.PROCESS, Durability.MACHINE)
+
+
+def store(driver: str, given: Mapping[str, str], folder: Path, model: str) -> StorageConfig:
+    """A store of a driver in an empty directory.
+
+    The options are those that the driver registers for a throwaway store, except addresses of servers, which have to be given
+    where the driver needs one; `hf3fs` without is its local client.
+    """
+    trial = registry().get(driver).trial_config.items()
+    options: dict[str, object] = {name: text.replace(TMP, str(folder)) for name, text in trial if PORT not in text}
+    return StorageConfig(driver=driver, model=model, options=options | dict(given))
+
+
+def lasts(storage: StorageConfig) -> bool:
+    """Whether a second process finds what a first one stored."""
+    identity = StorageIdentity(model="any", kv_dtype="any", page_size=1, layout="any")
+    return create_storage(storage.driver, identity, storage.options).capabilities.durability in LASTING
+
+
+def flip_a_bit(path: Path, seed: int) -> Path:
+    """Damage one stored page of the file driver: the first in the file of pages that was written first; returns the file."""
+    bundles = sorted(path.rglob("*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
+    with bundles[0].open("r+b") as bundle:
+        at = Random(seed).randrange(64)
+        bundle.seek(at)
+        byte = bundle.read(1)[0]
+        bundle.seek(at)
+        bundle.write(bytes([byte ^ 0x40]))
+    return bundles[0]
