@@ -37,6 +37,7 @@ from hicache_storage.hybrid import (
     build_dsa_hybrid_stack,
     build_mamba_hybrid_stack,
 )
+
 MODELS = {"mamba": mamba_model, "dsa": sparse_model}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -68,15 +69,18 @@ def run(options: Options, storage: StorageConfig, conversation: Conversation) ->
     sizes = _sizes(options, storage, last)
     model = MODELS[options.model](sizes)
     with (
-        build_mamba_hybrid_stack(model.config) if isinstance(model.config, MambaStackConfig) else build_dsa_hybrid_stack(model.config)
+        build_mamba_hybrid_stack(model.config)
+        if isinstance(model.config, MambaStackConfig)
+        else build_dsa_hybrid_stack(model.config)
     ) as stack:
         server = Server(model, stack, running=talk.running)
+        play_round(talk, conversation, server, model)
         while conversation.rounds < last:
+            squeeze(server)
             if options.corrupt and conversation.rounds == last - 1:
                 empty(server)
                 print(f"flipped a bit in {places.flip_a_bit(Path(str(storage.options['path'])), talk.seed).name}")
             play_round(talk, conversation, server, model)
-            squeeze(server)
 
 
 def _sizes(options: Options, storage: StorageConfig, rounds: int) -> Sizes:

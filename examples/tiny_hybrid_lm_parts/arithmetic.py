@@ -18,9 +18,7 @@ class Arithmetic(Protocol):
         """(..., in) times (out, in): (..., out)."""
         ...
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """The values that queries look at, weighted.
 
         Args:
@@ -48,9 +46,7 @@ class OrderedArithmetic:
     def project(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return total(rows.unsqueeze(-2) * weight)
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         scores = total(queries.unsqueeze(2) * keys.transpose(0, 1)) * queries.shape[-1] ** -0.5
         scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         weights = _falling(scores - scores.amax(-1, keepdim=True))
@@ -66,9 +62,7 @@ class NativeArithmetic:
     def project(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rows @ weight.T
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("thd,lhd->thl", queries, keys) * queries.shape[-1] ** -0.5
         weights = scores.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
         return torch.einsum("thl,lhd->thd", weights, values)
@@ -105,8 +99,9 @@ def _falling(values: torch.Tensor) -> torch.Tensor:
 
 
 def _over_tokens(products: torch.Tensor) -> torch.Tensor:
-    """The sum over the last axis but one, which is whole pages of tokens."""
-    pages = total(products.unflatten(-2, (-1, PAGE)).transpose(-1, -2))
+    """(tokens, heads, length, dim), whole pages of keys long, to (tokens, heads, dim)."""
+    heads, length, dim = products.shape[1:]
+    pages = total(products.view(-1, heads, length // PAGE, PAGE, dim).transpose(-1, -2))
     result = torch.zeros_like(pages[..., 0, :])
     for page in pages.unbind(-2):
         result = result + page

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
+
 from tiny_hybrid_lm_parts.model import VOCABULARY
 from tiny_hybrid_lm_parts.requests import Request, Restored, Tier
 

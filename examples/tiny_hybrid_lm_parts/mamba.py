@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from tiny_hybrid_lm_parts.arithmetic import gated, positive, total
-from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
 
 from hicache_storage import PoolName
 from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, MambaStackConfig
+from tiny_hybrid_lm_parts.arithmetic import gated, positive, total
+from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hicache_storage.pools import DevicePoolBase, MambaDevicePool, MHADevicePool
     from tiny_hybrid_lm_parts.model import Placed
     from tiny_hybrid_lm_parts.sizes import Sizes
-
-    from hicache_storage.pools import DevicePoolBase, MambaDevicePool, MHADevicePool
 
 KV_HEADS = 2
 HEAD_DIM = 8
@@ -66,10 +65,8 @@ class AttentionLayer(Layer):
         pool = cast("MHADevicePool", pools[PoolName.KV])
         keys, values = pool.k_buffer[self._own], pool.v_buffer[self._own]
         project = self._arithmetic.project
-        queries = project(rows, self._queries).unflatten(1, (HEADS, HEAD_DIM))
-        new_keys, new_values = (
-            project(rows, weight).unflatten(1, (KV_HEADS, HEAD_DIM)) for weight in (self._keys, self._values)
-        )
+        queries = project(rows, self._queries).view(-1, HEADS, HEAD_DIM)
+        new_keys, new_values = (project(rows, weight).view(-1, KV_HEADS, HEAD_DIM) for weight in (self._keys, self._values))
         seen: list[torch.Tensor] = []
         for segment in segments:
             keys[segment.new], values[segment.new] = new_keys[segment.at], new_values[segment.at]

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from tiny_hybrid_lm_parts.arithmetic import NativeArithmetic, OrderedArithmetic, normalized
 
 from hicache_storage import PoolName
+from tiny_hybrid_lm_parts.arithmetic import NativeArithmetic, OrderedArithmetic, normalized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tiny_hybrid_lm_parts.arithmetic import Arithmetic
-
     from hicache_storage.hybrid import DSAStackConfig, MambaStackConfig
     from hicache_storage.pools import DevicePoolBase
+    from tiny_hybrid_lm_parts.arithmetic import Arithmetic
 
 VOCABULARY = 128
 WIDTH = 32
@@ -75,7 +74,7 @@ class Weights:
     def draw(self, *shape: int) -> torch.Tensor:
         """A weight whose products with a normalized row are about 1."""
         drawn = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
-        return drawn.to(self.dtype).to(self.device)
+        return drawn.to(device=self.device, dtype=self.dtype)
 
 
 class Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from hicache_storage.spec import Durability, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 TMP = "{tmp}"
 PORT = "{port:"
@@ -36,8 +36,8 @@ def lasts(storage: StorageConfig) -> bool:
 
 
 def flip_a_bit(path: Path, seed: int) -> Path:
-    """Damage one stored page of the file driver: the first in the file of pages that was written first; returns the file."""
-    bundles = sorted(path.rglob("*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
+    """Damage one page of KV that the file driver keeps: the first in the file that was written first; returns the file."""
+    bundles = sorted(path.glob("kv-*/bundles/*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
     with bundles[0].open("r+b") as bundle:
         at = Random(seed).randrange(64)
         bundle.seek(at)

@@ -7,19 +7,18 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from tiny_hybrid_lm_parts.model import Segment
-from tiny_hybrid_lm_parts.requests import Restored
 
 from hicache_storage.hybrid import MambaHybridStack
+from tiny_hybrid_lm_parts.model import Segment
+from tiny_hybrid_lm_parts.requests import Restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tiny_hybrid_lm_parts.model import Model
-    from tiny_hybrid_lm_parts.requests import Request
-
     from hicache_storage.hybrid import DSAHybridStack
     from hicache_storage.hybrid.radix import InsertResult, MatchResult
+    from tiny_hybrid_lm_parts.model import Model
+    from tiny_hybrid_lm_parts.requests import Request
 
     Stack = MambaHybridStack | DSAHybridStack
 

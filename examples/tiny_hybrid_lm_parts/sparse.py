@@ -6,19 +6,18 @@ import math
 from typing import TYPE_CHECKING, cast
 
 import torch
-from tiny_hybrid_lm_parts.arithmetic import total
-from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
 
 from hicache_storage import PoolName
 from hicache_storage.hybrid import DSAStackConfig, IndexerGeometry, MLAGeometry
+from tiny_hybrid_lm_parts.arithmetic import total
+from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hicache_storage.pools import DevicePoolBase, IndexerDevicePool, MLADevicePool
     from tiny_hybrid_lm_parts.model import Placed
     from tiny_hybrid_lm_parts.sizes import Sizes
-
-    from hicache_storage.pools import DevicePoolBase, IndexerDevicePool, MLADevicePool
 
 LATENT = 16
 ROPE = 16
@@ -58,7 +57,7 @@ class SparseLayer(Layer):
         index = IndexKeys(cast("IndexerDevicePool", pools[PoolName.INDEXER]), self._own)
         project = self._arithmetic.project
         places = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
-        queries = _turned(project(rows, self._queries).unflatten(1, (HEADS, -1)), places)
+        queries = _turned(project(rows, self._queries).view(-1, HEADS, LATENT + ROPE), places)
         new = _turned(project(rows, self._latents).unsqueeze(1), places)
         index_queries, index_keys = project(rows, self._index_queries), project(rows, self._index_keys)
         seen: list[torch.Tensor] = []
@@ -77,7 +76,7 @@ class IndexKeys:
     def __init__(self, pool: IndexerDevicePool, own: int) -> None:
         self._page_size = pool.page_size
         pages, keys_end = pool.index_buffer[own], pool.page_size * INDEX_DIM
-        self._keys = pages[:, :keys_end].unflatten(1, (pool.page_size, INDEX_DIM))
+        self._keys = pages[:, :keys_end].view(-1, pool.page_size, INDEX_DIM)
         self._scales = pages[:, keys_end:].view(torch.float32)
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
@@ -108,5 +107,5 @@ def _turned(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         torch.tensor([[turn(angle) for angle in row] for row in angles], dtype=rows.dtype, device=rows.device).unsqueeze(1)
         for turn in (math.cos, math.sin)
     )
-    plain, left, right = rows.split([LATENT, half, half], dim=-1)
+    plain, left, right = rows[..., :LATENT], rows[..., LATENT : LATENT + half], rows[..., LATENT + half :]
     return torch.cat([plain, left * cosines - right * sines, left * sines + right * cosines], dim=-1)
