@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 from typing import TYPE_CHECKING
 
 from hicache_storage.hybrid import StorageConfig
 from hicache_storage.plugins import create_storage, registry
-from hicache_storage.spec import Durability, StorageIdentity
+from hicache_storage.spec import Durability, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,8 @@ def lasts(storage: StorageConfig) -> bool:
 
 def flip_a_bit(path: Path, seed: int) -> Path:
     """Damage one page of KV that the file driver keeps: the first in the file that was written first; returns the file."""
-    bundles = sorted(path.glob("kv-*/bundles/*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
+    (kv,) = (about.parent for about in path.rglob("namespace.json") if json.loads(about.read_text())["pool"] == PoolName.KV)
+    bundles = sorted(kv.rglob("*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
     with bundles[0].open("r+b") as bundle:
         at = Random(seed).randrange(64)
         bundle.seek(at)
