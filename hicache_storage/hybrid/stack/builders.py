@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 from hicache_storage.hybrid.agreement import GroupAgreement, SingleRank
+from hicache_storage.hybrid.attachment import close_quietly
 from hicache_storage.hybrid.controller import HybridCacheController
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.stack.parts import make_parts
 from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack
 from hicache_storage.hybrid.stack.storage import agreed
+from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.spec import ConfigError, PoolName
 from hicache_storage.transfer import CudaDevice, CudaStream, StreamSimulator
 
@@ -72,7 +74,7 @@ def _build(
 ) -> StackT:
     with ExitStack() as closing, ExitStack() as failing:
         if storage is not None:
-            failing.callback(storage.close)
+            failing.callback(close_quietly, storage, config.stop_seconds, StatsCounter())
         _check(config, storage, agreement, streams)
         agreement = agreement or _agreement(config, closing)
         parts = agreed(agreement, "pools", lambda: _parts(config, streams, closing))

@@ -187,7 +187,7 @@ class MambaStackConfig(StackConfig):
         return checkpoint_grid(self.page_size, self.mamba.state_chunk, self.checkpoint_interval)
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
-        if pool is not PoolName.MAMBA:
+        if pool != PoolName.MAMBA:
             return super().slots_of(pool)
         return self.device_states, _slots("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
 
