@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LATENT = 16
 ROPE = 16
 INDEX_DIM = 16
-SELECTED = 48
+SELECTED = 24
 """Tokens that a query attends to."""
 LAYERS = (0, 1, 2)
 
