@@ -19,6 +19,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SEED = 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in the command: the tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def example():
     """The example's modules, by name."""
