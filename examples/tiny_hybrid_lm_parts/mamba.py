@@ -8,8 +8,8 @@ import torch
 
 from hicache_storage import PoolName
 from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, MambaStackConfig
-from tiny_hybrid_lm_parts.arithmetic import gated, positive, total
-from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
+from tiny_hybrid_lm_parts.arithmetic import NativeArithmetic, OrderedArithmetic, gated, positive, total
+from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, causal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +30,9 @@ MAMBA_LAYERS = (0, 2, 4)
 
 
 def mamba_model(sizes: Sizes) -> Model:
-    """Five layers: state spaces, with attention between them."""
-    weights = Weights(sizes.seed, sizes.dtype, sizes.device)
+    """Five layers: state spaces, with attention between them. In float32 its arithmetic is ordered, otherwise torch's own."""
+    arithmetic = OrderedArithmetic() if sizes.dtype == torch.float32 else NativeArithmetic()
+    weights = Weights(sizes.seed, sizes.dtype, sizes.device, arithmetic)
     made: dict[int, Layer] = {layer: AttentionLayer(weights, own) for own, layer in enumerate(ATTENTION_LAYERS)}
     made |= {layer: MambaLayer(weights, own) for own, layer in enumerate(MAMBA_LAYERS)}
     config = MambaStackConfig(
@@ -56,7 +57,7 @@ class AttentionLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, arithmetic_for(weights.dtype)
+        self._own, self._arithmetic = own, weights.arithmetic
         self._queries = weights.draw(HEADS * HEAD_DIM, WIDTH)
         self._keys, self._values = weights.draw(KV_HEADS * HEAD_DIM, WIDTH), weights.draw(KV_HEADS * HEAD_DIM, WIDTH)
         self._out = weights.draw(WIDTH, HEADS * HEAD_DIM)
@@ -85,7 +86,7 @@ class MambaLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, arithmetic_for(weights.dtype)
+        self._own, self._arithmetic = own, weights.arithmetic
         self._inputs, self._gates = weights.draw(CHANNELS, WIDTH), weights.draw(CHANNELS, WIDTH)
         self._taps = weights.draw(CHANNELS, WINDOW)
         self._steps = weights.draw(CHANNELS, CHANNELS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import PoolName
-from tiny_hybrid_lm_parts.arithmetic import NativeArithmetic, OrderedArithmetic, normalized
+from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, normalized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -65,11 +65,11 @@ class Layer(ABC):
 
 
 class Weights:
-    """Random weights, the same for the same seed."""
+    """Random weights, the same for the same seed, and the arithmetic that layers use with them."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: str, arithmetic: Arithmetic) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.arithmetic = dtype, device, arithmetic
 
     def draw(self, *shape: int) -> torch.Tensor:
         """A weight whose products with a normalized row are about 1."""
@@ -87,7 +87,7 @@ class Model:
 
     def __init__(self, weights: Weights, layers: Sequence[Layer], config: MambaStackConfig | DSAStackConfig) -> None:
         self.config, self._layers, self._device = config, layers, weights.device
-        self._arithmetic = arithmetic_for(weights.dtype)
+        self._arithmetic = weights.arithmetic
         self._embedding, self._readout = weights.draw(VOCABULARY, WIDTH), weights.draw(VOCABULARY, WIDTH)
 
     @property
@@ -135,11 +135,6 @@ class Model:
             placed.append(Placed(slice(at, end), segment.start, segment.end, rows[segment.start :], rows, segment.slot))
             at = end
         return placed
-
-
-def arithmetic_for(dtype: torch.dtype) -> Arithmetic:
-    """Ordered in float32, torch's own kernels in anything shorter."""
-    return OrderedArithmetic() if dtype == torch.float32 else NativeArithmetic()
 
 
 def causal(segment: Placed) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from hicache_storage import PoolName
 from hicache_storage.hybrid import DSAStackConfig, IndexerGeometry, MLAGeometry
-from tiny_hybrid_lm_parts.arithmetic import total
-from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, arithmetic_for, causal
+from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, total
+from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, causal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ LAYERS = (0, 1, 2)
 
 
 def sparse_model(sizes: Sizes) -> Model:
-    """Three layers of sparse attention."""
-    weights = Weights(sizes.seed, sizes.dtype, sizes.device)
+    """Three layers of sparse attention. Its arithmetic is always ordered: which tokens are selected knows no tolerance."""
+    weights = Weights(sizes.seed, sizes.dtype, sizes.device, OrderedArithmetic())
     config = DSAStackConfig(
         attention=MLAGeometry(layers=LAYERS, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, dtype=sizes.dtype),
         indexer=IndexerGeometry(layers=LAYERS, index_head_dim=INDEX_DIM, quant_block_size=INDEX_DIM),
@@ -46,7 +46,7 @@ class SparseLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, arithmetic_for(weights.dtype)
+        self._own, self._arithmetic = own, weights.arithmetic
         self._queries = weights.draw(HEADS * (LATENT + ROPE), WIDTH)
         self._latents = weights.draw(LATENT + ROPE, WIDTH)
         self._index_queries, self._index_keys = weights.draw(INDEX_DIM, WIDTH), weights.draw(INDEX_DIM, WIDTH)
