@@ -7,7 +7,7 @@ prefixes come from the device (L1), the host (L2) and the storage (L3). After ea
 of a full recomputation in other memory: bit by bit; in bfloat16, where `mamba` uses torch's own kernels, within 3 % of the
 largest logit.
 
-    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE] [--restart] [--corrupt]
+    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE] [--serve] [--restart] [--corrupt]
 
 `--restart` goes on in a second process over the same store, `--corrupt` damages one stored page of the file driver before the
 last round: hits become fewer, and logits stay.
@@ -20,8 +20,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tiny_hybrid_lm_parts import places
@@ -38,6 +40,9 @@ from hicache_storage.hybrid import (
     build_dsa_hybrid_stack,
     build_mamba_hybrid_stack,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MODELS = {"mamba": mamba_model, "dsa": sparse_model}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,6 +61,7 @@ class Options:
     talk: Talk = field(default_factory=Talk)
     restart: bool = False
     corrupt: bool = False
+    serve: bool = False
     resume: Path | None = None
     """What a first process has left: its sessions."""
 
@@ -145,21 +151,30 @@ def main() -> int:
     options = _options()
     # Of small tensors, more threads only make it slower.
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-") as temporary:
-        folder = Path(temporary)
-        storage = places.store(options.storage, options.given, folder, f"examples/tiny-hybrid-lm/{options.model}/{options.dtype}")
+    with ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-")))
+        ports: Mapping[str, int] = {}
+        if options.serve:
+            ports = closing.enter_context(places.servers(options.storage, folder))
+        model = f"examples/tiny-hybrid-lm/{options.model}"
+        storage = places.store(options.storage, options.given, folder, model, ports)
         if options.restart and not places.lasts(storage):
             raise SystemExit(f"--restart needs a store that outlives its process; {options.storage} with these options does not")
-        conversation = Conversation([[] for _ in range(options.talk.clients)])
-        if options.resume:
-            left = json.loads(options.resume.read_text())
-            conversation = Conversation(left["sessions"], left["rounds"])
-        run(options, storage, conversation)
-        report(options, conversation, "in a second process" if options.resume else "turns")
-        check_tiers(conversation, [Tier.L3] if options.resume else [Tier.L1, Tier.L2, Tier.L3])
-        if options.corrupt:
-            check_loss(conversation)
-        return restart(options, storage, conversation, folder) if options.restart else 0
+        return play(options, storage, folder)
+
+
+def play(options: Options, storage: StorageConfig, folder: Path) -> int:
+    """The conversation with all its checks; the exit status."""
+    conversation = Conversation([[] for _ in range(options.talk.clients)])
+    if options.resume:
+        left = json.loads(options.resume.read_text())
+        conversation = Conversation(left["sessions"], left["rounds"])
+    run(options, storage, conversation)
+    report(options, conversation, "in a second process" if options.resume else "turns")
+    check_tiers(conversation, [Tier.L3] if options.resume else [Tier.L1, Tier.L2, Tier.L3])
+    if options.corrupt:
+        check_loss(conversation)
+    return restart(options, storage, conversation, folder) if options.restart else 0
 
 
 def _options() -> Options:
@@ -173,6 +188,7 @@ def _options() -> Options:
         parser.add_argument(f"--{name}", type=int, default=getattr(Talk, name), help=f"default {getattr(Talk, name)}")
     parser.add_argument("--restart", action="store_true", help="go on in a second process over the same store")
     parser.add_argument("--corrupt", action="store_true", help="damage a stored page before the last round; file driver only")
+    parser.add_argument("--serve", action="store_true", help="start the servers that the driver registers for a throwaway store")
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args()
     if found.corrupt and found.storage != "file":
@@ -184,7 +200,7 @@ def _options() -> Options:
         model=found.model, storage=found.storage, given=given, device=found.device,
         dtype=found.dtype or ("float32" if found.device == "cpu" else "bfloat16"),
         talk=Talk(clients=found.clients, rounds=found.rounds, running=found.running, seed=found.seed),
-        restart=found.restart, corrupt=found.corrupt, resume=found.resume,
+        restart=found.restart, corrupt=found.corrupt, serve=found.serve, resume=found.resume,
     )  # fmt: skip
 
 

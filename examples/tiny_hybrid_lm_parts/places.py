@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -11,29 +12,51 @@ from hicache_storage.plugins import create_storage, registry
 from hicache_storage.spec import Durability, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
     from pathlib import Path
 
 TMP = "{tmp}"
 PORT = "{port:"
-LASTING = (Durability.PROCESS, Durability.MACHINE)
 
 
-def store(driver: str, given: Mapping[str, str], folder: Path, model: str) -> StorageConfig:
+@contextmanager
+def servers(driver: str, folder: Path) -> Generator[Mapping[str, int]]:
+    """Run the servers that a driver registers for a throwaway store; their ports by name. Needs the conformance suite."""
+    from hicache_conformance.grounds.services import Services
+
+    services = Services(registry().get(driver).trial_services, folder)
+    try:
+        services.start()
+        yield services.ports
+    finally:
+        services.close()
+
+
+def store(driver: str, given: Mapping[str, str], folder: Path, model: str, ports: Mapping[str, int]) -> StorageConfig:
     """A store of a driver in an empty directory.
 
-    The options are those that the driver registers for a throwaway store, except addresses of servers, which have to be given
-    where the driver needs one; `hf3fs` without is its local client.
+    The options are those that the driver registers for a throwaway store, except addresses of servers that do not run;
+    `hf3fs` without is its local client.
+
+    Args:
+        given: options that take precedence.
+        ports: of servers that run, by name.
     """
-    trial = registry().get(driver).trial_config.items()
-    options: dict[str, object] = {name: text.replace(TMP, str(folder)) for name, text in trial if PORT not in text}
+    options: dict[str, object] = {}
+    for name, text in registry().get(driver).trial_config.items():
+        filled = text.replace(TMP, str(folder))
+        for port, number in ports.items():
+            filled = filled.replace(f"{PORT}{port}}}", str(number))
+        if PORT not in filled:
+            options[name] = filled
     return StorageConfig(driver=driver, model=model, options=options | dict(given))
 
 
 def lasts(storage: StorageConfig) -> bool:
-    """Whether a second process finds what a first one stored."""
+    """Whether a second process finds what a first one stored, while the servers run."""
     identity = StorageIdentity(model="any", kv_dtype="any", page_size=1, layout="any")
-    return create_storage(storage.driver, identity, storage.options).capabilities.durability in LASTING
+    made = create_storage(storage.driver, identity, storage.options)
+    return made.capabilities.durability is not Durability.NONE
 
 
 def flip_a_bit(path: Path, seed: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,7 @@ def played(example, tmp_path, **fields):
     """A small conversation over a new store, with everything that the command checks; how it went."""
     talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
     options = example.main.Options(talk=talk, **fields)
-    storage = example.places.store(options.storage, options.given, tmp_path, "tests")
+    storage = example.places.store(options.storage, options.given, tmp_path, "tests", {})
     conversation = example.chat.Conversation([[] for _ in range(talk.clients)])
     example.main.run(options, storage, conversation)
     example.main.report(options, conversation, "test")
@@ -219,6 +220,14 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     restored, restorable = int(rows["all"][1]), int(rows["all"][4])
     assert restored == restorable > 0
     assert "  L1" in first
+
+
+def test_a_server_keeps_the_pages_for_a_second_process():
+    """With `--serve`, hf3fs has its metadata server."""
+    done = command("--storage", "hf3fs", "--serve", "--restart", "--clients", "3", "--rounds", "3", "--running", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.split("in a second process")[1]
+    assert re.search(r"L3 +3 +[1-9][0-9]* +3\n", last)
 
 
 def test_the_command_says_what_it_cannot_do():

@@ -146,6 +146,18 @@ def test_close_ends_the_threads_and_the_storage_once(config):
     assert storage.asked.count("disconnect") == 1
 
 
+def test_close_waits_for_copies_that_run(config):
+    """The copy is held until its time is over, and close does not come back before that."""
+    with StreamSimulator(pause_seconds=0) as simulator:
+        stack = build(config(), streams=(simulator, simulator.stream("compute")))
+        hold = simulator.hold(stack.host_pools[PoolName.KV].buffers, 0.2)
+        Session(stack).insert()
+        stack.cache.poll()
+        assert not hold.expired
+        stack.close()
+        assert hold.expired
+
+
 def test_drain_gives_up_when_its_time_is_over(config):
     settings, hangs = config(), threading.Event()
     storage = in_dict(settings)
