@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hicache_storage.hybrid import ParallelConfig, StorageConfig
+from hicache_storage.hybrid import AgreementError, ParallelConfig, StorageConfig
 from hicache_storage.spec import HiCacheError
 from tests.hybrid.stacks import Session, build, mamba_config
 
@@ -34,6 +34,10 @@ def main():
         session.fetch()
         told["restored"] = session.restore()
         assert stack.drain(60)
+    try:
+        stack._agreement.minimum([1])
+    except AgreementError as error:
+        told["closed"] = str(error)
     dist.destroy_process_group()
     told["threads"] = sorted(thread.name for thread in threading.enumerate())
     print(json.dumps(told))

@@ -17,6 +17,7 @@ from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, Storag
 from hicache_storage.transfer import StreamSimulator
 from tests.conftest import DictStorage
 from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
+from tests.hybrid.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {"mamba": mamba_config, "mamba-mla": lambda **changes: mamba_config(attention=LATENT, **changes), "dsa": dsa_config}
@@ -124,6 +125,21 @@ def test_what_is_kept_goes_to_a_storage_that_comes_later(config):
         assert again.keys() == objects.keys()
 
 
+def test_what_a_prefetch_has_brought_outlives_its_storage(config):
+    settings, objects = config(), {}
+    with build(settings, storage=in_dict(settings, objects)) as first:
+        Session(first).insert()
+        assert first.drain(60)
+    with build(settings, storage=in_dict(settings, objects)) as stack:
+        session = Session(stack)
+        assert stack.cache.prefetch_from_storage("session", session.tokens)
+        operation = stack.cache._prefetching._running["session"].operation
+        until(lambda: operation.poll() and operation.done)
+        stack.detach()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert stack.drain(60)
+
+
 def test_a_second_storage_is_refused_and_not_touched(config):
     settings = config()
     with build(settings, storage=in_dict(settings)) as stack:
@@ -150,10 +166,9 @@ def test_close_waits_for_copies_that_run(config):
     """The copy is held until its time is over, and close does not come back before that."""
     with StreamSimulator(pause_seconds=0) as simulator:
         stack = build(config(), streams=(simulator, simulator.stream("compute")))
-        hold = simulator.hold(stack.host_pools[PoolName.KV].buffers, 0.2)
+        hold = simulator.hold(stack.host_pools[PoolName.KV].buffers, 0.5)
         Session(stack).insert()
         stack.cache.poll()
-        assert not hold.expired
         stack.close()
         assert hold.expired
 
@@ -275,4 +290,5 @@ def test_ranks_are_built_together(tmp_path):
     assert found[0]["refused"] == "OtherRankError"
     assert found[1]["refused"] == "DriverNotFoundError"
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
+    assert [one["closed"] for one in found] == ["an earlier agreement has failed: the agreement is closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2
