@@ -95,12 +95,12 @@ class GroupAgreement:
         """Give up the group that `of` made; one that was given stays. Idempotent."""
         group, self._owned = self._owned, None
         if group is not None:
-            self._broken = self._broken or RuntimeError("the agreement is closed")
+            self._broken = self._broken or RuntimeError("the agreement was closed")
             dist.destroy_process_group(group)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         if self._broken is not None:
-            raise AgreementError(f"an earlier agreement has failed: {self._broken}") from self._broken
+            raise AgreementError(f"the ranks agree no more: {self._broken}") from self._broken
         vector = torch.tensor(values, dtype=torch.int64)
         try:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)

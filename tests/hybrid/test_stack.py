@@ -290,5 +290,5 @@ def test_ranks_are_built_together(tmp_path):
     assert found[0]["refused"] == "OtherRankError"
     assert found[1]["refused"] == "DriverNotFoundError"
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
-    assert [one["closed"] for one in found] == ["an earlier agreement has failed: the agreement is closed"] * 2
+    assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2
