@@ -134,7 +134,7 @@ def test_what_a_prefetch_has_brought_outlives_its_storage(config):
         session = Session(stack)
         assert stack.cache.prefetch_from_storage("session", session.tokens)
         operation = stack.cache._prefetching._running["session"].operation
-        until(lambda: operation.poll() and operation.done)
+        until(lambda: stack.cache.poll() or operation.done)
         stack.detach()
         assert session.restore() == (Session.LENGTH, Session.LENGTH)
         assert stack.drain(60)
@@ -259,14 +259,27 @@ class Pair:
 def test_a_build_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     with pytest.raises(OtherRankError, match="another rank could not make its pools"):
-        build(settings, agreement=Pair([0]))
+        build(settings, agreement=Pair(None, [0]))
+
+
+def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
+    """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
+    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
+    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+        assert settings.slots_of("kv")[1] == 8 * PAGE
+        assert stack.host_pools[PoolName.KV].size == 2 * PAGE
+        assert stack.host_pools[PoolName.MAMBA].size == 6
+    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
+    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+        assert stack.host_pools[PoolName.KV].size == 16 * PAGE
+        assert stack.host_pools[PoolName.MAMBA].size == 3
 
 
 def test_a_storage_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     storage = in_dict(settings)
     with pytest.raises(OtherRankError, match="another rank could not make its storage"):
-        build(settings, storage=storage, agreement=Pair(None, None, [0]))
+        build(settings, storage=storage, agreement=Pair(None, None, None, [0]))
     assert storage._lifecycle.closed
     assert storage.asked == []
 

@@ -20,6 +20,8 @@ from hicache_storage.spec import ConfigError, PoolName
 from hicache_storage.transfer import CudaDevice, CudaStream, StreamSimulator
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicache_storage.hybrid.agreement import Agreement
     from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig
     from hicache_storage.hybrid.stack.parts import Parts
@@ -77,7 +79,8 @@ def _build(
             failing.callback(close_quietly, storage, config.stop_seconds, StatsCounter())
         _check(config, storage, agreement, streams)
         agreement = agreement or _agreement(config, closing)
-        parts = agreed(agreement, "pools", lambda: _parts(config, streams, closing))
+        host_slots = _host_slots(config, agreement)
+        parts = agreed(agreement, "pools", lambda: _parts(config, host_slots, streams, closing))
         stack = kind(config, parts, *_caches(config, parts, agreement, closing), agreement)
         wanted = storage or config.storage
         if wanted is not None:
@@ -109,8 +112,17 @@ def _agreement(config: StackConfig, closing: ExitStack) -> Agreement:
     return agreement
 
 
-def _parts(config: StackConfig, streams: tuple[Device, Stream] | None, closing: ExitStack) -> Parts:
-    parts = make_parts(config, *(streams or _own_streams(config, closing)))
+def _host_slots(config: StackConfig, agreement: Agreement) -> dict[PoolName, int]:
+    """Slots of each host pool; of a size in memory, as many as fit on every rank. A collective."""
+    mine = {name: config.slots_of(name)[1] for name in config.pools}
+    least = dict(zip(mine, agreement.minimum(list(mine.values())), strict=True))
+    return {name: least[name] if config.is_sized_by_memory(name) else count for name, count in mine.items()}
+
+
+def _parts(
+    config: StackConfig, host_slots: Mapping[PoolName, int], streams: tuple[Device, Stream] | None, closing: ExitStack
+) -> Parts:
+    parts = make_parts(config, host_slots, *(streams or _own_streams(config, closing)))
     closing.callback(parts.transfers.synchronize)
     return parts
 

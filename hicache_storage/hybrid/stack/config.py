@@ -123,6 +123,10 @@ class StackConfig:
         on_host = _slots("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
         return self.device_tokens, on_host, self.page_size
 
+    def is_sized_by_memory(self, pool: PoolName) -> bool:
+        """Whether the size of a host pool was given as memory, so that its slots depend on this rank's layers."""
+        return isinstance(self.host_tokens, str)
+
     def layout_of(self, pool: PoolName) -> str:
         """A pool's layout on the host."""
         return self.layout if self.layout in self.pools[pool].layouts else FALLBACK_LAYOUT
@@ -190,6 +194,9 @@ class MambaStackConfig(StackConfig):
         if pool != PoolName.MAMBA:
             return super().slots_of(pool)
         return self.device_states, _slots("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
+
+    def is_sized_by_memory(self, pool: PoolName) -> bool:
+        return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
 
     def _attention(self) -> AttentionGeometry | MLAGeometry:
         return self.attention

@@ -12,6 +12,8 @@ from hicache_storage.spec import PoolHitPolicy, PoolName
 from hicache_storage.transfer import HybridTransfers, LayerMap, PoolPair
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicache_storage.hybrid.stack.config import StackConfig
     from hicache_storage.hybrid.stack.geometry import PoolGeometry
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
@@ -29,17 +31,18 @@ class Parts:
     group: HostPoolGroup
 
 
-def make_parts(config: StackConfig, device: Device, compute: Stream) -> Parts:
+def make_parts(config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream) -> Parts:
     """Allocate all pools, and make their transfer engines.
 
     Args:
+        host_slots: of each host pool.
         device: makes the streams of the copies.
         compute: the model's.
 
     Raises:
         InvalidPoolError: there is not that much memory, or `backend` cannot reach it.
     """
-    pairs = {name: _pair(config, name, geometry) for name, geometry in config.pools.items()}
+    pairs = {name: _pair(config, name, geometry, host_slots[name]) for name, geometry in config.pools.items()}
     transfers = HybridTransfers(device, compute, {str(name): pair for name, pair in pairs.items()}, backend=config.backend)
     group = HostPoolGroup(_entry(name, pair, transfers) for name, pair in pairs.items())
     return Parts(
@@ -51,8 +54,8 @@ def make_parts(config: StackConfig, device: Device, compute: Stream) -> Parts:
     )
 
 
-def _pair(config: StackConfig, name: PoolName, geometry: PoolGeometry) -> PoolPair:
-    on_device, on_host, page_size = config.slots_of(name)
+def _pair(config: StackConfig, name: PoolName, geometry: PoolGeometry, on_host: int) -> PoolPair:
+    on_device, _, page_size = config.slots_of(name)
     return PoolPair(
         geometry.device_pool(on_device, page_size, torch.device(config.device)),
         geometry.host_pool(on_host, page_size, config.layout_of(name), pin_memory=config.pin_memory),
