@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_storage.hybrid import ParallelConfig, StorageAttachedError, StorageConfig
-from hicache_storage.hybrid.stack.storage import OtherRankError
+from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
 from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
 from hicache_storage.transfer import StreamSimulator
 from tests.conftest import DictStorage

@@ -32,6 +32,10 @@ COMMON_FAULTS = [
     ({"write_policy": "never"}, "write_policy must be one of write_through, .*; got 'never'"),
     ({"storage_call_seconds": 0}, "storage_call_seconds must be positive, got 0"),
     ({"attach_seconds": float("nan")}, "attach_seconds must be positive, got nan"),
+    ({"parallel": 2}, "parallel must be ParallelConfig, got 2"),
+    ({"prefetch": "timeout"}, "prefetch must be PrefetchRules, got 'timeout'"),
+    ({"storage": "file"}, "storage must be StorageConfig or None, got 'file'"),
+    ({"attention": INDEXER}, "attention must be .*MLAGeometry, got IndexerGeometry"),
     ({"stop_seconds": -1}, "stop_seconds must be positive, got -1"),
 ]
 

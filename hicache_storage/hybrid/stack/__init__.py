@@ -4,6 +4,7 @@ from hicache_storage.hybrid.stack.builders import build_dsa_hybrid_stack, build_
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig, StorageConfig
 from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry, PoolGeometry
 from hicache_storage.hybrid.stack.stack import DSAHybridStack, HybridStack, MambaHybridStack
+from hicache_storage.hybrid.stack.storage import OtherRankError
 
 __all__ = [
     "AttentionGeometry",
@@ -15,6 +16,7 @@ __all__ = [
     "MambaGeometry",
     "MambaHybridStack",
     "MambaStackConfig",
+    "OtherRankError",
     "PoolGeometry",
     "StackConfig",
     "StorageConfig",

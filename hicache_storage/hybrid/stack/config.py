@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_storage.hybrid.parallel import ParallelConfig
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
+from hicache_storage.hybrid.stack.checks import check_count, check_pages, choice, named, slots_in
+from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.layers.options import StorageOptions
-from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
+from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
 from hicache_storage.transfer import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_storage.hybrid.stack.geometry import (
-        AttentionGeometry,
-        IndexerGeometry,
-        MambaGeometry,
-        MLAGeometry,
-        PoolGeometry,
-    )
+    from hicache_storage.hybrid.stack.geometry import PoolGeometry
     from hicache_storage.transfer import Backend
 
 FALLBACK_LAYOUT = "page_first"
 """What a pool beside KV gets where it does not have KV's layout."""
-
-ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +58,7 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig:
+class StackConfig(ABC):
     """What all stacks have; to be used through `MambaStackConfig` or `DSAStackConfig`.
 
     Raises:
@@ -98,20 +93,23 @@ class StackConfig:
     """How long closing waits for each thread that calls the storage."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy))
+        for name, kind in self._kinds().items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {named(kind)}, got {getattr(self, name)!r:.80}")
+        object.__setattr__(self, "write_policy", choice("write_policy", WritePolicy, self.write_policy))
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         self._check_choices()
-        _check_count("page_size", self.page_size)
-        _check_pages("device_tokens", self.device_tokens, self.page_size)
-        _slots("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
+        check_count("page_size", self.page_size)
+        check_pages("device_tokens", self.device_tokens, self.page_size)
+        slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
         self._check_model()
 
     @property
+    @abstractmethod
     def pools(self) -> dict[PoolName, PoolGeometry]:
         """What each pool holds."""
-        raise NotImplementedError
 
     @property
     def checkpoint_grid(self) -> int | None:
@@ -120,7 +118,7 @@ class StackConfig:
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         """A pool's slots on the device and on the host, and how many are a page."""
-        on_host = _slots("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
+        on_host = slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
         return self.device_tokens, on_host, self.page_size
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
@@ -142,15 +140,21 @@ class StackConfig:
         )  # fmt: skip
         return self.parallel.identity(base)
 
+    @abstractmethod
     def _attention(self) -> AttentionGeometry | MLAGeometry:
-        raise NotImplementedError
+        """What KV is like."""
+
+    @abstractmethod
+    def _check_model(self) -> None:
+        """Refuse what does not fit together."""
+
+    def _kinds(self) -> dict[str, tuple[type, ...]]:
+        """Fields that are descriptions themselves, and of which kinds."""
+        return {"parallel": (ParallelConfig,), "prefetch": (PrefetchRules,), "storage": (StorageConfig, NoneType)}
 
     def _kv_page_bytes(self) -> int:
         """Bytes of a page of KV and of what lies in its slots."""
         return self._attention().page_bytes(self.page_size)
-
-    def _check_model(self) -> None:
-        """Refuse what does not fit together."""
 
     def _check_choices(self) -> None:
         layouts = self._attention().layouts
@@ -193,7 +197,7 @@ class MambaStackConfig(StackConfig):
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         if pool != PoolName.MAMBA:
             return super().slots_of(pool)
-        return self.device_states, _slots("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
+        return self.device_states, slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
         return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
@@ -201,10 +205,13 @@ class MambaStackConfig(StackConfig):
     def _attention(self) -> AttentionGeometry | MLAGeometry:
         return self.attention
 
+    def _kinds(self) -> dict[str, tuple[type, ...]]:
+        return {**super()._kinds(), "attention": (AttentionGeometry, MLAGeometry), "mamba": (MambaGeometry,)}
+
     def _check_model(self) -> None:
-        _check_count("device_states", self.device_states)
-        _check_count("checkpoint_interval", self.checkpoint_interval)
-        _slots("host_states", self.host_states, 1, self.mamba.page_bytes(1))
+        check_count("device_states", self.device_states)
+        check_count("checkpoint_interval", self.checkpoint_interval)
+        slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1))
         both = sorted(set(self.attention.layers) & set(self.mamba.layers))
         if both:
             raise ConfigError(f"mamba.layers and attention.layers both have {both}; a layer is of one kind")
@@ -231,40 +238,10 @@ class DSAStackConfig(StackConfig):
     def _kv_page_bytes(self) -> int:
         return self.attention.page_bytes(self.page_size) + self.indexer.page_bytes(self.page_size)
 
+    def _kinds(self) -> dict[str, tuple[type, ...]]:
+        return {**super()._kinds(), "attention": (MLAGeometry,), "indexer": (IndexerGeometry,)}
+
     def _check_model(self) -> None:
         others = sorted(set(self.indexer.layers) - set(self.attention.layers))
         if others:
             raise ConfigError(f"indexer.layers has {others}, which attention.layers has not; an indexer selects for attention")
-
-
-def _check_count(name: str, count: int) -> None:
-    if type(count) is not int or count < 1:
-        raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
-
-
-def _check_pages(name: str, slots: int, page_size: int) -> None:
-    _check_count(name, slots)
-    if slots % page_size:
-        fitting = -(-slots // page_size) * page_size
-        raise ConfigError(f"{name} must be a multiple of page_size ({page_size}), got {slots}; pass {fitting}")
-
-
-def _slots(name: str, size: int | str, page_size: int, page_bytes: int) -> int:
-    """Slots of a size in slots, or of the whole pages that fit into memory."""
-    if not isinstance(size, str):
-        _check_pages(name, size, page_size)
-        return size
-    try:
-        pages = parse_bytes(size) // page_bytes
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    if not pages:
-        raise ConfigError(f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least")
-    return pages * page_size
-
-
-def _choice(name: str, kind: type[ChoiceT], value: str) -> ChoiceT:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be one of {', '.join(kind)}; got {value!r}") from error

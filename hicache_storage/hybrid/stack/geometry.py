@@ -81,7 +81,7 @@ class AttentionGeometry:
     """Whether all TP ranks hold the same heads, as with a single one; then one of them writes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", checked_layers(self.layers))
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
         check_counts(head_num=self.head_num, head_dim=self.head_dim, v_head_dim=self._v_head_dim)
         dtype_name(self.dtype)
 
@@ -126,7 +126,7 @@ class MLAGeometry:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", checked_layers(self.layers))
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
         check_counts(kv_lora_rank=self.kv_lora_rank)
         if self.qk_rope_head_dim < 0:
             raise InvalidPoolError(f"qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}")
@@ -181,7 +181,7 @@ class MambaGeometry:
     """Tokens after which the state kernel has a state to give."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", checked_layers(self.layers))
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
         object.__setattr__(self, "temporal_shape", tuple(self.temporal_shape))
         object.__setattr__(self, "conv_shapes", tuple(map(tuple, self.conv_shapes)))
         check_counts(state_chunk=self.state_chunk)
@@ -229,7 +229,7 @@ class IndexerGeometry:
     """Elements per float32 scale; divides `index_head_dim`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", checked_layers(self.layers))
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
         check_quantization(self.index_head_dim, self.quant_block_size)
 
     @property
@@ -252,7 +252,7 @@ class IndexerGeometry:
         )  # fmt: skip
 
 
-def checked_layers(layers: Sequence[int]) -> tuple[int, ...]:
+def _checked_layers(layers: Sequence[int]) -> tuple[int, ...]:
     """A pool's layers; at least one, as no pool is empty."""
     found = LayerMap(layers).layers
     if not found:
