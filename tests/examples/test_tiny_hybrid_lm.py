@@ -150,6 +150,15 @@ def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
     assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["mamba", "dsa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_restores_what_it_computed(example, tmp_path, kind, dtype):
+    _, _, conversation = played(example, tmp_path, model=kind, dtype=dtype, device="cuda")
+    assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "dsa"])
 def test_a_damaged_page_costs_hits_and_no_logit(example, tmp_path, kind, capsys):
     _, _, conversation = played(example, tmp_path, model=kind, corrupt=True)
@@ -239,3 +248,10 @@ def test_the_command_says_what_it_cannot_do():
         done = command(*options)
         assert done.returncode != 0
         assert message in done.stderr
+
+
+def test_a_run_that_does_not_show_it_says_so():
+    """Of a single client, nothing stays on the device between rounds."""
+    done = command("--clients", "1", "--rounds", "3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: nothing was restored from ")

@@ -90,7 +90,7 @@ class Session:
         self.stack.controller.layer_counter(self.cache.start_loading()).synchronize()
         found = match.state_slot if loaded.state_slot is None else loaded.state_slot
         for tensor, wanted in self._memory(loaded.device_indices, {} if found is None else {match.length: found}):
-            assert torch.equal(tensor, wanted)
+            assert torch.equal(tensor.cpu(), wanted)
         self.cache.unlock(lock)
         if state is not None:
             self.stack.states.free(torch.tensor([state]))

@@ -60,6 +60,21 @@ def test_bytes_come_back_from_every_tier(config, layout, backend):
         assert not simulator.races
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
+def test_bytes_come_back_to_a_gpu(config, backend):
+    settings = config(backend=backend, device="cuda")
+    with build(settings, storage=in_dict(settings)) as stack:
+        session = Session(stack)
+        session.insert()
+        assert stack.drain(60)
+        stack.cache.reset()
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert stack.drain(60)
+
+
 def test_the_layout_by_heads_takes_states_along():
     settings = mamba_config(layout="page_head")
     with build(settings, storage=in_dict(settings)) as stack:

@@ -82,7 +82,7 @@ def _build(
         host_slots = _host_slots(config, agreement)
         parts = agreed(agreement, "pools", lambda: _parts(config, host_slots, streams, closing))
         stack = kind(config, parts, *_caches(config, parts, agreement, closing), agreement)
-        wanted = storage or config.storage
+        wanted = config.storage if storage is None else storage
         if wanted is not None:
             stack.attach(wanted)
         failing.pop_all()
