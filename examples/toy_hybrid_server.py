@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from hicache_storage import PoolHitPolicy, PoolName
-from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, PoolEntry, PrefetchPolicy, PrefetchRules
-from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig, checkpoint_grid
-from hicache_storage.pools import MambaDevicePool, MambaHostPool, MHADevicePool, MHAHostPool
-from hicache_storage.transfer import CudaDevice, CudaStream, LayerMap, PageTransfers, StreamSimulator
+from hicache_storage.hybrid import (
+    AttentionGeometry,
+    MambaGeometry,
+    MambaStackConfig,
+    PrefetchPolicy,
+    PrefetchRules,
+    build_mamba_hybrid_stack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage import HiCacheStorage
     from hicache_storage.hybrid.radix import MatchResult, PrefixLock
-    from hicache_storage.transfer import Device, Stream
+    from hicache_storage.pools import MambaDevicePool, MHADevicePool
 
 Found = TypeVar("Found")
 
@@ -50,22 +53,8 @@ class Model:
     The KV of a token is itself and its place. The state is a running sum weighted by place, and the last four tokens.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
-        place = "cuda" if torch.cuda.is_available() else "cpu"
-        self.kv = MHADevicePool(
-            size=sizes.device_tokens, page_size=sizes.page, layer_num=1, head_num=1, head_dim=2, dtype=torch.int32, device=place
-        )
-        self.host_kv = MHAHostPool(
-            size=sizes.host_tokens, page_size=sizes.page, layer_num=1, head_num=1, head_dim=2, dtype=torch.int32
-        )
-        self.states = MambaDevicePool(
-            size=sizes.device_states, layer_num=1, temporal_shape=(1,), conv_shapes=[(4,)],
-            temporal_dtype=torch.int64, conv_dtype=torch.int32, device=place,
-        )  # fmt: skip
-        self.host_states = MambaHostPool(
-            size=sizes.host_states, layer_num=1, temporal_shape=(1,), conv_shapes=[(4,)],
-            temporal_dtype=torch.int64, conv_dtype=torch.int32,
-        )  # fmt: skip
+    def __init__(self, kv: MHADevicePool, states: MambaDevicePool) -> None:
+        self.kv, self.states = kv, states
 
     def write_kv(self, rows: torch.Tensor, tokens: Sequence[int], start: int) -> None:
         """Compute the KV of tokens from place `start` on."""
@@ -97,6 +86,25 @@ class Model:
             raise AssertionError(f"the cache of a prefix of {len(tokens)} tokens is not that of its tokens")
 
 
+def stack_config(sizes: Sizes) -> MambaStackConfig:
+    """The cache of the model on a machine of these sizes."""
+    return MambaStackConfig(
+        attention=AttentionGeometry(layers=(0,), head_num=1, head_dim=2, dtype=torch.int32),
+        mamba=MambaGeometry(
+            layers=(1,), temporal_shape=(1,), conv_shapes=((4,),), temporal_dtype=torch.int64, conv_dtype=torch.int32,
+            state_chunk=sizes.state_chunk,
+        ),
+        page_size=sizes.page,
+        checkpoint_interval=sizes.interval,
+        device_tokens=sizes.device_tokens,
+        device_states=sizes.device_states,
+        host_tokens=sizes.host_tokens,
+        host_states=sizes.host_states,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        prefetch=PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=sizes.page, occupancy=1.0),
+    )  # fmt: skip
+
+
 @dataclass(eq=False)
 class Request:
     """A request that runs."""
@@ -126,24 +134,15 @@ class Server:
             storage: the server opens and closes it; None for none.
             count_last: compute the last sampled token of each request as well, and count it. Engines do not.
         """
-        self.model = Model(sizes)
-        self.grid = checkpoint_grid(sizes.page, sizes.state_chunk, sizes.interval)
+        self.stack = build_mamba_hybrid_stack(stack_config(sizes), storage=storage)
+        self.cache, self.controller = self.stack.cache, self.stack.controller
+        self.model = Model(cast("MHADevicePool", self.stack.kv), self.stack.states)
+        self.grid = self.cache.config.grid
         self._page, self._count_last = sizes.page, count_last
-        self._simulator = None if torch.cuda.is_available() else StreamSimulator(pause_seconds=0)
-        device = self._simulator or CudaDevice()
-        self._compute = device.stream("compute") if self._simulator else CudaStream(torch.cuda.current_stream())
-        rules = PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=sizes.page, occupancy=1.0)
-        self.controller = HybridCacheController(_group(self.model, device, self._compute), rules=rules)
-        if storage is not None:
-            self.controller.attach(storage)
-        config = RadixCacheConfig(page_size=sizes.page, checkpoint_grid=self.grid)
-        self.cache = HiMambaRadixCache(config, self.controller, self.model.kv, self.model.states)
 
     def close(self) -> None:
         """End all copies and the storage."""
-        self.controller.close()
-        if self._simulator:
-            self._simulator.close()
+        self.stack.close()
 
     def serve(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> list[int]:
         """Run requests at once; returns for each how many prompt tokens came from the cache.
@@ -239,7 +238,7 @@ class Server:
 
     def _wait_for_copies(self) -> None:
         """The toy computes on the caller's thread, which therefore waits for what its stream would wait for."""
-        self._compute.synchronize()
+        self.stack.compute.synchronize()
 
 
 def _kv(tokens: Sequence[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,22 +251,6 @@ def _kv(tokens: Sequence[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _window(tokens: Sequence[int]) -> torch.Tensor:
     """The last four tokens, zeros before the first."""
     return torch.tensor([0, 0, 0, 0, *tokens][-4:], dtype=torch.int32)
-
-
-def _group(model: Model, device: Device, compute: Stream) -> HostPoolGroup:
-    """The pools of both tiers, and the copies between them."""
-    streams = device.stream("write-back"), device.stream("load")
-    kv = PoolEntry(
-        name=PoolName.KV, host_pool=model.host_kv, device_pool=model.kv, layer_mapper=LayerMap([0]),
-        copies=PageTransfers.between(device, compute, model.kv, model.host_kv, streams=streams),
-        is_primary_index_anchor=True,
-    )  # fmt: skip
-    states = PoolEntry(
-        name=PoolName.MAMBA, host_pool=model.host_states, device_pool=model.states, layer_mapper=LayerMap([1]),
-        copies=PageTransfers.between(device, compute, model.states, model.host_states, streams=streams),
-        hit_policy=PoolHitPolicy.TRAILING_PAGES,
-    )  # fmt: skip
-    return HostPoolGroup([kv, states])
 
 
 def _got(found: Found | None) -> Found:

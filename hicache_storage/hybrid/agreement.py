@@ -66,6 +66,7 @@ class GroupAgreement:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        self._owned: dist.ProcessGroup | None = None
         self._broken: Exception | None = None
         self.size: int = dist.get_world_size(group)
 
@@ -86,11 +87,20 @@ class GroupAgreement:
         groups = [
             dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo") for ranks in parallel.replicas
         ]
-        return cls(cast("dist.ProcessGroup", groups[parallel.dp_rank]))
+        agreement = cls(cast("dist.ProcessGroup", groups[parallel.dp_rank]))
+        agreement._owned = agreement._group
+        return agreement
+
+    def close(self) -> None:
+        """Give up the group that `of` made; one that was given stays. Idempotent."""
+        group, self._owned = self._owned, None
+        if group is not None:
+            self._broken = self._broken or RuntimeError("the agreement was closed")
+            dist.destroy_process_group(group)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         if self._broken is not None:
-            raise AgreementError(f"an earlier agreement has failed: {self._broken}") from self._broken
+            raise AgreementError(f"the ranks agree no more: {self._broken}") from self._broken
         vector = torch.tensor(values, dtype=torch.int64)
         try:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)

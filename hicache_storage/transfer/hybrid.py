@@ -121,6 +121,17 @@ class HybridTransfers:
         for name, indices in device_indices.items():
             self.engines[name].before_overwrite(indices)
 
+    def synchronize(self) -> None:
+        """Block the calling thread until all copies enqueued so far are over.
+
+        Raises:
+            StreamFailedError: one of them failed; the others are over all the same.
+        """
+        try:
+            self._out.synchronize()
+        finally:
+            self._in.synchronize()
+
     def _refuse_unknown(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self.engines]
         if unknown:

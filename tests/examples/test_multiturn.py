@@ -76,9 +76,9 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         assert server.serve([prompt], [output]) == [0]
         server.cache.evict(10**6, 10**6)
         if damaged == "kv":
-            server.model.host_kv.k_buffer += 1
+            server.stack.host_pools["kv"].k_buffer += 1
         else:
-            server.model.host_states.temporal_buffer += 1
+            server.stack.host_pools["mamba"].temporal_buffer += 1
         with pytest.raises(AssertionError, match="not that of its tokens"):
             server.serve([[*prompt, *output, 7]], [[8]])
     finally:
