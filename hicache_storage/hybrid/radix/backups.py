@@ -54,11 +54,15 @@ class Backups:
         unless that has it.
         """
         above = list(node.upward())[1:]
-        written = all(self._write(each, Kind.KV) for each in reversed(above)) and self._write(node, *Kind)
+        written = self.back_up_kv(above) and self._write(node, *Kind)
         if written:
             self._write_states(above)
         self._store_path(node)
         return written
+
+    def back_up_kv(self, upward: Iterable[Node]) -> bool:
+        """Copy the KV of a node and its ancestors, given from the node up, to the host; False if there is no room for all."""
+        return all(self._write(each, Kind.KV) for each in reversed(list(upward)))
 
     def poll(self) -> None:
         """Take note of copies that are done."""

@@ -83,7 +83,7 @@ class Prefetching(Generic[Operation]):
             return 0
         result = self._controller.terminate_prefetch(running.operation)
         # What follows a prefix can be on the host only if the prefix is.
-        wanted = bool(result.tokens) and running.is_wanted() and self._backups.back_up(running.node)
+        wanted = bool(result.tokens) and running.is_wanted() and self._backups.back_up_kv(running.node.upward())
         if wanted:
             self._graft(running.node, running.tokens, result)
         else:

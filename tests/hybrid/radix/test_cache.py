@@ -434,6 +434,18 @@ def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
     assert (match.length, match.host_length) == (16, 8)
 
 
+def test_a_prefetch_does_not_wait_for_room_for_the_state_before_it(make_world):
+    """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no state."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE, host_states=1)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+    assert world.cache.usage().dropped_tokens == 0
+
+
 def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
     world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
     for _ in range(2):
