@@ -10,9 +10,10 @@ with create_storage("file", identity, {"path": "/data/kv"}) as storage:
 ```
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.layers import StorageOptions
-from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     Capabilities,
     HiCacheError,
@@ -24,6 +25,10 @@ from hicache_storage.spec import (
     PoolTransferResult,
     StorageIdentity,
 )
+
+if TYPE_CHECKING:
+    from hicache_storage.layers import StorageOptions
+    from hicache_storage.plugins import create_storage
 
 __all__ = [
     "Capabilities",
@@ -40,3 +45,16 @@ __all__ = [
     "create_storage",
     "hookimpl",
 ]
+
+# What only a storage needs is imported when one is made; pools and transfers do without it.
+_HOMES = {"StorageOptions": "layers", "create_storage": "plugins"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

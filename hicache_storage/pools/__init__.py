@@ -1,4 +1,4 @@
-"""Host pools: their memory, slots and layouts, and how a storage reaches the pages of any pool.
+"""Host and device pools: their memory, slots and layouts, and how a storage reaches the pages of any host pool.
 
 Only the parts that touch tensors import torch, and only when they are first used.
 """
@@ -13,6 +13,14 @@ from hicache_storage.pools.adapter import page_access
 
 if TYPE_CHECKING:
     from hicache_storage.pools.base import HostPoolBase
+    from hicache_storage.pools.device import (
+        DevicePages,
+        DevicePoolBase,
+        IndexerDevicePool,
+        MambaDevicePool,
+        MHADevicePool,
+        MLADevicePool,
+    )
     from hicache_storage.pools.indexer import IndexerHostPool
     from hicache_storage.pools.mamba import MambaHostPool
     from hicache_storage.pools.memory import byte_view, host_tensor
@@ -21,10 +29,16 @@ if TYPE_CHECKING:
     from hicache_storage.pools.slots import SlotAllocator
 
 __all__ = [
+    "DevicePages",
+    "DevicePoolBase",
     "HostPoolBase",
+    "IndexerDevicePool",
     "IndexerHostPool",
+    "MHADevicePool",
     "MHAHostPool",
+    "MLADevicePool",
     "MLAHostPool",
+    "MambaDevicePool",
     "MambaHostPool",
     "PageAccess",
     "SlotAllocator",
@@ -34,10 +48,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DevicePages": "device",
+    "DevicePoolBase": "device",
     "HostPoolBase": "base",
+    "IndexerDevicePool": "device",
     "IndexerHostPool": "indexer",
+    "MHADevicePool": "device",
     "MHAHostPool": "mha",
+    "MLADevicePool": "device",
     "MLAHostPool": "mla",
+    "MambaDevicePool": "device",
     "MambaHostPool": "mamba",
     "SlotAllocator": "slots",
     "byte_view": "memory",

@@ -6,12 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from hicache_storage.pools.arguments import check_counts, check_layout, check_size
+from hicache_storage.pools.arguments import check_counts, check_layout, check_quantization, check_size, index_page_bytes
 from hicache_storage.pools.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
-from hicache_storage.spec import InvalidPoolError
-
-SCALE_BYTES = 4
 
 
 class IndexerHostPool(HostPoolBase):
@@ -59,12 +56,11 @@ class IndexerHostPool(HostPoolBase):
             InvalidPoolError: an argument is out of range, or there is not that much memory.
         """
         check_size(size, page_size)
-        check_counts(layer_num=layer_num, index_head_dim=index_head_dim, quant_block_size=quant_block_size)
+        check_counts(layer_num=layer_num)
+        check_quantization(index_head_dim, quant_block_size)
         check_layout(layout, self.LAYOUTS)
-        if index_head_dim % quant_block_size:
-            raise InvalidPoolError(f"quant_block_size ({quant_block_size}) must divide index_head_dim ({index_head_dim})")
-        self.layer_num = layer_num
-        self.page_stride = page_size * (index_head_dim + index_head_dim // quant_block_size * SCALE_BYTES)
+        self.layer_num, self.index_head_dim, self.quant_block_size = layer_num, index_head_dim, quant_block_size
+        self.page_stride = index_page_bytes(page_size, index_head_dim, quant_block_size)
         pages, by_layer = size // page_size, layout == "layer_first"
         shape = (layer_num, pages, self.page_stride) if by_layer else (pages, layer_num, 1, self.page_stride)
         self.index_buffer = host_tensor(shape, torch.uint8, pin_memory=pin_memory)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hicache_storage.pools.arguments import check_counts, check_layout, check_size, dtype_name
+from hicache_storage.pools.arguments import check_counts, check_layout, check_size, check_state_shapes, dtype_name
 from hicache_storage.pools.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
-from hicache_storage.spec import InvalidPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +65,9 @@ class MambaHostPool(HostPoolBase):
         check_counts(layer_num=layer_num)
         check_layout(layout, self.LAYOUTS)
         name = f"{dtype_name(temporal_dtype, 'temporal_dtype')}+{dtype_name(conv_dtype, 'conv_dtype')}"
-        _check_shapes(temporal_shape, conv_shapes)
+        check_state_shapes(temporal_shape, conv_shapes)
         self.layer_num = layer_num
+        self.temporal_shape, self.conv_shapes = tuple(temporal_shape), tuple(map(tuple, conv_shapes))
         self.temporal_dtype, self.conv_dtype = temporal_dtype, conv_dtype
 
         by_layer = layout == "layer_first"
@@ -86,13 +86,3 @@ class MambaHostPool(HostPoolBase):
             columns=[layer for buffer in buffers for layer in buffer] if by_layer else buffers,
             flat_dtype=torch.uint8,
         )
-
-
-def _check_shapes(temporal_shape: Sequence[int], conv_shapes: Sequence[Sequence[int]]) -> None:
-    if not conv_shapes and 0 in temporal_shape:
-        raise InvalidPoolError("conv_shapes is empty and temporal_shape holds a 0: a page would have no bytes")
-    if any(count < 0 for count in temporal_shape):
-        raise InvalidPoolError(f"temporal_shape must not hold negative numbers, got {tuple(temporal_shape)}")
-    for number, shape in enumerate(conv_shapes):
-        if any(count < 1 for count in shape):
-            raise InvalidPoolError(f"conv_shapes[{number}] must hold positive numbers, got {tuple(shape)}")

@@ -1,8 +1,13 @@
-"""The HiCacheStorage v2 contract: types, policies, identity, errors, and the abstract storage."""
+"""The HiCacheStorage v2 contract: types, policies, identity, errors, and the abstract storage.
+
+What needs msgspec is imported when it is first used: pools and transfers do without it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 from hicache_storage.spec.caller import Caller
 from hicache_storage.spec.capabilities import Capabilities, Durability, Sharing, StuckReads
-from hicache_storage.spec.config import DriverConfig, parse_bytes, parse_config
 from hicache_storage.spec.errors import (
     ConfigError,
     DriverConflictError,
@@ -35,6 +40,9 @@ from hicache_storage.spec.transfers import (
     PoolTransfer,
     PoolTransferResult,
 )
+
+if TYPE_CHECKING:
+    from hicache_storage.spec.config import DriverConfig, parse_bytes, parse_config
 
 __all__ = [
     "IDENTITY_FIELDS",
@@ -83,3 +91,15 @@ __all__ = [
     "parse_bytes",
     "parse_config",
 ]
+
+_HOMES = {"DriverConfig": "config", "parse_bytes": "config", "parse_config": "config"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

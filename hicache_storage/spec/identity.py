@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass, field, fields
 
-import msgspec
-
 from hicache_storage.spec.errors import InvalidIdentityError
 from hicache_storage.spec.transfers import PoolName
 
@@ -100,6 +98,8 @@ class StorageIdentity:
 
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:
         """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable across releases."""
+        import msgspec
+
         text = msgspec.json.encode({"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted")
         return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"hicache-ident-v2").digest()
 

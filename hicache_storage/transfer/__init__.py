@@ -8,18 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from hicache_storage.transfer.backends import BACKENDS, Backend
 from hicache_storage.transfer.engine import PageTransfers, TransferEngine
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
+from hicache_storage.transfer.hybrid import HybridTransfers, Indices, PoolPair
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
 from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
-from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError, recorded
+from hicache_storage.transfer.streams import Device, Event, Rows, Stream, StreamFailedError, recorded
 
 if TYPE_CHECKING:
     from hicache_storage.transfer.cuda import CudaDevice, CudaEvent, CudaStream
     from hicache_storage.transfer.simulator import StreamSimulator
 
 __all__ = [
+    "BACKENDS",
     "Acknowledgement",
+    "Backend",
     "CudaDevice",
     "CudaEvent",
     "CudaStream",
@@ -28,9 +32,14 @@ __all__ = [
     "Event",
     "HostPages",
     "HostSlots",
+    "HybridTransfers",
+    "Indices",
     "LayerCounter",
+    "LayerMap",
     "LayeredPages",
     "PageTransfers",
+    "PoolPair",
+    "Rows",
     "Stream",
     "StreamFailedError",
     "StreamSimulator",

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hicache_storage.transfer.cuda_runtime import copy_with_gaps, mapped_tensor
+from hicache_storage.transfer.rows import gather_rows, scatter_rows
+from hicache_storage.transfer.streams import Rows
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hicache_storage.transfer.streams import Event, Stream
 
 
@@ -42,7 +48,23 @@ class CudaStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
-            destination.copy_(source, non_blocking=True)
+            if destination.device == source.device or (destination.is_contiguous() and source.is_contiguous()):
+                destination.copy_(source, non_blocking=True)
+            else:
+                copy_with_gaps(destination, source, self.native)
+
+    def upload(self, rows: torch.Tensor) -> Rows:
+        host = rows.pin_memory()
+        with torch.cuda.stream(self.native):
+            return Rows(host, host.to(self.native.device, non_blocking=True))
+
+    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+        with torch.cuda.stream(self.native):
+            gather_rows(destination, source, rows.device)
+
+    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+        with torch.cuda.stream(self.native):
+            scatter_rows(destination, rows.device, source)
 
     def synchronize(self) -> None:
         self.native.synchronize()
@@ -63,6 +85,17 @@ class CudaDevice:
 
     def event(self) -> CudaEvent:
         return CudaEvent()
+
+    def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for native in (_cuda(stream).native for stream in streams):
+            # Whoever had this memory before may still use it, on the stream that is the current one here.
+            native.wait_stream(torch.cuda.current_stream(self._device))
+            memory.record_stream(native)
+        return memory
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        return mapped_tensor(memory, self._device)
 
 
 def _cuda(stream: Stream) -> CudaStream:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer.backends import STAGING_BYTES, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
-from hicache_storage.transfer.pages import first_slots
+from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
+from hicache_storage.transfer.runs import PageMoves
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
+    from hicache_storage.pools import DevicePoolBase, HostPoolBase
+    from hicache_storage.transfer.backends import Backend
     from hicache_storage.transfer.host_slots import SlotPool
     from hicache_storage.transfer.pages import LayeredPages
     from hicache_storage.transfer.streams import Device, Event, Stream
@@ -48,99 +54,177 @@ class TransferEngine(Protocol):
         ...
 
 
+class PageTransfer(NamedTuple):
+    """A transfer whose arguments have been checked."""
+
+    moves: PageMoves
+    host_indices: torch.Tensor
+
+
 class PageTransfers:
-    """The transfer engine of the SDK: one stream for each direction.
+    """The transfer engine of the SDK, for one pool: one stream for each direction, and what its backend adds.
 
     Args:
         device: makes the streams.
         compute: the stream whose kernels read and write the device pages.
-        device_pages, host_pages: the two pools, of the same layers and page size.
+        device_pages, host_pages: the two pools, of the same layers, page size and rows.
         host_pool: hands out the slots of `host_pages`.
+        backend: how copies are made. `direct`: the copy engine moves runs of pages that are adjacent on both sides.
+            `kernel`: pages are gathered and scattered on the device and cross the bus through staging buffers; only the
+            order of host pages counts. `mapped`: kernels read and write page-locked host memory themselves; no order
+            counts. Which is fastest depends on machine, layout, page size and fragmentation:
+            `benchmarks/device_copies.py` measures it.
+        staging_bytes: length of each staging buffer: for each direction that is used `kernel` has two, `mapped` one.
+        streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
-        InvalidTransferError: the pools do not fit each other.
+        InvalidPoolError: the pools do not fit each other, and the message names the field; or `backend` is `mapped` and
+            the host memory is not page-locked.
+        InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 
     def __init__(
-        self, device: Device, compute: Stream, device_pages: LayeredPages, host_pages: LayeredPages, host_pool: SlotPool
+        self,
+        device: Device,
+        compute: Stream,
+        device_pages: LayeredPages,
+        host_pages: LayeredPages,
+        host_pool: SlotPool,
+        *,
+        backend: Backend = "direct",
+        staging_bytes: int = STAGING_BYTES,
+        streams: tuple[Stream, Stream] | None = None,
     ) -> None:
-        shapes = [(pages.layer_num, pages.page_size) for pages in (device_pages, host_pages)]
-        if shapes[0] != shapes[1]:
-            raise InvalidTransferError(f"device and host pages differ in layers or page size: {shapes[0]} and {shapes[1]}")
+        check_pages(device_pages, host_pages)
+        self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes)
         self.host_slots = HostSlots(host_pool)
         self._device, self._compute = device, compute
         self._device_pages, self._host_pages = device_pages, host_pages
-        self._out, self._in = device.stream("write-back"), device.stream("load")
-        self._device_fences, self._host_fences = PageFences(), PageFences()
+        self._out, self._in = streams or (device.stream("write-back"), device.stream("load"))
+        self._device_fences, self._host_fences = PageFences(device_pages.page_num), PageFences(host_pages.page_num)
+
+    @classmethod
+    def between(
+        cls,
+        device: Device,
+        compute: Stream,
+        device_pool: DevicePoolBase,
+        host_pool: HostPoolBase,
+        *,
+        backend: Backend = "direct",
+        staging_bytes: int = STAGING_BYTES,
+        streams: tuple[Stream, Stream] | None = None,
+    ) -> Self:
+        """The engine of two of the SDK's pools.
+
+        Raises:
+            InvalidPoolError: the pools do not fit each other; the message names the argument that differs.
+        """
+        device_pool.check_host_pool(host_pool)
+        return cls(
+            device, compute, device_pool, HostPages(host_pool), host_pool,
+            backend=backend, staging_bytes=staging_bytes, streams=streams,
+        )  # fmt: skip
 
     def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
-        pages = self._pairs(device_indices, host_indices)
-        source, destination = [page for page, _ in pages], [page for _, page in pages]
-        self._behind_compute(self._out)
-        self._device_fences.before_read(self._out, source)
-        self._host_fences.before_write(self._out, destination)
-        for layer in range(self._host_pages.layer_num):
-            self._copy_out(layer, pages)
+        transfer = self.checked_write_back(device_indices, host_indices)
+        self.begin_write_back(transfer)
         finished = recorded(self._device, self._out)
-        self._device_fences.reads(source, finished)
-        self._host_fences.writes(destination, finished)
-        self._hold(host_indices, finished)
+        self.end_write_back(transfer, finished)
         return Acknowledgement(finished)
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        pages = self._pairs(host_indices, device_indices)
-        source, destination = [page for page, _ in pages], [page for _, page in pages]
-        self._behind_compute(self._in)
-        self._host_fences.before_read(self._in, source)
-        self._behind_copies(destination)
-        arrivals = self._copy_layers(pages)
-        self._host_fences.reads(source, arrivals[-1])
-        self._device_fences.writes(destination, arrivals[-1])
-        self._hold(host_indices, arrivals[-1])
+        transfer = self.checked_load(host_indices, device_indices)
+        arrivals = self._copy_layers(self.begin_load(transfer))
+        self.end_load(transfer, arrivals[-1])
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        self._device_fences.before_write(self._compute, first_slots(device_indices, self._device_pages.page_size))
+        self._device_fences.before_write(self._compute, _pages_in(self._device_pages, device_indices, "device"))
 
-    def _pairs(self, sources: torch.Tensor, destinations: torch.Tensor) -> list[tuple[int, int]]:
-        if sources.numel() != destinations.numel() or not sources.numel():
-            raise InvalidTransferError(
-                f"as many slots to copy from as to, and not none: {sources.numel()} and {destinations.numel()}"
-            )
-        size = self._host_pages.page_size
-        return list(zip(first_slots(sources, size), first_slots(destinations, size), strict=True))
+    # Steps, for those who move pages of several pools at once -----------------------------------------------------------
+
+    def checked_write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
+        """A write-back that can be begun; nothing is enqueued yet.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, no host page twice.
+        """
+        transfer = self._checked(device_indices, host_indices)
+        _refuse_repeated("host_indices", transfer.moves.host)
+        return transfer
+
+    def begin_write_back(self, transfer: PageTransfer) -> None:
+        """Enqueue the copies of all layers."""
+        self._behind_compute(self._out)
+        self._device_fences.before_read(self._out, transfer.moves.device)
+        self._host_fences.before_write(self._out, transfer.moves.host)
+        self._copies.write_back(self._out, transfer.moves)
+
+    def end_write_back(self, transfer: PageTransfer, finished: Event) -> None:
+        """Fence the pages until an event that was recorded behind the copies."""
+        self._device_fences.reads(transfer.moves.device, finished)
+        self._host_fences.writes(transfer.moves.host, finished)
+        self._hold(transfer.host_indices, finished)
+
+    def checked_load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> PageTransfer:
+        """A load that can be begun; nothing is enqueued yet.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, no device page twice.
+        """
+        transfer = self._checked(device_indices, host_indices)
+        _refuse_repeated("device_indices", transfer.moves.device)
+        return transfer
+
+    def begin_load(self, transfer: PageTransfer) -> Callable[[int], None]:
+        """Get ready; what is returned enqueues the copies of one of the pool's layers."""
+        self._behind_compute(self._in)
+        self._host_fences.before_read(self._in, transfer.moves.host)
+        self._behind_copies(transfer.moves.device)
+        return self._copies.load(self._in, transfer.moves)
+
+    def end_load(self, transfer: PageTransfer, arrived: Event) -> None:
+        """Fence the pages until an event that was recorded behind the copies of all layers."""
+        self._host_fences.reads(transfer.moves.host, arrived)
+        self._device_fences.writes(transfer.moves.device, arrived)
+        self._hold(transfer.host_indices, arrived)
+
+    def _checked(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
+        counts = device_indices.numel(), host_indices.numel()
+        if counts[0] != counts[1] or not counts[0]:
+            raise InvalidTransferError(f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}")
+        moves = PageMoves(
+            _pages_in(self._device_pages, device_indices, "device"), _pages_in(self._host_pages, host_indices, "host")
+        )
+        return PageTransfer(moves, host_indices)
 
     def _behind_compute(self, stream: Stream) -> None:
         stream.wait_event(recorded(self._device, self._compute))
 
-    def _behind_copies(self, device_pages: list[int]) -> None:
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
         self._device_fences.before_write(self._in, device_pages)
 
-    def _copy_out(self, layer: int, pages: list[tuple[int, int]]) -> None:
-        for device_page, host_page in pages:
-            sources = self._device_pages.page_layer(device_page, layer)
-            for source, destination in zip(sources, self._host_pages.page_layer(host_page, layer), strict=True):
-                self._out.copy(
-                    destination,
-                    source,
-                    f"write-back of layer {layer} of device page {device_page // self._device_pages.page_size}",
-                )
-
-    def _copy_layers(self, pages: list[tuple[int, int]]) -> list[Event]:
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
         """Copy all layers; for each an event that comes when it has arrived."""
         arrivals: list[Event] = []
         for layer in range(self._host_pages.layer_num):
-            self._copy_in(layer, pages)
+            copy_layer(layer)
             arrivals.append(recorded(self._device, self._in))
         return arrivals
 
-    def _copy_in(self, layer: int, pages: list[tuple[int, int]]) -> None:
-        for host_page, device_page in pages:
-            sources = self._host_pages.page_layer(host_page, layer)
-            for source, destination in zip(sources, self._device_pages.page_layer(device_page, layer), strict=True):
-                self._in.copy(
-                    destination, source, f"load of layer {layer} into device page {device_page // self._device_pages.page_size}"
-                )
-
     def _hold(self, host_indices: torch.Tensor, until: Event) -> None:
         self.host_slots.hold(host_indices, until)
+
+
+def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Tensor:
+    numbers = page_numbers(indices, pool.page_size)
+    if bool(((numbers < 0) | (numbers >= pool.page_num)).any()):
+        size = pool.page_num * pool.page_size
+        raise InvalidTransferError(f"{where}_indices must be slots in [0, {size}), got pages that are not there")
+    return numbers
+
+
+def _refuse_repeated(argument: str, pages: torch.Tensor) -> None:
+    if bool((pages.sort().values.diff() == 0).any()):
+        raise InvalidTransferError(f"{argument} hold a page twice; what it would hold then is undefined")

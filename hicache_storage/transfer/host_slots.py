@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from hicache_storage.spec import SlotError
-from hicache_storage.transfer.pages import first_slots
+from hicache_storage.transfer.pages import page_numbers
 
 if TYPE_CHECKING:
     import torch
 
-    from hicache_storage.transfer.streams import Event
+
+class Completion(Protocol):
+    """Something that ends: an event, or whatever else uses a page."""
+
+    def query(self) -> bool:
+        """Whether it has; does not block."""
+        ...
 
 
 class SlotPool(Protocol):
@@ -20,11 +26,21 @@ class SlotPool(Protocol):
     @property
     def page_size(self) -> int: ...
 
+    @property
+    def size(self) -> int:
+        """Slots in the pool."""
+        ...
+
     def alloc(self, count: int) -> torch.Tensor | None: ...
 
     def free(self, indices: torch.Tensor) -> int: ...
 
     def available_size(self) -> int: ...
+
+
+class _Use(NamedTuple):
+    pages: torch.Tensor
+    until: Completion
 
 
 class HostSlots:
@@ -34,13 +50,17 @@ class HostSlots:
     """
 
     def __init__(self, pool: SlotPool) -> None:
+        import torch
+
         self._pool = pool
         self._page_size = pool.page_size
         self._lock = threading.Lock()
-        self._copies: dict[int, list[Event]] = {}
-        """By first slot of a page."""
-        self._parked: dict[int, torch.Tensor] = {}
-        """Slots of the pages that were freed and are still in use by a copy."""
+        self._uses: list[_Use] = []
+        pages = pool.size // pool.page_size
+        self._users = torch.zeros(pages, dtype=torch.int64)
+        """By page, how many of the uses hold it."""
+        self._parked = torch.zeros(pages, dtype=torch.bool)
+        """By page, whether it was freed and is still in use."""
 
     def alloc(self, count: int) -> torch.Tensor | None:
         """Take `count` slots, as the pool does; None if fewer are free and not in use by a copy."""
@@ -54,25 +74,25 @@ class HostSlots:
         Raises:
             SlotError: as the pool does; also for a page that was freed and waits for its copy.
         """
-        starts = first_slots(indices, self._page_size)
+        pages = self._pages(indices)
+        slots = indices.reshape(-1, self._page_size).to("cpu")
         with self._lock:
-            twice = [start for start in starts if start in self._parked]
-            if twice:
-                raise SlotError(f"slots given back twice: {twice}")
+            twice = pages[self._parked[pages]]
+            if twice.numel():
+                raise SlotError(f"slots given back twice: {cast('list[int]', (twice * self._page_size).tolist())}")
             self._release()
-            pages = indices.view(-1, self._page_size)
-            busy = [start in self._copies for start in starts]
-            free = [page for page, in_use in zip(pages, busy, strict=True) if not in_use]
-            for page in free:
-                self._pool.free(page)
-            self._parked.update((start, page.clone()) for start, page, in_use in zip(starts, pages, busy, strict=True) if in_use)
+            busy = self._users[pages] > 0
+            if not bool(busy.all()):
+                self._pool.free(slots[~busy].reshape(-1))
+            self._parked[pages[busy]] = True
         return indices.numel()
 
-    def hold(self, indices: torch.Tensor, until: Event) -> None:
-        """Keep pages from being handed out until an event has come; several copies may hold a page."""
+    def hold(self, indices: torch.Tensor, until: Completion) -> None:
+        """Keep pages from being handed out until something has ended; several copies may hold a page."""
+        pages = self._pages(indices)
         with self._lock:
-            for start in first_slots(indices, self._page_size):
-                self._copies.setdefault(start, []).append(until)
+            self._uses.append(_Use(pages, until))
+            self._users.index_add_(0, pages, pages.new_ones(len(pages)))
 
     def available_size(self) -> int:
         """Number of slots that can be taken now."""
@@ -80,14 +100,28 @@ class HostSlots:
             self._release()
             return self._pool.available_size()
 
+    def _pages(self, indices: torch.Tensor) -> torch.Tensor:
+        pages = page_numbers(indices, self._page_size)
+        outside = pages[(pages < 0) | (pages >= len(self._users))]
+        if outside.numel():
+            raise SlotError(f"slots out of range: {cast('list[int]', (outside * self._page_size).tolist())}")
+        return pages
+
     def _release(self) -> None:
         """Forget the copies that are done, and give back what waited for them."""
-        for start, events in list(self._copies.items()):
-            left = [event for event in events if not event.query()]
-            if left:
-                self._copies[start] = left
-                continue
-            del self._copies[start]
-            parked = self._parked.pop(start, None)
-            if parked is not None:
-                self._pool.free(parked)
+        # All are asked before anything changes: a failed stream raises.
+        over = [use.until.query() for use in self._uses]
+        ended = [use for use, done in zip(self._uses, over, strict=True) if done]
+        self._uses = [use for use, done in zip(self._uses, over, strict=True) if not done]
+        for use in ended:
+            self._users.index_add_(0, use.pages, -use.pages.new_ones(len(use.pages)))
+            idle = use.pages[(self._users[use.pages] == 0) & self._parked[use.pages]]
+            if idle.numel():
+                self._give_back(idle)
+
+    def _give_back(self, pages: torch.Tensor) -> None:
+        # A load may hold a page twice, which goes back once.
+        once = pages.sort().values
+        once = once[once.diff(prepend=once.new_full((1,), -1)) != 0]
+        self._parked[once] = False
+        self._pool.free((once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))).view(-1))

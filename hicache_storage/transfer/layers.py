@@ -1,13 +1,36 @@
-"""What a model waits for while its pages are loaded."""
+"""Layers: what a model waits for while its pages are loaded, and which of its layers a pool holds."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_storage.spec import InvalidPoolError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.transfer.streams import Event, Stream
+
+
+class LayerMap:
+    """Which of a model's layers a pool holds: in a hybrid model, attention and Mamba pools have some each.
+
+    Args:
+        layers: for each layer of the pool its number in the model, counted from the rank's first layer on, ascending.
+
+    Raises:
+        InvalidPoolError: they are not ascending numbers from 0 on.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        if list(self.layers) != sorted(set(self.layers)) or any(layer < 0 for layer in self.layers):
+            raise InvalidPoolError(f"layers must be ascending numbers from 0 on, got {self.layers}")
+        self._own = {layer: own for own, layer in enumerate(self.layers)}
+
+    def __call__(self, layer: int) -> int | None:
+        """The pool's own number of a model's layer; None where it has no share in that."""
+        return self._own.get(layer)
 
 
 class LayerCounter:
@@ -23,6 +46,10 @@ class LayerCounter:
     def arrived(self) -> int:
         """How many layers have arrived, from the first on; does not block."""
         return next((layer for layer, event in enumerate(self._events) if not event.query()), len(self._events))
+
+    def done(self) -> bool:
+        """Whether all layers have arrived; does not block."""
+        return self.arrived() == len(self._events)
 
     def synchronize(self) -> None:
         """Block the calling thread until all layers have arrived."""

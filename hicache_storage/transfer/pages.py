@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+import math
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from hicache_storage.pools.device.pages import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
+
+__all__ = ["DevicePages", "HostPages", "LaidOutPages", "LayeredPages", "check_pages", "first_slots", "page_numbers"]
+
+NAMED_SLOTS: Final = 8
+"""How many slots an error message names."""
 
 
 class LayeredPages(Protocol):
@@ -21,77 +28,132 @@ class LayeredPages(Protocol):
         ...
 
     @property
+    def page_num(self) -> int:
+        """Pages in the pool."""
+        ...
+
+    @property
     def layer_num(self) -> int: ...
 
+    def layer(self, layer: int) -> Sequence[torch.Tensor]:
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part, K before V."""
+        ...
+
     def page_layer(self, first_slot: int, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of a page, as views of the memory: one tensor (slots, ...) for each kind of row, K before V."""
+        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
         ...
 
 
-class DevicePages:
-    """Pages of a device pool that keeps each layer in tensors of its own, as kernels want them.
+# For each layout: the axes of slots, which are split into pages and rows where pages are not an axis already, and of
+# layers; then the axes, split, in the order layer, page, row.
+_AXES = {
+    "layer_first": (1, 0, (0, 1, 2)),
+    "page_first": (0, 1, (2, 0, 1)),
+    "page_first_direct": (0, 1, (1, 0, 2)),
+    "page_head": (0, 3, (3, 0, 2, 1)),
+}
+_SPLIT = ("layer_first", "page_first")
+
+
+class LaidOutPages:
+    """Pages that lie in a few buffers, one for each part, in the layout of a host pool; on any device.
 
     Args:
-        layers: for each layer its tensors (slots, ...): K and V, or one of latent rows.
+        buffers: each part's memory, contiguous.
+        layout: one of `layer_first`, `page_first`, `page_first_direct`, `page_head`, as `MHAHostPool` describes them.
         page_size: slots per page.
-
-    Raises:
-        InvalidPoolError: the tensors differ in their number of slots, or it is not a whole number of pages.
+        rows_per_page: rows of a page in one layer, where they are not its slots.
     """
 
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], page_size: int) -> None:
-        slots = {tensor.shape[0] for tensors in layers for tensor in tensors}
-        if len(slots) != 1 or min(slots) % page_size:
-            raise InvalidPoolError(
-                f"every tensor must have the same number of slots, a multiple of {page_size}; got {sorted(slots)}"
-            )
-        self.layers = [tuple(tensors) for tensors in layers]
+    def __init__(self, buffers: Sequence[torch.Tensor], layout: str, page_size: int, rows_per_page: int) -> None:
         self.page_size = page_size
-        self.size = slots.pop()
-        """Slots in the pool."""
+        self._buffers, self._layout, self._rows = tuple(buffers), layout, rows_per_page
+        self._page_axis, self._layer_axis, order = _AXES[layout]
+        self._steps = rows_per_page if layout in _SPLIT else 1
+        self.layer_num = self._buffers[0].shape[self._layer_axis]
+        self.page_num = self._buffers[0].shape[self._page_axis] // self._steps
+        split = [self._split(buffer) for buffer in self._buffers]
+        views = [buffer.permute(*order, *range(len(order), buffer.dim())) for buffer in split]
+        self._layers = list(zip(*(view.unbind() for view in views), strict=True))
 
-    @property
-    def layer_num(self) -> int:
-        return len(self.layers)
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._layers[layer]
 
     def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
-        return [tensor[first_slot : first_slot + self.page_size] for tensor in self.layers[layer]]
+        return [part[first_slot // self.page_size] for part in self._layers[layer]]
+
+    def whole(self, first_page: int, pages: int) -> list[torch.Tensor]:
+        """Adjacent pages with all their layers, one view of the memory for each part."""
+        return [buffer.narrow(self._page_axis, first_page * self._steps, pages * self._steps) for buffer in self._buffers]
+
+    def alike(self, pages: int, layers: int, allocate: Callable[[int], torch.Tensor]) -> LaidOutPages:
+        """Other memory in the same layout, for fewer pages or layers.
+
+        Args:
+            allocate: makes a contiguous tensor of so many bytes.
+        """
+        buffers: list[torch.Tensor] = []
+        for buffer in self._buffers:
+            shape = list(buffer.shape)
+            shape[self._page_axis], shape[self._layer_axis] = pages * self._steps, layers
+            buffers.append(allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape))
+        return LaidOutPages(buffers, self._layout, self.page_size, self._rows)
+
+    def seen_by(self, mapped: Callable[[torch.Tensor], torch.Tensor]) -> LaidOutPages:
+        """The same pages in other views of their memory: `mapped` makes one of each buffer."""
+        return LaidOutPages([mapped(buffer) for buffer in self._buffers], self._layout, self.page_size, self._rows)
+
+    def _split(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self._layout not in _SPLIT:
+            return buffer
+        return buffer.view(*buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :])
 
 
-class HostPages:
-    """Pages of one of the SDK's attention host pools, in any of its layouts.
+class HostPages(LaidOutPages):
+    """Pages of one of the SDK's host pools, in any of its layouts.
 
     Args:
-        pool: an `MHAHostPool` or an `MLAHostPool`.
+        pool: an `MHAHostPool`, `MLAHostPool`, `MambaHostPool` or `IndexerHostPool`.
 
     Raises:
-        InvalidPoolError: it is neither, or has a layout that this does not know.
+        InvalidPoolError: it is none of them, or has a layout that this does not know.
     """
 
     def __init__(self, pool: object) -> None:
-        from hicache_storage.pools import MHAHostPool, MLAHostPool
+        from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
 
+        layout = getattr(pool, "layout", None)
+        buffers: Sequence[torch.Tensor]
         if isinstance(pool, MHAHostPool):
-            self._buffers: tuple[torch.Tensor, ...] = (pool.k_buffer, pool.v_buffer)
+            buffers, rows = (pool.k_buffer, pool.v_buffer), pool.page_size
         elif isinstance(pool, MLAHostPool):
-            self._buffers = (pool.kv_buffer,)
+            buffers, rows = (pool.kv_buffer,), pool.page_size
+        elif isinstance(pool, MambaHostPool | IndexerHostPool):
+            # A layer of a page is one row there, so that both page-first layouts are the same.
+            layout = "page_first_direct" if layout == "page_first" else layout
+            buffers, rows = tuple(buffer for buffer in pool.buffers if buffer.numel()), 1
         else:
-            raise InvalidPoolError(f"copies know the layers of MHAHostPool and MLAHostPool, not of {type(pool).__name__}")
-        if pool.layout not in ("layer_first", "page_first", "page_first_direct", "page_head"):
-            raise InvalidPoolError(f"copies do not know the layout {pool.layout!r}")
-        self.page_size, self.layer_num, self._layout = pool.page_size, pool.layer_num, pool.layout
+            known = "MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"
+            raise InvalidPoolError(f"copies know the layers of {known}, not of {type(pool).__name__}")
+        if layout not in _AXES:
+            raise InvalidPoolError(f"copies do not know the layout {layout!r}")
+        super().__init__(buffers, layout, pool.page_size, rows)
 
-    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
-        slots, page = slice(first_slot, first_slot + self.page_size), first_slot // self.page_size
-        match self._layout:
-            case "layer_first":
-                return [buffer[layer, slots] for buffer in self._buffers]
-            case "page_first":
-                return [buffer[slots, layer] for buffer in self._buffers]
-            case "page_first_direct":
-                return [buffer[page, layer] for buffer in self._buffers]
-            case _:
-                return [buffer[page, :, :, layer].transpose(0, 1) for buffer in self._buffers]
+
+def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The number of each page in `indices`, int64 on the CPU: whole pages of consecutive slots.
+
+    Raises:
+        InvalidTransferError: they are not whole pages.
+    """
+    slots = indices.reshape(-1).to("cpu")
+    if slots.numel() % page_size == 0 and not slots.is_floating_point():
+        pages = slots.view(-1, page_size)
+        numbers = pages[:, 0] // page_size
+        if bool(((pages[:, 0] % page_size) == 0).all()) and bool((pages.diff(dim=1) == 1).all()):
+            return numbers
+    named = ", ".join(str(slot) for slot in cast("list[object]", slots[:NAMED_SLOTS].tolist()))
+    raise InvalidTransferError(f"indices must be whole pages of {page_size} consecutive slots, got {named}, ...")
 
 
 def first_slots(indices: torch.Tensor, page_size: int) -> list[int]:
@@ -100,8 +162,22 @@ def first_slots(indices: torch.Tensor, page_size: int) -> list[int]:
     Raises:
         InvalidTransferError: they are not whole pages.
     """
-    slots = cast("list[int]", indices.tolist())
-    starts = slots[::page_size]
-    if slots != [start + offset for start in starts for offset in range(page_size)] or any(start % page_size for start in starts):
-        raise InvalidTransferError(f"indices must be whole pages of {page_size} consecutive slots, got {slots[:8]}...")
-    return starts
+    return cast("list[int]", (page_numbers(indices, page_size) * page_size).tolist())
+
+
+def check_pages(device: LayeredPages, host: LayeredPages) -> None:
+    """Refuse two pools whose pages are not made of the same rows.
+
+    Raises:
+        InvalidPoolError: the message names the field in which they differ.
+    """
+    for field in ("page_size", "layer_num"):
+        _check_equal(field, getattr(device, field), getattr(host, field))
+    for layer in range(device.layer_num):
+        rows = [[(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)] for pages in (device, host)]
+        _check_equal(f"element type and shape of the rows of layer {layer}", *rows)
+
+
+def _check_equal(field: str, device: object, host: object) -> None:
+    if device != host:
+        raise InvalidPoolError(f"device and host pages differ in {field}: {device} and {host}; make them equal")

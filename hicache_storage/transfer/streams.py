@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_storage.spec import HiCacheError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -14,6 +17,16 @@ class StreamFailedError(HiCacheError):
     """An operation on a stream failed; raised by the first call that waits for it. `__cause__` has the reason."""
 
     code = "stream-failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of a tensor a kernel gathers or scatters: steps along its first axis."""
+
+    host: torch.Tensor
+    """int64 on the CPU; not to be changed."""
+    device: torch.Tensor
+    """The same where kernels read it, once the stream that it was uploaded on has come there."""
 
 
 class Event(Protocol):
@@ -60,6 +73,28 @@ class Stream(Protocol):
         """
         ...
 
+    def upload(self, rows: torch.Tensor) -> Rows:
+        """Enqueue a copy of row numbers to the device, for kernels on this stream.
+
+        Args:
+            rows: int64 on the CPU; the caller may change it afterwards.
+        """
+        ...
+
+    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+        """Enqueue a kernel that does `destination[i] = source[rows[i]]` for each i.
+
+        Args:
+            destination, source: on the device; both belong to the kernel until it has run.
+            rows: as many as the destination has; uploaded on this stream.
+            what: what it is, for messages.
+        """
+        ...
+
+    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+        """Enqueue a kernel that does `destination[rows[i]] = source[i]` for each i, no row twice."""
+        ...
+
     def synchronize(self) -> None:
         """Block the calling thread until everything enqueued so far has run.
 
@@ -78,6 +113,25 @@ class Device(Protocol):
 
     def event(self) -> Event:
         """A new event, not recorded."""
+        ...
+
+    def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
+        """New device memory of `size` bytes (uint8), holding anything.
+
+        Args:
+            streams: the only ones that use it. Whoever has it may drop it while they still do.
+        """
+        ...
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        """Host memory as kernels of the device see it: a tensor of the same bytes, shape and element type.
+
+        Args:
+            memory: contiguous and page-locked; kept alive by what is returned.
+
+        Raises:
+            InvalidPoolError: kernels cannot reach it.
+        """
         ...
 
 

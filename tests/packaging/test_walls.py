@@ -31,6 +31,14 @@ ALLOWED = {
         "hicache_storage.layers",
         "hicache_storage.plugins",
     },
+    "hicache_storage.hybrid": {
+        "hicache_storage.spec",
+        "hicache_storage.pools",
+        "hicache_storage.objects",
+        "hicache_storage.transfer",
+        "hicache_storage.layers",
+        "hicache_storage.plugins",
+    },
     "hicache_storage.tools": {
         "hicache_storage.spec",
         "hicache_storage.pools",

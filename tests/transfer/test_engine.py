@@ -1,91 +1,124 @@
-"""Copies of pages between device and host on the simulator: every layout, held host pages, refused arguments."""
+"""Copies of pages between device and host: every pool and layout, random traffic, held host pages, refused arguments."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, same
 
-from hicache_storage.pools import MHAHostPool, MLAHostPool, SlotAllocator
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError, SlotError
-from hicache_storage.transfer import DevicePages, HostPages, HostSlots, PageTransfers, recorded
-from hicache_storage.transfer.simulator import StreamSimulator
-
-LAYERS, PAGE, PAGES = 3, 4, 4
-
-
-@pytest.fixture
-def simulator():
-    with StreamSimulator("engine") as made:
-        yield made
+from hicache_storage.pools import MHAHostPool
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+from hicache_storage.transfer import BACKENDS, DevicePages, HostPages, PageTransfers
 
 
-def mha(layout):
-    return MHAHostPool(
-        size=PAGE * PAGES, page_size=PAGE, layer_num=LAYERS, head_num=2, head_dim=6, v_head_dim=4, dtype=torch.int16,
-        layout=layout, pin_memory=False,
-    )  # fmt: skip
-
-
-def mla(layout):
-    return MLAHostPool(
-        size=PAGE * PAGES, page_size=PAGE, layer_num=LAYERS, kv_cache_dim=5, dtype=torch.int16, layout=layout, pin_memory=False
-    )
-
-
-POOLS = [(mha, layout) for layout in MHAHostPool.LAYOUTS] + [(mla, layout) for layout in MLAHostPool.LAYOUTS]
-
-
-def rows(pool):
-    return [(2, 6), (2, 4)] if isinstance(pool, MHAHostPool) else [(1, 5)]
-
-
-def device_layers(pool):
-    return [[torch.randint(-999, 999, (PAGE * PAGES, *row), dtype=torch.int16) for row in rows(pool)] for _ in range(LAYERS)]
-
-
-def slots(*pages):
-    return torch.tensor([page * PAGE + offset for page in pages for offset in range(PAGE)])
-
-
-@pytest.mark.parametrize(("make", "layout"), POOLS)
-def test_pages_come_back_as_they_went(simulator, make, layout):
-    pool = make(layout)
-    layers = device_layers(pool)
-    before = [[tensor.clone() for tensor in tensors] for tensors in layers]
-    compute = simulator.stream("compute")
-    engine = PageTransfers(simulator, compute, DevicePages(layers, PAGE), HostPages(pool), pool)
-    host = engine.host_slots.alloc(2 * PAGE)
-    acknowledgement = engine.write_back(slots(3, 1), host)
-    engine.load(host, slots(0, 2)).wait(LAYERS - 1, compute)
-    compute.synchronize()
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 20])
+def test_pages_come_back_as_they_went(simulated, kind, layout, backend, staging_bytes):
+    bench = Bench(simulated, kind, layout, backend, staging_bytes=staging_bytes)
+    contents, pages, elsewhere = [bench.content(seed) for seed in range(4)], (3, 1, 2, 5), (0, 5, 4, 2)
+    for page, content in zip(pages, contents, strict=True):
+        bench.run_kernel(page, content)
+    host = torch.cat([bench.engine.host_slots.alloc(bench.kind.page_size) for _ in pages]).view(4, -1)[[2, 3, 0, 1]].view(-1)
+    acknowledgement = bench.engine.write_back(bench.slots(*pages), host)
+    counter = bench.engine.load(host, bench.slots(*elsewhere))
+    seen = bench.read_pages(elsewhere, counter)
+    untouched = bench.read(1)
+    bench.finish()
     assert acknowledgement.done()
-    assert not simulator.races
-    for tensors, old in zip(layers, before, strict=True):
-        for tensor, was in zip(tensors, old, strict=True):
-            assert torch.equal(tensor[slots(0, 2)], was[slots(3, 1)])
-            assert torch.equal(tensor[slots(1, 3)], was[slots(1, 3)])
+    assert all(map(same, seen, contents))
+    assert same(untouched, contents[1])
+    assert _poisoned(bench, host)
 
 
-@pytest.mark.parametrize(("make", "layout"), POOLS)
-def test_layers_of_a_host_page_are_its_bytes(make, layout):
-    pool = make(layout)
+def _poisoned(bench, used):
+    """Whether host pages that were not used hold what they held."""
+    pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
+    parts = [part[page] for page in pages for layer in bench.engine._host_pages._layers for part in layer]
+    expected = [torch.empty_like(part) for part in parts]
+    for tensor in expected:
+        fill(tensor, 0xA5)
+    return len(pages) == 2 and same([parts], [expected])
+
+
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+def test_layers_of_a_host_page_are_its_bytes(kind, layout):
+    _, pool = KINDS[kind].pair(layout, "cpu")
     host = HostPages(pool)
     for page in range(PAGES):
         for layer in range(LAYERS):
-            for tensor in host.page_layer(page * PAGE, layer):
-                assert tensor.shape[0] == PAGE
-                tensor.fill_(page + 1)
-    for page, components in enumerate(pool.page_buffers([page * PAGE for page in range(PAGES)])):
-        assert all(set(buffer.cast("h")) == {page + 1} for buffer in components)
+            for tensor in host.page_layer(page * pool.page_size, layer):
+                fill(tensor, page + 1)
+    for page, components in enumerate(pool.page_buffers([page * pool.page_size for page in range(PAGES)])):
+        assert all(set(buffer) == {page + 1} for buffer in components)
 
 
-def test_the_counter_tells_what_has_arrived(simulator):
-    pool = mha("page_first_direct")
-    layers = device_layers(pool)
-    engine = PageTransfers(simulator, simulator.stream("compute"), DevicePages(layers, PAGE), HostPages(pool), pool)
-    hold = simulator.hold([tensor[slots(0)] for tensor in layers[1]], 30)
-    counter = engine.load(engine.host_slots.alloc(PAGE), slots(0))
-    compute = simulator.stream("layer 0")
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_traffic(backend, kind, layout, data):
+    """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is right, and no race."""
+    place = Simulated("traffic", pause_seconds=0)
+    try:
+        _Traffic(Bench(place, kind, layout, backend), data.draw).run()
+    finally:
+        place.close()
+
+
+class _Traffic:
+    """A random program, and what every page holds by the order of the calls."""
+
+    def __init__(self, bench, draw):
+        self._bench, self._draw = bench, draw
+        self._contents = [bench.content(seed) for seed in range(PAGES)]
+        self._device, self._host = {}, {}
+        self._seen = []
+
+    def run(self):
+        for page, content in enumerate(self._contents):
+            self._bench.run_kernel(page, content)
+            self._device[page] = content
+        for _ in range(self._draw(st.integers(1, 6))):
+            self._draw(st.sampled_from([self._kernel, self._write_back, self._load]))()
+        for page, content in self._device.items():
+            self._seen.append((self._bench.read(page), content))
+        self._bench.finish()
+        assert all(same(seen, content) for seen, content in self._seen)
+
+    def _kernel(self):
+        page, content = self._draw(st.integers(0, PAGES - 1)), self._draw(st.sampled_from(self._contents))
+        self._bench.run_kernel(page, content)
+        self._device[page] = content
+
+    def _write_back(self):
+        sources = self._draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+        targets = self._draw(st.permutations(range(PAGES)))[: len(sources)]
+        self._bench.engine.write_back(self._bench.slots(*sources), self._bench.slots(*targets))
+        self._host.update({to: self._device[page] for page, to in zip(sources, targets, strict=True)})
+
+    def _load(self):
+        targets = self._draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+        known = sorted(self._host)
+        if not known:
+            return
+        sources = [self._draw(st.sampled_from(known)) for _ in targets]
+        counter = self._bench.engine.load(self._bench.slots(*sources), self._bench.slots(*targets))
+        self._device.update({to: self._host[page] for page, to in zip(sources, targets, strict=True)})
+        page = targets[0]
+        self._seen.append((self._bench.read(page, counter), self._device[page]))
+        counter.wait(LAYERS - 1, self._bench.compute)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_counter_tells_what_has_arrived(simulated, backend):
+    bench = Bench(simulated, "mha", "page_first_direct", backend)
+    host = bench.filled_host(bench.content(0))
+    hold = bench.hold_layer(0, 1)
+    counter = bench.engine.load(host, bench.slots(0))
+    compute = simulated.device.stream("layer 0")
     counter.wait(0, compute)
     compute.synchronize()
     assert counter.arrived() == 1
@@ -94,56 +127,90 @@ def test_the_counter_tells_what_has_arrived(simulator):
     assert counter.arrived() == LAYERS
 
 
-def test_a_busy_host_page_waits_for_its_copy(simulator):
-    stream, memory = simulator.stream("a"), torch.zeros(8)
-    host = HostSlots(SlotAllocator(4, 2))
-    first, second = host.alloc(2), host.alloc(2)
-    hold = simulator.hold([memory], 30)
-    stream.copy(memory, torch.ones(8), "copy")
-    event = recorded(simulator, stream)
-    host.hold(first, event)
-    assert host.free(torch.cat([first, second])) == 4
-    assert host.available_size() == 2
-    assert host.alloc(4) is None
-    with pytest.raises(SlotError, match="given back twice"):
-        host.free(first)
-    taken = host.alloc(2)
-    assert taken.tolist() == second.tolist()
-    hold.release()
-    event.synchronize()
-    assert host.available_size() == 2
-    assert host.alloc(2).tolist() == first.tolist()
+def test_adjacent_pages_are_one_copy(simulated, monkeypatch):
+    """How many calls a transfer of 6 pages makes: for each layer and part as many as there are runs, not pages."""
+    for layout in MHAHostPool.LAYOUTS:
+        bench = Bench(simulated, "mha", layout, "direct")
+        copies = _counted(monkeypatch, bench.engine._out, "copy")
+        bench.engine.write_back(bench.slots(3, 4, 5, 0, 1, 2), bench.slots(0, 1, 2, 3, 4, 5))
+        assert len(copies) == 2 * LAYERS * len("KV")
 
 
-def test_a_page_of_two_copies_waits_for_both(simulator):
-    streams, memories = [simulator.stream(name) for name in "ab"], [torch.zeros(8) for _ in "ab"]
-    host = HostSlots(SlotAllocator(2, 2))
-    slots_held = host.alloc(2)
-    holds, events = [], []
-    for stream, memory in zip(streams, memories, strict=True):
-        holds.append(simulator.hold([memory], 30))
-        stream.copy(memory, torch.ones(8), "copy")
-        events.append(recorded(simulator, stream))
-        host.hold(slots_held, events[-1])
-    host.free(slots_held)
-    holds[1].release()
-    events[1].synchronize()
-    assert host.alloc(2) is None
-    holds[0].release()
-    events[0].synchronize()
-    assert host.alloc(2) is not None
+def test_staged_pages_cross_the_bus_whole(simulated, monkeypatch):
+    """Scattered device pages are one copy for K and one for V where their host pages are adjacent."""
+    for layout in ("page_first", "page_first_direct", "page_head"):
+        bench = Bench(simulated, "mha", layout, "kernel", staging_bytes=1 << 20)
+        copies = _counted(monkeypatch, bench.engine._out, "copy")
+        bench.engine.write_back(bench.slots(5, 0, 3, 1), bench.slots(1, 2, 3, 4))
+        assert len(copies) == len("KV")
 
 
-def test_what_does_not_fit_is_refused(simulator):
-    pool = mha("page_first")
-    engine = PageTransfers(simulator, simulator.stream("compute"), DevicePages(device_layers(pool), PAGE), HostPages(pool), pool)
-    host = engine.host_slots.alloc(2 * PAGE)
-    for device_indices in (slots(0), slots(0, 1)[1:], torch.arange(1, 9), torch.tensor([], dtype=torch.int64)):
+@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
+def test_mapped_pages_may_lie_anywhere(simulated, monkeypatch, layout):
+    bench = Bench(simulated, "mha", layout, "mapped", staging_bytes=1 << 20)
+    kernels = [_counted(monkeypatch, bench.engine._out, method) for method in ("gather", "scatter")]
+    bench.engine.write_back(bench.slots(5, 0, 3, 1), bench.slots(4, 2, 5, 0))
+    assert [len(calls) for calls in kernels] == [LAYERS * len("KV")] * 2
+
+
+def _counted(monkeypatch, stream, method):
+    calls, original = [], getattr(stream, method)
+
+    def counted(*arguments):
+        calls.append(arguments)
+        original(*arguments)
+
+    monkeypatch.setattr(stream, method, counted)
+    return calls
+
+
+def test_indices_that_do_not_fit_are_refused(simulated):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)
+    for wrong in (bench.slots(0), bench.slots(0, 1)[1:], torch.arange(1, 5), torch.tensor([], dtype=torch.int64)):
         with pytest.raises(InvalidTransferError):
-            engine.write_back(device_indices, host)
-    with pytest.raises(InvalidTransferError, match="differ in layers or page size"):
-        PageTransfers(simulator, simulator.stream("c"), DevicePages(device_layers(pool)[1:], PAGE), HostPages(pool), pool)
+            engine.write_back(wrong, host)
+    with pytest.raises(InvalidTransferError, match="device_indices must be slots in"):
+        engine.write_back(bench.slots(0, PAGES), host)
+    with pytest.raises(InvalidTransferError, match="host_indices must be slots in"):
+        engine.load(bench.slots(0, -1), bench.slots(0, 1))
+    with pytest.raises(InvalidTransferError, match="host_indices hold a page twice"):
+        engine.write_back(bench.slots(0, 1), bench.slots(2, 2))
+    with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
+        engine.load(bench.slots(0, 1), bench.slots(2, 2))
+    simulated.check()
+    assert not bench.engine._device_fences._events
+    assert not bench.engine._host_fences._events
+
+
+def test_pools_that_do_not_fit_are_refused(simulated):
+    device, host = KINDS["mha"].pair("page_first", "cpu")
+    compute, pages = simulated.device.stream("compute"), HostPages(host)
+    for layers, field in (
+        (device.layers[1:], "layer_num: 2 and 3"),
+        ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0"),
+        ([(k.view(torch.int16), v) for k, v in device.layers], "element type and shape of the rows of layer 0"),
+    ):
+        with pytest.raises(InvalidPoolError, match=f"differ in {field}"):
+            PageTransfers(simulated.device, compute, DevicePages(layers, PAGE), pages, host)
+    with pytest.raises(InvalidPoolError, match="differ in page_size: 4 and 2"):
+        PageTransfers(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), pages, host)
+    _, other = KINDS["mla"].pair("page_first", "cpu")
+    with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
+        PageTransfers.between(simulated.device, compute, device, other)
+    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel, mapped"):
+        PageTransfers.between(simulated.device, compute, device, host, backend="auto")
+    for backend in ("kernel", "mapped"):
+        with pytest.raises(InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"):
+            PageTransfers(simulated.device, compute, device, device, host, backend=backend)
+
+
+def test_pages_that_copies_do_not_know_are_refused():
     with pytest.raises(InvalidPoolError, match="same number of slots"):
         DevicePages([[torch.zeros(4, 1)], [torch.zeros(6, 1)]], 2)
-    with pytest.raises(InvalidPoolError, match="MHAHostPool and MLAHostPool"):
+    with pytest.raises(InvalidPoolError, match="MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"):
         HostPages(object())
+    _, pool = KINDS["mha"].pair("page_first", "cpu")
+    pool.layout = "page_last"
+    with pytest.raises(InvalidPoolError, match="do not know the layout 'page_last'"):
+        HostPages(pool)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from hicache_storage.transfer.rows import gather_rows, scatter_rows
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
     import torch
@@ -54,35 +57,85 @@ class Wait:
         self._place.wait()
 
 
-class Copy:
-    """Copies in several pieces with pauses in between, so that whoever does not wait finds it half done.
+class Pieces:
+    """An operation that takes effect piece by piece with pauses in between, so that whoever does not wait finds it half done.
 
     Args:
-        destination, source: of one shape.
         pause_seconds: the longest pause.
-        admitted: blocks while a hold keeps the copy from beginning.
+        admitted: blocks while a hold keeps the operation from beginning.
     """
 
-    def __init__(
-        self, destination: torch.Tensor, source: torch.Tensor, pause_seconds: float, admitted: Callable[[], None]
-    ) -> None:
-        self._destination, self._source = destination, source
+    def __init__(self, pause_seconds: float, admitted: Callable[[], None]) -> None:
         self._pause_seconds = pause_seconds
         self._admitted = admitted
 
     def run(self, random: Random) -> None:
         self._admitted()
-        axis = _longest_axis(self._destination)
-        count = random.randint(1, MAX_PIECES)
-        pieces = zip(self._destination.tensor_split(count, axis), self._source.tensor_split(count, axis), strict=True)
-        for destination, source in pieces:
+        for piece in self.pieces(random.randint(1, MAX_PIECES)):
             self._pause(random)
-            destination.copy_(source)
+            piece()
+
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
+        """The operation cut into so many pieces, or fewer."""
+        raise NotImplementedError
 
     def _pause(self, random: Random) -> None:
         # Half of the pauses are none, so that streams also overtake each other by much.
         if random.random() < 0.5:
             time.sleep(random.random() * self._pause_seconds)
+
+
+class Copy(Pieces):
+    """Copies between tensors of one shape."""
+
+    def __init__(
+        self, destination: torch.Tensor, source: torch.Tensor, pause_seconds: float, admitted: Callable[[], None]
+    ) -> None:
+        super().__init__(pause_seconds, admitted)
+        self._destination, self._source = destination, source
+
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
+        axis = _longest_axis(self._destination)
+        pairs = zip(self._destination.tensor_split(count, axis), self._source.tensor_split(count, axis), strict=True)
+        return (partial(destination.copy_, source) for destination, source in pairs)
+
+
+class Gather(Pieces):
+    """Copies numbered rows of a tensor to adjacent rows of another."""
+
+    def __init__(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        rows: torch.Tensor,
+        pause_seconds: float,
+        admitted: Callable[[], None],
+    ) -> None:
+        super().__init__(pause_seconds, admitted)
+        self._destination, self._source, self._rows = destination, source, rows
+
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
+        pairs = zip(self._destination.tensor_split(count), self._rows.tensor_split(count), strict=True)
+        return (partial(gather_rows, destination, self._source, rows) for destination, rows in pairs if len(rows))
+
+
+class Scatter(Pieces):
+    """Copies adjacent rows of a tensor to numbered rows of another."""
+
+    def __init__(
+        self,
+        destination: torch.Tensor,
+        rows: torch.Tensor,
+        source: torch.Tensor,
+        pause_seconds: float,
+        admitted: Callable[[], None],
+    ) -> None:
+        super().__init__(pause_seconds, admitted)
+        self._destination, self._rows, self._source = destination, rows, source
+
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
+        pairs = zip(self._rows.tensor_split(count), self._source.tensor_split(count), strict=True)
+        return (partial(scatter_rows, self._destination, rows, source) for rows, source in pairs if len(rows))
 
 
 def _longest_axis(tensor: torch.Tensor) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Self
 
+from hicache_storage.transfer.rows import rows_of
 from hicache_storage.transfer.simulator.clocks import HOST, Clock
-from hicache_storage.transfer.simulator.operations import Copy, Place
+from hicache_storage.transfer.simulator.operations import Copy, Gather, Scatter
 from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
 from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
 
@@ -18,7 +21,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.transfer.simulator.operations import Operation, Place
+    from hicache_storage.transfer.streams import Rows, Stream
+
 PAUSE_SECONDS = 0.001
+POISON = 0xA5
+"""What every byte of new scratch memory is, so that reading what nobody wrote shows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +78,7 @@ class StreamSimulator:
         self._shadow = ShadowMemory()
         self._streams: list[SimulatedStream] = []
         self._holds: list[Hold] = []
+        self._scratch_numbers = count()
         # Memory that was given back could come again as another tensor's, and its past would be taken for that one's.
         self._kept = dict[int, "torch.Tensor"]()
 
@@ -88,6 +97,20 @@ class StreamSimulator:
 
     def event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
+
+    def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
+        """Memory that holds `POISON`, and is kept as long as the simulator is."""
+        import torch
+
+        memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self.name(f"scratch {next(self._scratch_numbers)}", memory)
+        with self._lock:
+            self._kept[memory.untyped_storage().data_ptr()] = memory
+        return memory
+
+    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
+        """The memory itself: there is only one."""
+        return memory
 
     def name(self, name: str, tensor: torch.Tensor) -> None:
         """Say what messages call a contiguous tensor's memory."""
@@ -126,12 +149,18 @@ class StreamSimulator:
 
     def copy(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         """Enqueue a copy, and judge it."""
-        runs = byte_runs(destination)
-        with self._lock:
-            stream.clock.join(self._host)
-            time = stream.clock.tick(stream.actor)
-            self._note(Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()), [source], [destination])
-            stream.enqueue(Copy(destination, source, self._pause_seconds, self._admission(runs)))
+        run = partial(Copy, destination, source)
+        self._enqueue(stream, what, run, reads=[source], writes=[destination])
+
+    def gather(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+        """Enqueue a gathering kernel, and judge it."""
+        run = partial(Gather, destination, source, rows.device)
+        self._enqueue(stream, what, run, reads=[rows.device, *rows_of(source, rows.host)], writes=[destination])
+
+    def scatter(self, stream: SimulatedStream, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+        """Enqueue a scattering kernel, and judge it."""
+        run = partial(Scatter, destination, rows.device, source)
+        self._enqueue(stream, what, run, reads=[rows.device, source], writes=list(rows_of(destination, rows.host)))
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""
@@ -150,6 +179,22 @@ class StreamSimulator:
         """Note that the host has seen an event complete."""
         with self._lock:
             self._host.join(event.clock)
+
+    def _enqueue(
+        self,
+        stream: SimulatedStream,
+        what: str,
+        operation: Callable[[float, Callable[[], None]], Operation],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        admission = self._admission([run for tensor in writes for run in byte_runs(tensor)])
+        with self._lock:
+            stream.clock.join(self._host)
+            time = stream.clock.tick(stream.actor)
+            self._note(Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()), reads, writes)
+            stream.enqueue(operation(self._pause_seconds, admission))
 
     def _note(self, access: Access, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         for tensor in reads:

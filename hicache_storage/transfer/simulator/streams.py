@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.transfer.simulator.clocks import Clock
 from hicache_storage.transfer.simulator.operations import Place, Wait
-from hicache_storage.transfer.streams import StreamFailedError
+from hicache_storage.transfer.streams import Rows, StreamFailedError
 
 if TYPE_CHECKING:
     from random import Random
@@ -45,6 +45,19 @@ class SimulatedStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.copy(self, destination, source, what)
+
+    def upload(self, rows: torch.Tensor) -> Rows:
+        host = rows.clone()
+        # What is read before it has come names no row.
+        uploaded = Rows(host, host.new_full(host.shape, -1))
+        self._simulator.copy(self, uploaded.device, host, "upload of row numbers")
+        return uploaded
+
+    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+        self._simulator.gather(self, destination, source, rows, what)
+
+    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+        self._simulator.scatter(self, destination, rows, source, what)
 
     def synchronize(self) -> None:
         event = SimulatedEvent(self._simulator)

@@ -9,7 +9,7 @@ from control_plain import Plain
 from hicache_storage.transfer import Acknowledgement, HostPages, LayerCounter, PageTransfers, recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
     from hicache_storage.transfer import Device, Event, LayeredPages, Stream
+    from hicache_storage.transfer.engine import PageTransfer
 
 
 class Engine(PageTransfers):
@@ -24,6 +25,14 @@ class Engine(PageTransfers):
 
     def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
         super().__init__(device, compute, device_pages, HostPages(host_pool), host_pool)
+
+
+class StagingEngine(PageTransfers):
+    """A right engine that gathers pages in staging buffers of one page."""
+
+    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+        pages = HostPages(host_pool)
+        super().__init__(device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1)
 
 
 # Engines --------------------------------------------------------------------------------------------------------------
@@ -37,6 +46,13 @@ class WritesBackTooEarly(Engine):
             super()._behind_compute(stream)
 
 
+class GathersTooEarly(StagingEngine):
+    """Gathers pages without waiting for the kernels that write them."""
+
+    def begin_write_back(self, transfer: PageTransfer) -> None:
+        self._copies.write_back(self._out, transfer.moves)
+
+
 class LoadsOverKernels(Engine):
     """Copies in without waiting for the kernels that still read the pages."""
 
@@ -46,7 +62,7 @@ class LoadsOverKernels(Engine):
 
 
 class LoadsOverCopiesOut(Engine):
-    def _behind_copies(self, device_pages: list[int]) -> None:
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
         pass
 
 
@@ -67,15 +83,15 @@ class AcknowledgesTooEarly(Engine):
 
 
 class SignalsAllLayersAtTheEnd(Engine):
-    def _copy_layers(self, pages: list[tuple[int, int]]) -> list[Event]:
-        arrivals = super()._copy_layers(pages)
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+        arrivals = super()._copy_layers(copy_layer)
         return [arrivals[-1]] * len(arrivals)
 
 
 class SignalsOneLayerEarly(Engine):
-    def _copy_layers(self, pages: list[tuple[int, int]]) -> list[Event]:
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
         begun = recorded(self._device, self._in)
-        return [begun, *super()._copy_layers(pages)[:-1]]
+        return [begun, *super()._copy_layers(copy_layer)[:-1]]
 
 
 class BlocksWhileLoading(Engine):

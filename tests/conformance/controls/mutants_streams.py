@@ -15,6 +15,8 @@ def _engine(name: str, *breaks: str, told: str = "") -> Control:
 
 CONTROLS = {
     "StreamsInOrder": _engine("Engine"),
+    "StagesInOrder": _engine("StagingEngine"),
+    "GathersTooEarly": _engine("GathersTooEarly", "ST-1", told="nothing orders it behind 'kernel that writes layer 0"),
     "WritesBackTooEarly": _engine("WritesBackTooEarly", "ST-1", told="nothing orders it behind 'kernel that writes layer 0"),
     "LoadsOverKernels": _engine("LoadsOverKernels", "ST-1", told="nothing orders it behind 'kernel that "),
     "LoadsOverCopiesOut": _engine("LoadsOverCopiesOut", "ST-1", told="nothing orders it behind 'write-back of layer 0"),

@@ -1,0 +1,83 @@
+"""Page keys as SGLang makes them, so that both engines find each other's pages."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from typing import TYPE_CHECKING
+
+from hicache_storage.spec import InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOKEN_BYTES = 4
+_NAMESPACE = b"sglang-cache-namespace-v1"
+_WORD = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False) -> list[str]:
+    """Keys of the whole pages of a sequence: each a sha256 over the digest of the page before and the page's tokens.
+
+    Tokens that do not fill a page have no key.
+
+    Args:
+        tokens: ids in [0, 2**32).
+        page_size: units per page; a unit is a token or, with `bigram`, a pair of neighbours.
+        prior: key of the page before the first, or the seed of a namespace; None at the start of a plain sequence.
+        bigram: hash pairs of neighbours, as for EAGLE: n tokens are n - 1 units.
+
+    Returns:
+        64 hex digits for each page.
+
+    Raises:
+        InvalidTransferError: a token is out of range, or `prior` is not hex.
+    """
+    data = _unit_bytes(tokens, bigram=bigram)
+    page_bytes = page_size * TOKEN_BYTES * (1 + bigram)
+    try:
+        digest = bytes.fromhex(prior) if prior is not None else b""
+    except ValueError as error:
+        raise InvalidTransferError(f"prior must be a page key of hex digits, got {prior!r:.80}") from error
+    keys = list[str]()
+    for start in range(0, len(data) // page_bytes * page_bytes, page_bytes):
+        digest = hashlib.sha256(digest + data[start : start + page_bytes]).digest()
+        keys.append(digest.hex())
+    return keys
+
+
+def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) -> str | None:
+    """What stands before the first page of a sequence that shares no pages with others, as `prior` of its page keys.
+
+    Args:
+        extra_key: what changes the KV besides the tokens, such as a LoRA adapter's name.
+        cache_salt: text of a tenant who shares with nobody else.
+
+    Returns:
+        None where both are None: the sequence is in nobody's namespace.
+    """
+    if extra_key is None and cache_salt is None:
+        return None
+    digest = hashlib.sha256(_NAMESPACE)
+    for part in (extra_key, cache_salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            text = part.encode()
+            digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()
+
+
+def _unit_bytes(tokens: Sequence[int], *, bigram: bool) -> bytes:
+    try:
+        words = array(_WORD, tokens)
+    except (OverflowError, TypeError) as error:
+        raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
+    if bigram:
+        pairs = array(_WORD, bytes(max(0, len(words) - 1) * 2 * TOKEN_BYTES))
+        pairs[0::2], pairs[1::2] = words[:-1], words[1:]
+        words = pairs
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

@@ -1,0 +1,65 @@
+"""What the radix cache is told about the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hicache_storage.hybrid.policies import WritePolicy
+from hicache_storage.spec import ConfigError, PoolName
+
+
+def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> int:
+    """Tokens between the places where a state can be kept: a page, a kernel's chunk and the engine's interval end there.
+
+    Args:
+        page_size: tokens per page.
+        state_chunk: tokens after which the state kernel has a state to give.
+        track_interval: tokens between the states that the engine keeps.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    for name, value in (("page_size", page_size), ("state_chunk", state_chunk), ("track_interval", track_interval)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    return math.lcm(page_size, state_chunk, track_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RadixCacheConfig:
+    """How a `HiMambaRadixCache` works.
+
+    Raises:
+        ConfigError: a number is not positive, or the grid is not whole pages.
+    """
+
+    page_size: int
+    """Tokens per page."""
+    checkpoint_grid: int | None = None
+    """Tokens between the places where the model's recurrent state is kept, see `checkpoint_grid()`; None for a model
+    without such states."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    kv_pool: PoolName = PoolName.KV
+    state_pool: PoolName = PoolName.MAMBA
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        if self.page_size < 1:
+            raise ConfigError(f"page_size must be at least 1, got {self.page_size}")
+        if self.checkpoint_grid is not None and (self.checkpoint_grid < 1 or self.checkpoint_grid % self.page_size):
+            raise ConfigError(
+                f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, got {self.checkpoint_grid}"
+            )
+
+    @property
+    def grid(self) -> int:
+        """Tokens between the places where a request can go on."""
+        return self.checkpoint_grid or self.page_size
+
+    def committed_length(self, length: int) -> int:
+        """How many tokens of a finished request of `length` tokens can be used again.
+
+        The last token was sampled and never computed, so it has no KV.
+        """
+        return max(0, length - 1) // self.grid * self.grid

@@ -1,0 +1,25 @@
+"""The whole cache of a hybrid model from one config: pools on device and host, copies, controller, radix cache, storage."""
+
+from hicache_storage.hybrid.stack.builders import build_dsa_hybrid_stack, build_mamba_hybrid_stack
+from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig, StorageConfig
+from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry, PoolGeometry
+from hicache_storage.hybrid.stack.stack import DSAHybridStack, HybridStack, MambaHybridStack
+from hicache_storage.hybrid.stack.storage import OtherRankError
+
+__all__ = [
+    "AttentionGeometry",
+    "DSAHybridStack",
+    "DSAStackConfig",
+    "HybridStack",
+    "IndexerGeometry",
+    "MLAGeometry",
+    "MambaGeometry",
+    "MambaHybridStack",
+    "MambaStackConfig",
+    "OtherRankError",
+    "PoolGeometry",
+    "StackConfig",
+    "StorageConfig",
+    "build_dsa_hybrid_stack",
+    "build_mamba_hybrid_stack",
+]

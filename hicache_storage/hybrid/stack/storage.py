@@ -1,0 +1,69 @@
+"""Making a stack's storage, on all ranks or on none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import ConfigError, HiCacheError, HiCacheStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_storage.hybrid.agreement import Agreement
+    from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
+
+MadeT = TypeVar("MadeT")
+
+
+class OtherRankError(HiCacheError, RuntimeError):
+    """This rank could have gone on, and another could not; its own error says why."""
+
+    code = "other-rank"
+
+
+def agreed(agreement: Agreement, what: str, make: Callable[[], MadeT]) -> MadeT:
+    """Make something on every rank; where one fails, all raise. A collective.
+
+    Raises:
+        OtherRankError: another rank failed.
+        Exception: what `make` raised on this one.
+    """
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as failure:  # noqa: BLE001 - raised below, once the other ranks know
+        error = failure
+    all_did = agreement.minimum([int(error is None)])[0]
+    if error is not None:
+        raise error
+    if not all_did or made is None:
+        raise OtherRankError(f"another rank could not make its {what}")
+    return made
+
+
+def storage_for(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:
+    """A storage of a stack's bytes: made from its description, or the caller's own after a look at its identity.
+
+    Raises:
+        ConfigError: it is of another page size or layout, or takes KV for replicated where it is not.
+        DriverError: as `create_storage` raises it.
+    """
+    if isinstance(storage, HiCacheStorage):
+        _check(config, storage)
+        return storage
+    identity = config.identity(
+        storage.model, kv_dtype=storage.kv_dtype, revision=storage.revision, tenant=storage.tenant,
+        adapter=storage.adapter, salt=storage.salt,
+    )  # fmt: skip
+    return create_storage(storage.driver, identity, storage.options, options=storage.layers)
+
+
+def _check(config: StackConfig, storage: HiCacheStorage) -> None:
+    wanted = config.identity("any")
+    for name in ("page_size", "layout", "kv_replicated"):
+        found, ours = getattr(storage.identity, name), getattr(wanted, name)
+        if found != ours:
+            raise ConfigError(
+                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the storage with config.identity()"
+            )

@@ -1,0 +1,120 @@
+"""Calls of a storage whose answers are checked: whatever it raises or answers is a miss, and counted."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.stats import StatsCounter
+    from hicache_storage.spec import HiCacheStorage, PoolName
+
+logger = logging.getLogger(__name__)
+
+BATCH_PAGES = 128
+"""Pages of the anchor that one call moves."""
+
+_RAISED = object()
+"""In place of an answer."""
+
+
+class StorageCalls:
+    """The data path of one storage, as workers use it. Raises nothing.
+
+    Args:
+        storage: the pools of `group` are registered with it.
+        call_seconds: deadline that the storage is told.
+        stats: where failures are counted.
+    """
+
+    def __init__(self, storage: HiCacheStorage, group: HostPoolGroup, call_seconds: float, stats: StatsCounter) -> None:
+        self._storage, self._group = storage, group
+        self._call_seconds, self._stats = call_seconds, stats
+        self._failing = False
+
+    def restorable(self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None) -> list[int]:
+        """Endpoints in pages, ascending, at which every pool of this rank can restore the chain `keys`."""
+        transfers = [
+            PoolTransfer(
+                entry.name,
+                keys=list(keys[-entry.window_pages :]) if entry.is_trailing else list(keys),
+                hit_policy=entry.hit_policy,
+            )
+            for entry in self._group.entries.values()
+            if entry is not self._group.anchor
+        ]
+        info = self._info(prefix_keys, request_id)
+        answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
+        return [] if answer is _RAISED else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
+
+    def read(
+        self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str], request_id: str | None = None
+    ) -> dict[PoolName, list[bool]]:
+        """Read pages; for each transfer, by its pool, which were delivered."""
+        info = self._info(prefix_keys, request_id)
+        return self._pages(self._call(lambda: self._storage.batch_get_v2(transfers, info)), transfers)
+
+    def write(self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str]) -> dict[PoolName, list[bool]]:
+        """Store pages; for each transfer, by its pool, which are stored."""
+        info = self._info(prefix_keys, None)
+        return self._pages(self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers)
+
+    def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
+        return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)
+
+    def _call(self, ask: Callable[[], object]) -> object:
+        try:
+            return ask()
+        except BaseException as error:  # noqa: BLE001 - also the SystemExit of a driver that calls sys.exit
+            self._stats.count(storage_errors=1)
+            self._note(f"the storage raised {type(error).__name__}: {error}")
+            return _RAISED
+
+    def _endpoints(self, answer: object, pages: int) -> list[int]:
+        ends = _items(answer)
+        if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
+            self._garbage(f"endpoints of {pages} pages", answer)
+            return []
+        self._failing = False
+        return sorted(set(cast("list[int]", ends)))
+
+    def _pages(self, answer: object, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[bool]]:
+        """The answer, with pages not delivered where it does not fit the question."""
+        checked: dict[PoolName, list[bool]] = {}
+        given = cast("dict[object, object]", answer) if isinstance(answer, dict) else dict[object, object]()
+        for transfer in transfers:
+            pages, count = _items(given.get(transfer.name)), len(transfer.keys or ())
+            if pages is not None and len(pages) == count and all(isinstance(page, bool) for page in pages):
+                checked[transfer.name] = cast("list[bool]", pages)
+                self._failing = False
+                continue
+            checked[transfer.name] = [False] * count
+            if answer is not _RAISED:
+                self._garbage(f"{count} pages of {transfer.name!r}", pages)
+        return checked
+
+    def _garbage(self, asked: str, answer: object) -> None:
+        self._stats.count(storage_garbage=1)
+        self._note(f"the storage was asked for {asked} and answered {answer!r:.80}")
+
+    def _note(self, message: str) -> None:
+        """Log the first of an episode of faults."""
+        logger.log(logging.DEBUG if self._failing else logging.WARNING, "%s; taken for a miss", message)
+        self._failing = True
+
+
+def _items(answer: object) -> list[object] | None:
+    """A list's or tuple's items; None of anything else."""
+    return list(cast("Sequence[object]", answer)) if isinstance(answer, (list, tuple)) else None
+
+
+def page_transfer(entry: PoolEntry, keys: Sequence[str], slots: torch.Tensor) -> PoolTransfer:
+    """A pool's share of a get or set: `slots` are whole pages, one for each key."""
+    return PoolTransfer(entry.name, host_indices=slots, keys=list(keys), hit_policy=entry.hit_policy)

@@ -1,0 +1,102 @@
+"""The I/O backend `kernel`: pages are gathered and scattered on the device, and cross the bus in large pieces."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicache_storage.transfer.runs import joint_runs, moves_by_host, named_pages
+from hicache_storage.transfer.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
+    from hicache_storage.transfer.runs import PageMoves, Run
+    from hicache_storage.transfer.streams import Device, Rows, Stream
+
+
+class _Piece(NamedTuple):
+    """As many pages as a staging buffer takes, in the order of their host pages."""
+
+    device: Rows
+    """The device pages."""
+    runs: Sequence[Run]
+    """Between host pages and those of the buffer, whichever is the source."""
+    pages: int
+    name: str
+
+
+class GatheredCopies:
+    """Moves pages between the device's layers and the host through staging buffers on the device.
+
+    A buffer is laid out as the host pool is. A write-back gathers all layers of a number of pages there, and copies them
+    to the host whole: one copy for each part and run of host pages, wherever the device pages are. A load copies one
+    layer of a number of pages there, and scatters it. Neither cares for the order of the device pages.
+
+    Args:
+        device: makes the streams that fill the buffers, and their memory: two for each direction.
+        staging_bytes: length of a buffer; one page at least.
+    """
+
+    def __init__(self, device: Device, device_pages: LayeredPages, host_pages: LaidOutPages, staging_bytes: int) -> None:
+        self._device_pages, self._host_pages = device_pages, host_pages
+        self._device, self._staging_bytes = device, staging_bytes
+        self._out: Staging | None = None
+        self._in: Staging | None = None
+
+    def write_back(self, stream: Stream, moves: PageMoves) -> None:
+        staging = self._out = self._out or self._staging("gather", stream, self._host_pages.layer_num)
+        staging.begin(stream)
+        for piece in self._pieces(staging.filler, staging.pages, moves, outwards=True):
+            staging.through(stream, partial(self._gather, staging.filler, piece), partial(self._copy_out, stream, piece))
+
+    def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
+        staging = self._in = self._in or self._staging("stage", stream, 1)
+        staging.begin(stream)
+        return partial(self._load_layer, stream, staging, self._pieces(stream, staging.pages, moves, outwards=False))
+
+    def _load_layer(self, stream: Stream, staging: Staging, pieces: Sequence[_Piece], layer: int) -> None:
+        for piece in pieces:
+            fill = partial(self._copy_in, staging.filler, piece, layer)
+            staging.through(stream, fill, partial(self._scatter, stream, piece, layer))
+
+    def _gather(self, stream: Stream, piece: _Piece, buffer: LaidOutPages) -> None:
+        for layer in range(self._host_pages.layer_num):
+            what = f"write-back of layer {layer} of {piece.name}"
+            for source, staged in zip(self._device_pages.layer(layer), buffer.layer(layer), strict=True):
+                stream.gather(staged.narrow(0, 0, piece.pages), source, piece.device, what)
+
+    def _copy_out(self, stream: Stream, piece: _Piece, buffer: LaidOutPages) -> None:
+        for run in piece.runs:
+            what = f"write-back of {named_pages('host', run.destination, run.pages)} from staging"
+            sources, destinations = buffer.whole(run.source, run.pages), self._host_pages.whole(run.destination, run.pages)
+            for source, destination in zip(sources, destinations, strict=True):
+                stream.copy(destination, source, what)
+
+    def _copy_in(self, stream: Stream, piece: _Piece, layer: int, buffer: LaidOutPages) -> None:
+        for source, staged in zip(self._host_pages.layer(layer), buffer.layer(0), strict=True):
+            for run in piece.runs:
+                what = f"staging of layer {layer} of {named_pages('host', run.source, run.pages)}"
+                stream.copy(staged.narrow(0, run.destination, run.pages), source.narrow(0, run.source, run.pages), what)
+
+    def _scatter(self, stream: Stream, piece: _Piece, layer: int, buffer: LaidOutPages) -> None:
+        what = f"load of layer {layer} into {piece.name}"
+        for staged, destination in zip(buffer.layer(0), self._device_pages.layer(layer), strict=True):
+            stream.scatter(destination, piece.device, staged.narrow(0, 0, piece.pages), what)
+
+    def _pieces(self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool) -> list[_Piece]:
+        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that gathers or scatters."""
+        pieces: list[_Piece] = []
+        for name, (device, host) in moves_by_host(moves, room):
+            staged = host.new_tensor(range(len(host)))
+            runs = joint_runs(staged, host) if outwards else joint_runs(host, staged)
+            pieces.append(_Piece(kernels.upload(device), runs, len(host), name))
+        return pieces
+
+    def _staging(self, name: str, drainer: Stream, layers: int) -> Staging:
+        filler = self._device.stream(name)
+        layer_bytes = sum(part[0].numel() * part.element_size() for part in self._host_pages.layer(0))
+        pages = max(1, min(self._staging_bytes // (layers * layer_bytes), self._host_pages.page_num))
+        allocate = partial(self._device.scratch, streams=(filler, drainer))
+        return Staging(self._device, filler, [self._host_pages.alike(pages, layers, allocate) for _ in range(2)])

@@ -1,0 +1,138 @@
+"""Copies of several pools at once: a hybrid model's attention pages and states, or latent rows and their index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+from hicache_storage.transfer.backends import STAGING_BYTES
+from hicache_storage.transfer.engine import PageTransfers
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
+from hicache_storage.transfer.streams import recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import torch
+
+    from hicache_storage.pools import DevicePoolBase, HostPoolBase
+    from hicache_storage.transfer.backends import Backend
+    from hicache_storage.transfer.streams import Device, Event, Stream
+
+
+class PoolPair(NamedTuple):
+    """A device pool, the host pool that backs it up, and the model's layers that both hold."""
+
+    device_pool: DevicePoolBase
+    host_pool: HostPoolBase
+    layers: LayerMap
+
+
+class Indices(NamedTuple):
+    """Slots of one pool: int64, as many whole pages on the device as on the host."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class HybridTransfers:
+    """Moves the pages of all pools of a model on the same two streams, one layer of the model after the other.
+
+    Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are left out of it.
+
+    Args:
+        device: makes the streams.
+        compute: the stream whose kernels read and write the device pages.
+        pools: by name.
+        backend, staging_bytes: as `PageTransfers` has them, for each pool.
+
+    Raises:
+        InvalidPoolError: a pool does not fit its host pool, or its layers are not as many as its `LayerMap` has.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        compute: Stream,
+        pools: Mapping[str, PoolPair],
+        *,
+        backend: Backend = "direct",
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        if not pools:
+            raise InvalidPoolError("pools must hold at least one pool")
+        for name, pair in pools.items():
+            if pair.device_pool.layer_num != len(pair.layers.layers):
+                raise InvalidPoolError(
+                    f"pool {name!r} has {pair.device_pool.layer_num} layers, its LayerMap {len(pair.layers.layers)}; make them equal"
+                )
+        self._device = device
+        self._out, self._in = streams = device.stream("write-back"), device.stream("load")
+        self._layers = {name: pair.layers for name, pair in pools.items()}
+        self.layer_num = 1 + max(layer for layers in self._layers.values() for layer in layers.layers)
+        """Layers of the model, as far as a pool has a share in them."""
+        self.engines = {
+            name: PageTransfers.between(
+                device, compute, pair.device_pool, pair.host_pool,
+                backend=backend, staging_bytes=staging_bytes, streams=streams,
+            )
+            for name, pair in pools.items()
+        }  # fmt: skip
+        """By pool; host pages are allocated and freed through their `host_slots`."""
+
+    def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement:
+        """Copy device pages of several pools to host pages; acknowledged when all are there.
+
+        Raises:
+            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool; nothing was enqueued.
+        """
+        self._refuse_unknown(pages)
+        transfers = {name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()}
+        for name, transfer in transfers.items():
+            self.engines[name].begin_write_back(transfer)
+        finished = recorded(self._device, self._out)
+        for name, transfer in transfers.items():
+            self.engines[name].end_write_back(transfer, finished)
+        return Acknowledgement(finished)
+
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
+        """Copy host pages of several pools to device pages; the counter counts the model's layers, not a pool's.
+
+        Raises:
+            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool; nothing was enqueued.
+        """
+        self._refuse_unknown(pages)
+        transfers = {name: self.engines[name].checked_load(host, device) for name, (device, host) in pages.items()}
+        copies = [(self._layers[name], self.engines[name].begin_load(transfer)) for name, transfer in transfers.items()]
+        arrivals: list[Event] = []
+        for layer in range(self.layer_num):
+            for layers, copy_layer in copies:
+                own = layers(layer)
+                if own is not None:
+                    copy_layer(own)
+            arrivals.append(recorded(self._device, self._in))
+        for name, transfer in transfers.items():
+            self.engines[name].end_load(transfer, arrivals[-1])
+        return LayerCounter(arrivals)
+
+    def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
+        """Let the compute stream wait for the copies that use device pages, before a kernel that overwrites them."""
+        self._refuse_unknown(device_indices)
+        for name, indices in device_indices.items():
+            self.engines[name].before_overwrite(indices)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all copies enqueued so far are over.
+
+        Raises:
+            StreamFailedError: one of them failed; the others are over all the same.
+        """
+        try:
+            self._out.synchronize()
+        finally:
+            self._in.synchronize()
+
+    def _refuse_unknown(self, names: Iterable[str]) -> None:
+        unknown = [name for name in names if name not in self.engines]
+        if unknown:
+            raise InvalidTransferError(f"no such pools: {', '.join(unknown)}; there are {', '.join(self.engines)}")

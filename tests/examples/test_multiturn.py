@@ -1,0 +1,104 @@
+"""The multi-turn example: its hit rates are exact, and would be others under other rules."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RATES = [
+    0, 0.583333, 0.750000, 0.821429, 0.861111, 0.886364, 0.903846, 0.916667, 0.926471, 0.934211, 0.940476, 0.945652,
+]  # fmt: skip
+"""By round, for requests and outputs of four checkpoints each."""
+OVERALL = Fraction(517, 576)
+SMALL = {"request": 64, "output": 64, "page": 4, "state_chunk": 4, "interval": 16}
+"""A sixteenth of every length: as many pages and checkpoints, the same rates."""
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("multiturn")
+
+
+def rates(result):
+    return [round(rate, 6) for rate in result.rounds]
+
+
+def overall(result):
+    return Fraction(sum(result.cached_tokens), sum(result.prompt_tokens))
+
+
+def test_with_storage_few_slots_serve_like_many(example, tmp_path):
+    """Slots for two running requests and KV of three sessions on the device, two sessions on the host, the rest in files."""
+    found = example.play(example.Workload(**SMALL), 4, tmp_path / "store", sessions=3)
+    assert rates(found) == RATES
+    assert overall(found) == OVERALL
+
+
+def test_without_storage_the_rate_falls_with_the_slots(example):
+    workload = example.Workload(**SMALL)
+    found = [example.play(workload, slots, None) for slots in (8, 16, 64)]
+    assert overall(found[0]) < overall(found[1]) < overall(found[2]) == OVERALL
+    assert rates(found[2]) == RATES
+    assert all(few <= many for few, many in zip(found[0].rounds, found[2].rounds, strict=True))
+
+
+def test_a_last_token_that_counted_would_show(example):
+    found = example.play(example.Workload(**SMALL, rounds=2), 64, None, count_last=True)
+    assert found.rounds[1] == 8 / 12
+
+
+def test_another_grid_would_show(example):
+    found = example.play(example.Workload(**SMALL | {"interval": 4}, rounds=2), 64, None)
+    assert found.rounds[1] == 31 / 48
+
+
+@pytest.mark.parametrize("damaged", ["kv", "state"])
+def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged):
+    """What is compared with a recomputation is compared in earnest."""
+    workload = example.Workload(**SMALL)
+    storage = example.create_storage(
+        "file",
+        example.StorageIdentity(model="m", kv_dtype="int32", page_size=workload.page, layout="page_first"),
+        {"path": str(tmp_path / "store")},
+    )
+    server = example.Server(workload.sizes(8, sessions=2, offload=True), storage)
+    try:
+        prompt, output = list(range(64)), list(range(100, 164))
+        assert server.serve([prompt], [output]) == [0]
+        server.cache.evict(10**6, 10**6)
+        if damaged == "kv":
+            server.stack.host_pools["kv"].k_buffer += 1
+        else:
+            server.stack.host_pools["mamba"].temporal_buffer += 1
+        with pytest.raises(AssertionError, match="not that of its tokens"):
+            server.serve([[*prompt, *output, 7]], [[8]])
+    finally:
+        server.close()
+
+
+def test_the_command_writes_what_it_found(tmp_path):
+    """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024, checkpoints every 256."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "multiturn.py", "--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg", "--sweep", "32"],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [round(rate, 6) for rate in report["rounds"]] == RATES
+    assert Fraction(sum(report["cached_tokens"]), sum(report["prompt_tokens"])) == OVERALL
+    assert report["overall"] == float(OVERALL)
+    assert report["device_only"]["overall"] < report["overall"]
+    assert [point["state_slots"] for point in report["sweep"]] == [8, 32]
+    assert {point["with_storage"] for point in report["sweep"]} == {float(OVERALL)}
+    lines = ElementTree.parse(tmp_path / "r.svg").findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 4
+    assert all(f"{rate:.6f}" in done.stdout for rate in RATES)

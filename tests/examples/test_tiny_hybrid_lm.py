@@ -1,0 +1,257 @@
+"""The tiny language model: its logits do not depend on where a prefix came from, and would differ if a byte did."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_stack
+from hicache_storage.spec import PoolName
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SEED = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in the command: the tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example's modules, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        names = ("arithmetic", "chat", "mamba", "model", "places", "requests", "server", "sizes", "sparse")
+        modules = {name: importlib.import_module(f"tiny_hybrid_lm_parts.{name}") for name in names}
+        yield type("Example", (), {**modules, "main": importlib.import_module("tiny_hybrid_lm")})
+
+
+@pytest.fixture(scope="module", params=["mamba", "dsa"])
+def model(request, example):
+    sizes = example.sizes.Sizes(device_tokens=512, host_tokens=512, device_states=4, host_states=4, seed=SEED)
+    return example.main.MODELS[request.param](sizes)
+
+
+def pools_of(model):
+    """Device pools with noise in every byte that nobody has written."""
+    pools = {}
+    for name, geometry in model.config.pools.items():
+        pools[name] = geometry.device_pool(*((4, 1) if name == PoolName.MAMBA else (512, 16)), torch.device("cpu"))
+        for layer in range(pools[name].layer_num):
+            for slot in range(0, pools[name].size, pools[name].page_size):
+                for part in pools[name].page_layer(slot, layer):
+                    part.view(-1).view(torch.uint8).random_(0, 120)
+    return pools
+
+
+tokens = st.lists(st.integers(0, 127), min_size=1, max_size=90)
+
+
+@settings(max_examples=25, deadline=None)
+@given(first=tokens, second=tokens, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8), places=st.randoms())
+def test_logits_do_not_depend_on_what_is_computed_together(example, model, first, second, cuts, places):
+    """Two sequences in chunks of any length, alone and together, in scattered pages: the bits of a single pass."""
+    pages = places.sample(range(32), 12)
+    rows = (torch.tensor(pages).unsqueeze(1) * 16 + torch.arange(16)).view(2, -1)
+    pools, found, done = pools_of(model), ([], []), [0, 0]
+    sequences = first, second
+    turn = 0
+    while any(done[each] < len(sequences[each]) for each in (0, 1)):
+        segments, owners = [], []
+        for each in (0, 1):
+            length = cuts[(turn + each) % len(cuts)]
+            chunk = sequences[each][done[each] : done[each] + length]
+            if chunk and (turn + each) % 3:
+                segments.append(example.model.Segment(chunk, done[each], rows[each], 1 + each))
+                owners.append(each)
+                done[each] += len(chunk)
+        if segments:
+            for each, logits in zip(owners, model.forward(segments, pools, lambda _: None), strict=True):
+                found[each].append(logits)
+        turn += 1
+    for sequence, logits in zip(sequences, found, strict=True):
+        assert torch.equal(torch.cat(logits), model.recompute(sequence))
+
+
+def test_every_layer_is_waited_for_before_it_is_computed(example, model):
+    waited = []
+    model.forward([example.model.Segment([1, 2, 3], 0, torch.arange(16))], pools_of(model), waited.append)
+    layers = {layer for geometry in model.config.pools.values() for layer in geometry.layers}
+    assert waited == sorted(layers)
+
+
+def parts_of(model):
+    """Pool, layer and number of each tensor of a page."""
+    for name, pool in pools_of(model).items():
+        for layer in range(pool.layer_num):
+            yield from ((name, layer, part) for part in range(len(pool.page_layer(0, layer))))
+
+
+def test_logits_depend_on_every_part_of_the_cache(example, model):
+    """Put a page's elements, or a state's, into the reverse order, in any layer and part: the next logits are others."""
+    sequence = [(7 * place * place) % 128 for place in range(97)]
+    expected = model.recompute(sequence)[96:]
+
+    def last_logits(damaged=None):
+        pools, rows = pools_of(model), torch.arange(112)
+        model.forward([example.model.Segment(sequence[:96], 0, rows, 1)], pools, lambda _: None)
+        if damaged:
+            name, layer, part = damaged
+            tensor = pools[name].page_layer(1 if name == PoolName.MAMBA else 32, layer)[part]
+            tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
+        return model.forward([example.model.Segment(sequence[96:], 96, rows, 1)], pools, lambda _: None)[0]
+
+    assert torch.equal(last_logits(), expected)
+    for damaged in parts_of(model):
+        assert not torch.equal(last_logits(damaged), expected), damaged
+
+
+def played(example, tmp_path, **fields):
+    """A small conversation over a new store, with everything that the command checks; how it went."""
+    talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
+    options = example.main.Options(talk=talk, **fields)
+    storage = example.places.store(options.storage, options.given, tmp_path, "tests", {})
+    conversation = example.chat.Conversation([[] for _ in range(talk.clients)])
+    example.main.run(options, storage, conversation)
+    example.main.report(options, conversation, "test")
+    return options, storage, conversation
+
+
+@pytest.mark.parametrize("driver", ["file", "hf3fs"])
+@pytest.mark.parametrize("kind", ["mamba", "dsa"])
+def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(example, tmp_path, kind, driver):
+    _, _, conversation = played(example, tmp_path, model=kind, storage=driver)
+    tier = example.requests.Tier
+    example.main.check_tiers(conversation, [tier.L1, tier.L2, tier.L3])
+    assert len(conversation.turns) == 15
+    for turn in conversation.turns:
+        assert turn.equal
+        assert turn.difference == 0
+        # Nothing that was kept is lost, wherever it was.
+        assert turn.restored.tokens == turn.restorable
+    assert all(turn.restored.tokens for turn in conversation.turns if turn.round == 3)
+
+
+def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
+    _, _, conversation = played(example, tmp_path, dtype="bfloat16")
+    assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["mamba", "dsa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_restores_what_it_computed(example, tmp_path, kind, dtype):
+    _, _, conversation = played(example, tmp_path, model=kind, dtype=dtype, device="cuda")
+    assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "dsa"])
+def test_a_damaged_page_costs_hits_and_no_logit(example, tmp_path, kind, capsys):
+    _, _, conversation = played(example, tmp_path, model=kind, corrupt=True)
+    example.main.check_loss(conversation)
+    assert "flipped a bit in" in capsys.readouterr().out
+    last = [turn for turn in conversation.turns if turn.round == 3]
+    assert [turn.restored.tokens < turn.restorable for turn in last].count(True) == 1
+    assert all(turn.restored.device + turn.restored.host == 0 for turn in last)
+    assert all(turn.equal for turn in conversation.turns)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
+    """What is compared with a recomputation is compared in earnest, also with a tolerance."""
+    sizes = example.sizes.Sizes(
+        device_tokens=512, host_tokens=512, device_states=16, host_states=16, dtype=example.main.DTYPES[dtype]
+    )
+    model = example.mamba.mamba_model(sizes)
+    talk = example.chat.Talk(clients=2, rounds=2, request=(40, 40), output=(24, 24))
+    conversation = example.chat.Conversation([[], []])
+    with build_mamba_hybrid_stack(model.config) as stack:
+        server = example.server.Server(model, stack, running=2)
+        example.chat.play_round(talk, conversation, server, model)
+        stack.cache.evict(10**6, 10**6)
+        stack.host_pools[PoolName.MAMBA].temporal_buffer.neg_()
+        example.chat.play_round(talk, conversation, server, model)
+    assert [turn.equal for turn in conversation.turns] == [True, True, False, False]
+    with pytest.raises(example.main.ExampleFailedError, match="2 turns have other logits"):
+        example.main.report(example.main.Options(talk=talk), conversation, "test")
+
+
+def test_the_server_gives_back_what_it_took(example):
+    sizes = example.sizes.Sizes(device_tokens=512, host_tokens=512, device_states=16, host_states=16)
+    model = example.sparse.sparse_model(sizes)
+    talk = example.chat.Talk(clients=3, rounds=2)
+    conversation = example.chat.Conversation([[], [], []])
+    with build_dsa_hybrid_stack(model.config) as stack:
+        server = example.server.Server(model, stack, running=2)
+        for _ in range(2):
+            example.chat.play_round(talk, conversation, server, model)
+        assert stack.cache.usage().locks == 0
+        stack.cache.reset()
+        assert stack.kv.available_size() == 512
+
+
+def test_unused_tiers_and_missing_losses_are_refused(example, tmp_path):
+    options, _, conversation = played(example, tmp_path, rounds=1)
+    failed = example.main.ExampleFailedError
+    with pytest.raises(failed, match="nothing was restored from L1, L3"):
+        example.main.check_tiers(conversation, [example.requests.Tier.L1, example.requests.Tier.L3])
+    with pytest.raises(failed, match="a damaged page must be a miss"):
+        example.main.check_loss(conversation)
+    assert options.talk.rounds == conversation.rounds == 1
+
+
+def command(*options):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options], capture_output=True, text=True, timeout=250, check=False
+    )
+
+
+def test_a_second_process_goes_on_where_the_first_stopped():
+    done = command("--restart", "--clients", "4", "--rounds", "3", "--running", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = done.stdout.split("in a second process")
+    rows = {line.split()[0]: line.split()[1:] for line in second.splitlines()[1:] if line}
+    assert rows["L3"][0] == rows["L3"][2] == rows["all"][0] == "4"
+    restored, restorable = int(rows["all"][1]), int(rows["all"][4])
+    assert restored == restorable > 0
+    assert "  L1" in first
+
+
+def test_a_server_keeps_the_pages_for_a_second_process():
+    """With `--serve`, hf3fs has its metadata server."""
+    done = command("--storage", "hf3fs", "--serve", "--restart", "--clients", "3", "--rounds", "3", "--running", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.split("in a second process")[1]
+    assert re.search(r"L3 +3 +[1-9][0-9]* +3\n", last)
+
+
+def test_the_command_says_what_it_cannot_do():
+    for options, message in (
+        (("--rounds", "1"), "--rounds must be at least 3"),
+        (("--corrupt", "--storage", "hf3fs"), "--corrupt knows the files of --storage file only"),
+        (("--restart", "--storage", "hf3fs"), "--restart needs a store that outlives its process"),
+    ):
+        done = command(*options)
+        assert done.returncode != 0
+        assert message in done.stderr
+
+
+def test_a_run_that_does_not_show_it_says_so():
+    """Of a single client, nothing stays on the device between rounds."""
+    done = command("--clients", "1", "--rounds", "3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: nothing was restored from ")

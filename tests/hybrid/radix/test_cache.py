@@ -1,0 +1,564 @@
+"""What the cache does in one situation after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache_storage.hybrid.policies import WritePolicy
+from hicache_storage.hybrid.radix import CacheInUseError, HiMambaRadixCache, RadixCacheConfig, StalePrefixError, checkpoint_grid
+from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.pools import SlotAllocator
+from hicache_storage.spec import ConfigError, InvalidTransferError
+from tests.hybrid.radix.real import RealController
+from tests.hybrid.radix.standin import StandInController
+from tests.hybrid.radix.world import KV, MAMBA, SIZES, World, value
+from tests.hybrid.waiting import until
+
+PAGE, GRID = 2, 4
+LONG = tuple(range(10, 27))
+"""Eight pages and a token; four checkpoints."""
+
+
+@pytest.fixture(params=[StandInController, RealController])
+def make_world(request):
+    made = []
+
+    def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
+        controller = request.param(SIZES | sizes, PAGE, states=grid is not None, threshold=threshold)
+        made.append(World(controller, PAGE, grid, policy))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.check()
+        world.controller.close()
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world()
+
+
+def served(world, tokens, *checkpoints):
+    """Run a request to its end; more checkpoints are cached than the one at the end of its prompt."""
+    for end in checkpoints:
+        request = world.start(tokens[:end])
+        world.running.remove(request)
+        world.drop(request)
+    request = world.start(tokens)
+    world.running.remove(request)
+    world.drop(request)
+    world.settle()
+
+
+def test_a_hit_goes_to_the_last_checkpoint_with_a_state(world):
+    served(world, LONG, 8)
+    match = world.cache.match(LONG)
+    assert (match.length, match.host_length, match.needs_load) == (16, 0, False)
+    assert world.cache.match(LONG[:15]).length == 8
+    assert world.cache.match(LONG[:7]).length == 0
+    assert world.cache.match((*LONG[:12], 99, 99, 99, 99)).length == 8
+    assert int(world.device[MAMBA][match.state_slot]) == value("state", LONG[:16])
+
+
+def test_without_states_every_page_is_a_hit(make_world):
+    world = make_world(grid=None)
+    served(world, LONG)
+    assert [world.cache.match(LONG[:end]).length for end in (1, 2, 7, 16, 17)] == [0, 2, 6, 16, 16]
+    match = world.cache.match(LONG[:7])
+    assert match.state_slot is None
+    lock = world.cache.lock(match)
+    world.cache.evict(100)
+    assert world.cache.match(LONG, device_only=True).length == 6
+    world.cache.unlock(lock)
+
+
+def test_namespaces_share_nothing(world):
+    rows = world.cache.alloc_kv(4)
+    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(4)])
+    state = world.cache.alloc_state()
+    world.device[MAMBA][state] = value("state", LONG[:4])
+    world.cache.insert(LONG[:4], rows, {4: int(state)}, namespace="ab" * 32)
+    world.inserted[LONG[:4]] = {"kv", "state"}
+    assert world.cache.match(LONG[:4], namespace="ab" * 32).length == 4
+    assert world.cache.match(LONG[:4]).length == 0
+
+
+def test_a_state_can_go_alone_and_its_kv_stays(world):
+    served(world, LONG, 8)
+    world.cache.evict_host(100, 100)
+    assert world.cache.evict(states=1).states == 1
+    usage = world.cache.usage()
+    assert (usage.device_tokens, usage.device_states) == (16, 1)
+    assert world.cache.match(LONG).length == 16
+    assert world.cache.evict(states=1).states == 1
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().device_tokens == 16
+    # A request that computes the prefix again uses the KV that stayed, and gives the state back to it.
+    request = world.start(LONG)
+    assert world.cache.usage().device_tokens == 16
+    assert world.cache.match(LONG).length == 16
+    world.drop(request)
+    world.running.clear()
+
+
+def test_a_hit_refreshes_the_state_it_consumed_and_no_other(world):
+    """Requests that go on from the end of a conversation do not keep its older checkpoints alive."""
+    served(world, LONG, 4, 8)
+    other = tuple(range(50, 55))
+    served(world, other)
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    for lru in (world.residency.device[Kind.STATE], world.residency.host[Kind.STATE]):
+        assert [(node.tokens[0], node.end) for node in lru] == [(10, 4), (14, 8), (50, 4), (18, 16)]
+
+
+def test_kv_goes_from_the_leaves_and_the_oldest_first(make_world):
+    world = make_world(device_kv=64, device_states=8)
+    first, second = LONG[:9], (*LONG[:4], *range(70, 75))
+    served(world, first, 4)
+    served(world, second)
+    served(world, first)
+    world.cache.evict_host(100, 100)
+    world.cache.evict(tokens=1)
+    assert [world.cache.match(tokens).length for tokens in (first, second)] == [8, 4]
+    world.cache.evict(tokens=1)
+    assert [world.cache.match(tokens).length for tokens in (first, second)] == [4, 4]
+    world.cache.evict(tokens=1)
+    assert world.cache.match(first).length == 0
+    assert world.cache.usage().device_tokens == 0
+
+
+def test_what_is_locked_stays(world):
+    served(world, LONG, 8)
+    lock = world.cache.lock(world.cache.match(LONG[:9]))
+    world.cache.evict(100, 100)
+    assert world.cache.match(LONG, device_only=True).length == 8
+    world.cache.release_state(lock)
+    world.cache.evict(100, 100)
+    match = world.cache.match(LONG[:9])
+    assert (match.device_indices.numel(), match.state_on_host) == (8, True)
+    world.cache.unlock(lock)
+    with pytest.raises(StalePrefixError, match="unlock a lock once"):
+        world.cache.unlock(lock)
+    world.cache.evict(100, 100)
+    assert world.cache.usage().device_tokens == 0
+
+
+def test_a_prefix_that_changed_since_it_was_matched_is_refused(world):
+    served(world, LONG)
+    match = world.cache.match(LONG)
+    world.cache.evict(100, 100)
+    with pytest.raises(StalePrefixError, match="match again"):
+        world.cache.lock(match)
+    match = world.cache.match(LONG)
+    assert match.host_length == 16
+    world.cache.evict_host(100, 100)
+    with pytest.raises(StalePrefixError):
+        world.cache.lock(match)
+
+
+def test_a_split_between_match_and_lock_is_no_change(world):
+    served(world, LONG)
+    match = world.cache.match(LONG)
+    served(world, (*LONG[:8], 99))
+    lock = world.cache.lock(match)
+    world.cache.evict(100, 100)
+    assert world.cache.match(LONG, device_only=True).length == 16
+    world.cache.unlock(lock)
+
+
+def test_kv_and_state_come_back_from_the_host(world):
+    served(world, LONG, 8)
+    world.cache.evict(100, 100)
+    match = world.cache.match(LONG)
+    assert (match.length, match.host_length, match.state_on_host, match.state_slot) == (16, 16, True, None)
+    assert world.cache.match(LONG, device_only=True).length == 0
+    slot = world.cache.alloc_state()
+    lock = world.cache.lock(match)
+    loaded = world.cache.load(lock, int(slot))
+    consumer = world.cache.start_loading()
+    assert consumer > 0
+    world.controller.wait_for_loads(consumer)
+    assert loaded.state_slot == int(slot)
+    world.check_hit(LONG[:16], loaded.device_indices, slot)
+    # The slot is the request's: the cache's own copy of the state is still the one on the host.
+    assert world.cache.usage().device_states == 0
+    world.settle()
+    world.cache.unlock(lock)
+    world.state_slots.free(slot)
+
+
+def test_a_load_that_finds_no_room_changes_nothing(make_world):
+    world = make_world(device_kv=20)
+    served(world, LONG)
+    world.cache.evict(100, 100)
+    request = world.start(tuple(range(60, 70)))
+    match = world.cache.match(LONG)
+    lock = world.cache.lock(match)
+    assert world.cache.load(lock) is None
+    world.check()
+    world.cache.unlock(lock)
+    world.drop(request)
+    world.running.clear()
+    assert world.cache.match(LONG).host_length == 16
+
+
+def test_two_requests_load_one_prefix(world):
+    served(world, LONG)
+    world.cache.evict(100, 100)
+    match = world.cache.match(LONG)
+    locks = [world.cache.lock(match), world.cache.lock(match)]
+    results = [world.cache.load(lock) for lock in locks]
+    world.controller.wait_for_loads(world.cache.start_loading())
+    assert torch.equal(results[0].device_indices, results[1].device_indices)
+    assert results[0].state_slot != results[1].state_slot
+    for lock, result in zip(locks, results, strict=True):
+        world.check_hit(LONG[:16], result.device_indices, torch.tensor([result.state_slot]))
+        world.cache.unlock(lock)
+        world.state_slots.free(torch.tensor([result.state_slot]))
+    world.settle()
+
+
+@pytest.mark.parametrize("slot", [-1, SIZES["device_states"]])
+def test_a_state_is_loaded_into_a_slot_that_there_is(world, slot):
+    served(world, LONG)
+    world.cache.evict(100, 100)
+    lock = world.cache.lock(world.cache.match(LONG))
+    with pytest.raises(InvalidTransferError, match=r"state_slot must be in \[0, 6\)"):
+        world.cache.load(lock, slot)
+    world.check()
+    world.cache.unlock(lock)
+    assert world.cache.match(LONG).host_length == 16
+
+
+def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_world):
+    world = make_world(grid=None)
+    served(world, LONG)
+    world.cache.evict(100)
+    if isinstance(world.controller, RealController):
+        hold = world.controller.simulator.hold([world.kv_slots.kv_buffer[0]], 60)
+    world.load_and_leave(LONG)
+    match = world.cache.match(LONG)
+    assert not match.needs_load
+    consumer = world.cache.start_loading()
+    assert consumer > 0
+    if isinstance(world.controller, RealController):
+        assert not world.controller.layer_counter(consumer).done()
+        hold.release()
+    world.controller.wait_for_loads(consumer)
+    world.check_rows(LONG[:16], match.device_indices)
+
+
+def test_rows_of_what_is_on_the_host_only_become_its_rows_on_the_device(world):
+    served(world, LONG)
+    world.cache.evict(100, 100)
+    free = world.kv_slots.available_size()
+    rows = world.cache.alloc_kv(16)
+    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(16)])
+    result = world.insert(LONG[:16], rows, {})
+    assert torch.equal(result.device_indices, rows)
+    assert world.kv_slots.available_size() == free - 16
+    assert world.cache.usage().host_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("policy", "after_first", "after_hit", "after_eviction"),
+    [("write_through", 16, 16, 16), ("write_through_selective", 0, 16, 16), ("write_back", 0, 0, 16)],
+)
+def test_write_policies(make_world, policy, after_first, after_hit, after_eviction):
+    world = make_world(policy=WritePolicy(policy))
+    served(world, LONG)
+    found = [world.cache.usage().host_tokens]
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    found.append(world.cache.usage().host_tokens)
+    world.cache.evict(100, 100)
+    found.append(world.cache.usage().host_tokens)
+    assert found == [after_first, after_hit, after_eviction]
+    world.settle()
+    assert world.cache.match(LONG).host_length == 16
+    assert world.cache.usage().host_states == 1
+
+
+def test_what_finds_no_room_on_the_host_is_counted_and_stays_on_the_device(make_world):
+    world = make_world(host_kv=4)
+    served(world, LONG)
+    assert world.cache.usage().host_tokens == 0
+    assert world.cache.usage().declined_writes
+    assert world.cache.match(LONG).length == 16
+
+
+def test_a_state_that_comes_later_is_written_later(world):
+    rows = world.cache.alloc_kv(8)
+    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(8)])
+    world.insert(LONG[:8], rows, {})
+    world.settle()
+    assert world.cache.usage().host_tokens == 8
+    state = world.cache.alloc_state()
+    world.device[MAMBA][state] = value("state", LONG[:8])
+    result = world.insert(LONG[:8], rows, {8: int(state)})
+    assert result.new_states == 1
+    world.settle()
+    assert world.cache.usage().host_states == 1
+    world.cache.evict(100, 100)
+    world.cache.evict_host(100, 100)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 8
+
+
+def host_states(world):
+    return sorted(node.end for node in world.residency.host[Kind.STATE])
+
+
+def test_old_states_do_not_take_the_host_from_a_new_one(make_world):
+    """The KV of a long conversation has left the host: it is copied again for what follows, the states on the way are not."""
+    world = make_world(host_states=2, device_kv=64, device_states=8)
+    for end in (5, 9, 13, 17):
+        served(world, LONG[:end])
+    world.cache.evict_host(100, 100)
+    request = world.start((*LONG[:16], *range(90, 95)))
+    assert host_states(world) == [16, 20], "the state that was hit, and the new one"
+    assert world.cache.usage().host_tokens == 20
+    assert not world.cache.usage().declined_writes
+    world.drop(request)
+    world.running.clear()
+    world.settle()
+    world.cache.evict(100, 100)
+    world.cache.evict_host(100, 100)
+    fetch(world, (*LONG[:16], *range(90, 94)))
+    assert world.cache.match((*LONG[:16], *range(90, 94))).host_length == 20
+
+
+def test_states_that_come_together_are_copied_from_the_last_one_on(make_world):
+    world = make_world(host_states=2, device_kv=64, device_states=8)
+    rows, slots = world.cache.alloc_kv(16), world.cache.alloc_state(4)
+    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(16)])
+    ends = range(4, 17, 4)
+    world.device[MAMBA][slots] = torch.tensor([value("state", LONG[:end]) for end in ends])
+    world.inserted = {LONG[:end]: {"kv", "state"} for end in range(2, 17, 2)}
+    world.cache.insert(LONG[:16], rows, dict(zip(ends, slots.tolist(), strict=True)))
+    assert host_states(world) == [12, 16]
+    world.settle()
+
+
+def fetch(world, tokens):
+    assert world.cache.prefetch_from_storage("r", tokens)
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+
+
+def forget(world):
+    world.settle()
+    world.cache.evict(100, 100)
+    world.settle()
+    world.cache.evict_host(100, 100)
+    assert not world.cache.match(LONG).length
+
+
+def test_a_prefix_comes_back_from_storage(world):
+    served(world, LONG)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 16
+    request = world.start(LONG)
+    world.drop(request)
+    world.running.clear()
+
+
+def test_what_fits_is_cut_to_a_checkpoint(make_world):
+    """Checkpoints after 2 and 8 of 8 pages, 5 pages free: the first 2 pages come back (defect D1)."""
+    world = make_world(host_kv=18, grid=4)
+    served(world, LONG, 4)
+    forget(world)
+    # A request keeps four of the nine host pages.
+    keeper = tuple(range(80, 88))
+    served(world, keeper)
+    world.cache.evict(100, 100)
+    lock = world.cache.lock(world.cache.match(keeper))
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 4
+    world.cache.unlock(lock)
+
+
+def test_without_states_what_fits_is_cut_to_a_page(make_world):
+    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request computes from there."""
+    world = make_world(host_kv=18, grid=None)
+    served(world, LONG)
+    forget(world)
+    keeper = tuple(range(80, 88))
+    served(world, keeper)
+    world.cache.evict(100)
+    lock = world.cache.lock(world.cache.match(keeper))
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 10
+    world.cache.unlock(lock)
+    request = world.start(LONG)
+    assert world.cache.match(LONG, device_only=True).length == 16
+    world.drop(request)
+    world.running.clear()
+
+
+def test_eviction_is_tried_before_anything_is_cut(make_world):
+    world = make_world(host_kv=18, grid=4)
+    served(world, LONG, 4)
+    forget(world)
+    served(world, tuple(range(80, 88)))
+    world.cache.evict(100, 100)
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 16
+
+
+def test_nothing_under_the_threshold_is_fetched(make_world):
+    world = make_world(threshold=17)
+    served(world, LONG)
+    forget(world)
+    assert not world.cache.prefetch_from_storage("r", LONG)
+    assert world.cache.check_prefetch("r")
+
+
+def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
+    """Its path is copied to the host first, or the prefix there would have a hole."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    assert world.cache.usage().host_tokens == 0
+    fetch(world, LONG)
+    world.settle()
+    match = world.cache.match(LONG)
+    assert (match.length, match.host_length) == (16, 8)
+
+
+def test_a_prefetch_does_not_wait_for_room_for_the_state_before_it(make_world):
+    """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no state."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE, host_states=1)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+    assert world.cache.usage().dropped_tokens == 0
+
+
+def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    free = world.controller.host_slots[KV].available_size()
+    assert world.cache.prefetch_from_storage("r", LONG)
+    world.cache.evict(100, 100)
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().dropped_tokens == 8
+    until(lambda: world.controller.host_slots[KV].available_size() == free)
+
+
+def test_what_came_meanwhile_is_not_held_twice(world):
+    served(world, LONG, 8)
+    forget(world)
+    assert world.cache.prefetch_from_storage("r", LONG)
+    request = world.start(LONG[:9])
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    world.check()
+    world.drop(request)
+    world.running.clear()
+    assert world.cache.match(LONG).length == 16
+
+
+def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
+    world.controller.refuse_backups = True
+    served(world, LONG)
+    world.controller.refuse_backups = False
+    forget(world)
+    assert world.cache.prefetch_from_storage("r", LONG)
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    assert world.cache.match(LONG).length == 0
+    served(world, LONG)
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
+def test_another_storage_gets_what_is_on_the_host_when_it_is_used(world):
+    served(world, LONG)
+    world.cache.end_prefetches()
+    world.controller.detach()
+    world.controller.attach(empty=True)
+    world.cache.storage_changed()
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
+def test_a_cache_in_use_is_not_emptied(world):
+    served(world, LONG)
+    lock = world.cache.lock(world.cache.match(LONG))
+    with pytest.raises(CacheInUseError, match="1 prefixes are locked"):
+        world.cache.reset()
+    assert world.cache.match(LONG).length == 16
+    world.cache.unlock(lock)
+    world.cache.reset()
+    assert world.cache.match(LONG).length == 0
+    assert world.kv_slots.available_size() == world.kv_slots.size
+
+
+@pytest.mark.parametrize(
+    ("rows", "states", "message"),
+    [
+        (torch.arange(6), {}, "kv_indices must be 8 slots"),
+        (torch.arange(8, dtype=torch.int32), {}, "of int64"),
+        (torch.arange(8), {6: 0}, "multiples of 4 tokens up to 8"),
+        (torch.arange(8), {12: 0}, "multiples of 4 tokens up to 8"),
+        (torch.arange(8), {0: 0}, "multiples of 4"),
+        (torch.arange(8), {4: 1, 8: 1}, "a slot each"),
+        (torch.arange(1, 9), {}, "whole pages of 2"),
+        (torch.tensor([0, 1, 2, 4, 6, 7, 8, 9]), {}, "whole pages of 2"),
+    ],
+)
+def test_wrong_insertions_are_refused_before_anything_changes(world, rows, states, message):
+    with pytest.raises(InvalidTransferError, match=message):
+        world.cache.insert(LONG[:9], rows, states)
+    assert world.cache.usage().device_tokens == 0
+
+
+def test_states_of_a_model_without_them_are_refused(make_world):
+    world = make_world(grid=None)
+    with pytest.raises(InvalidTransferError, match="model without them"):
+        world.cache.insert(LONG[:8], torch.arange(8), {8: 0})
+
+
+def test_pools_that_do_not_fit_the_model_are_refused():
+    controller = StandInController(SIZES, PAGE, states=True)
+    with pytest.raises(InvalidTransferError, match="give both, or neither"):
+        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE), controller, controller.kv_slots, controller.state_slots)
+    with pytest.raises(InvalidTransferError, match="pages of 4 slots, the cache of 2"):
+        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE), controller, SlotAllocator(8, 4))
+
+
+def test_a_grid_is_where_page_chunk_and_interval_meet():
+    assert checkpoint_grid(64, 64, 256) == 256
+    assert checkpoint_grid(64, 48, 256) == 768
+    with pytest.raises(ConfigError, match="state_chunk must be at least 1"):
+        checkpoint_grid(64, 0, 256)
+    with pytest.raises(ConfigError, match="multiple of the page size 64"):
+        RadixCacheConfig(page_size=64, checkpoint_grid=96)
+    with pytest.raises(ConfigError, match="page_size"):
+        RadixCacheConfig(page_size=0)
+
+
+def test_the_last_sampled_token_is_not_committed():
+    hybrid, plain = RadixCacheConfig(page_size=64, checkpoint_grid=256), RadixCacheConfig(page_size=64)
+    assert [hybrid.committed_length(length) for length in (0, 1, 256, 257, 2048)] == [0, 0, 0, 256, 1792]
+    assert [plain.committed_length(length) for length in (64, 65, 2048)] == [0, 64, 1984]

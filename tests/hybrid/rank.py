@@ -1,0 +1,288 @@
+"""One rank of several processes, run by `test_ranks`: `python rank.py SCENARIOS RANK FOLDER JSON`.
+
+Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their own. What a rank was told
+is written to FOLDER/SCENARIO.RANK.json; the test compares.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hicache_storage import create_storage
+from hicache_storage.hybrid import (
+    AgreementError,
+    GroupAgreement,
+    HostPoolGroup,
+    HybridCacheController,
+    ParallelConfig,
+    PrefetchRules,
+    page_hashes,
+)
+from hicache_storage.layers import FaultLayer, FaultOptions
+from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
+from tests.conftest import DictStorage
+from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
+from tests.hybrid.waiting import until
+
+SECONDS = 200
+"""After which a rank that has not ended says what it does, and ends."""
+WORLD_SECONDS = 120
+PAGES = 8
+FAULTS = {"failure": 0.15, "partial": 0.15, "delay": 0.2, "delay_seconds": 0.02, "hang": 0.05}
+CALL_SECONDS = 0.1
+
+
+class Counted:
+    """Counts the collectives of a rank."""
+
+    def __init__(self, agreement):
+        self.agreement, self.size, self.count = agreement, agreement.size, 0
+
+    def minimum(self, values):
+        self.count += 1
+        return self.agreement.minimum(values)
+
+
+def presence(seed, rank):
+    """Which pages of KV, and states at which endpoints, a rank's store has."""
+    drawn = random.Random(f"{seed}/{rank}")
+    likely = drawn.choice([0.9, 1.0, 1.0, 1.0])
+    kv = [drawn.random() < likely for _ in range(PAGES)]
+    states = [drawn.random() < 0.8 for _ in range(PAGES)]
+    return kv, states
+
+
+def pressure(seed, rank):
+    """Host pages and states that others use on a rank."""
+    drawn = random.Random(f"{seed}/{rank}/pressure")
+    return (drawn.randrange(17), drawn.randrange(5)) if drawn.random() < 0.2 else (0, 0)
+
+
+class Rank:
+    def __init__(self, settings, rank):
+        sizes = {f"{axis}_size": settings.get(axis, 1) for axis in ("tp", "cp", "pp")}
+        self.settings = settings
+        self.parallel = ParallelConfig.of_rank(rank, **sizes)
+        self.agreement = Counted(GroupAgreement.of(self.parallel, timeout_seconds=WORLD_SECONDS))
+        self.told, self.own = [], {}
+        self.stack = self.make_stack()
+        self.controller = self.stack.controller
+
+    def make_stack(self, **changes):
+        return Stack(**{"states": 4, "parallel": self.parallel, "agreement": self.agreement, **changes})
+
+    def tell(self, *what):
+        """What has to be the same on every rank; printed, so that a rank that hangs is known by the last of it."""
+        self.told.append(what)
+        print(*what, flush=True)
+
+    def close(self):
+        self.tell("collectives", self.agreement.count)
+        self.stack.close()
+        assert not self.stack.simulator.races
+
+    # Scenarios ---------------------------------------------------------------------------------------------------
+
+    def sets(self):
+        """D19: the endpoints that two ranks can restore differ, and have 3 in common."""
+        for seed, ends in enumerate(self.settings["ends"]):
+            keys, storage = self.filled(seed, [True] * PAGES, [end in ends[self.parallel.rank] for end in range(1, PAGES + 1)])
+            self.controller.attach(storage)
+            result = self.fetched(seed, keys)
+            self.tell("restored", result.tokens // PAGE)
+            self.stack.group.free_host(result.host)
+            self.controller.detach()
+
+    def chances(self):
+        """Random presence on every rank; faults, host pressure and early ends in some of the rounds."""
+        rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
+        impatient = HybridCacheController(
+            self.stack.group, parallel=self.parallel, agreement=self.agreement, rules=rules,
+            storage_call_seconds=CALL_SECONDS, stop_seconds=CALL_SECONDS,
+        )  # fmt: skip
+        for number in range(self.settings["rounds"]):
+            seed = f"{self.settings['seed']}/{number}"
+            common = random.Random(seed)
+            faulty, early = common.random() < 0.6, common.random() < 0.2
+            keys, storage = self.filled(seed, *presence(seed, self.parallel.rank))
+            if faulty:
+                storage = FaultLayer(storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS))
+            others = self.stack.take("host", pressure(seed, self.parallel.rank)[0], range(pressure(seed, self.parallel.rank)[1]))
+            self.controller = impatient if faulty else self.stack.controller
+            self.controller.attach(storage)
+            result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
+            self.stack.group.free_host(others)
+            self.tell("round", number, faulty, early, result.tokens // PAGE, result.outcome, *result.hashes)
+            written = self.written(keys, common)
+            stored = self.stored(keys, result)
+            self.tell("written", written, "stored", stored)
+            if faulty:
+                storage.relent()
+            self.controller.detach()
+            until(lambda: self.stack.free() == self.stack.total())
+
+    def attaching(self):
+        """A storage that cannot be attached on one rank is attached on none."""
+        for broken in range(self.parallel.replica_size):
+            _, storage = self.filled(broken, [True] * PAGES, [True] * PAGES)
+            if broken == self.parallel.rank:
+                storage.register_mem_host_pool_v2 = refuse
+            try:
+                self.controller.attach(storage)
+                self.tell("attached")
+            except HiCacheError as error:
+                mine = "no" in str(error).split()
+                self.tell("refused", mine == (broken == self.parallel.rank), storage._lifecycle.closed, self.controller.attached)
+            assert self.controller.prefetch("r", tokens(PAGES)) is None
+        self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
+        self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
+
+    def unlike(self):
+        """Ranks with other rules, other pools or more slots would wait for each other later."""
+        rules = [PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)]
+        entries = list(self.stack.group.entries.values())
+        groups = [HostPoolGroup(entries), HostPoolGroup([entry for entry in entries if entry.name != MAMBA])]
+        larger = Stack(pages=16 + self.parallel.rank, states=4)
+        larger.close()
+        for group, own in (
+            (groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0]), (larger.group, rules[0])
+        ):  # fmt: skip
+            try:
+                HybridCacheController(group, rules=own, parallel=self.parallel, agreement=self.agreement)
+            except ConfigError as error:
+                self.tell("refused", str(error).split(";")[0])
+
+    def shards(self):
+        """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""
+        own = identity(self.parallel, kv_replicated=True)
+        storage = create_storage("file", own, {"path": self.settings["path"]})
+        keys = page_hashes(tokens(PAGES), PAGE)
+        # Every CP rank holds other bytes under the same keys.
+        labels = [f"{key}/{self.parallel.cp_rank}/{self.parallel.pp_rank}" for key in keys]
+        self.controller.attach(storage)
+        host = self.stack.take("host", PAGES, ends=(4, 8))
+        self.stack.fill("host", host, labels)
+        self.controller.write_storage(host, keys)
+        [stored] = until(self.controller.completed_backups)
+        self.stack.group.free_host(host)
+        written = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
+        self.tell("stored", stored.stored_pages, stored.complete)
+        result = self.fetched(0, keys, labels=labels)
+        self.tell("restored", result.tokens // PAGE)
+        self.own = written
+        self.controller.detach()
+
+    def lost(self):
+        """A rank that goes leaves the others with an error, not waiting."""
+        _, storage = self.filled(0, [True] * PAGES, [True] * PAGES)
+        self.controller.attach(storage)
+        operation = self.controller.prefetch("r", tokens(PAGES))
+        if self.parallel.rank == 0:
+            os._exit(0)
+        for _ in range(2):
+            try:
+                until(operation.poll)
+            except AgreementError:
+                self.tell("lost")
+        self.controller.detach()
+
+    def stuck(self):
+        """A rank that waits for ever ends, and says where."""
+        if self.parallel.rank == 0:
+            threading.Event().wait()
+        self.agreement.minimum([1])
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def filled(self, seed, kv, states):
+        """A store of this rank with some pages of a chain."""
+        keys = page_hashes(tokens(PAGES, seed), PAGE)
+        storage = DictStorage(identity(self.parallel))
+        for name, entry in self.stack.group.entries.items():
+            storage.register_mem_host_pool_v2(entry.host_pool, name)
+        with_states = tuple(end for end, there in enumerate(states, start=1) if there)
+        for end in range(1, PAGES + 1):
+            ends = (1,) if end in with_states else ()
+            host = self.stack.take("host", 1, ends)
+            self.stack.fill("host", host, keys[end - 1 : end])
+            present = [name for name in self.stack.group.entries if (kv[end - 1] if name != MAMBA else bool(ends))]
+            transfers = [PoolTransfer(name, self.stack.group.slots(host, name), keys=[keys[end - 1]]) for name in present]
+            assert all(all(pages) for pages in storage.batch_set_v2(transfers).values())
+            self.stack.group.free_host(host)
+        fresh = DictStorage(identity(self.parallel), storage.objects)
+        storage.close()
+        return keys, fresh
+
+    def fetched(self, seed, keys, polls=None, labels=None):
+        """Prefetch a chain, to its end or for so many polls; what came is what belongs to the labels, by default the keys."""
+        operation = self.controller.prefetch("r", tokens(PAGES, seed))
+        if polls is None:
+            until(lambda: operation.poll() and operation.done)
+        else:
+            for _ in range(polls):
+                operation.poll()
+        result = self.controller.terminate_prefetch(operation)
+        assert list(result.hashes) == keys[: result.tokens // PAGE]
+        assert self.stack.holds("host", result.host, labels or keys)
+        return result
+
+    def written(self, keys, common):
+        """Write-backs and loads, told in the same order everywhere."""
+        told = []
+        for node in range(common.randrange(3)):
+            device = self.stack.take("device", common.randint(1, 6), (1,))
+            host = self.controller.write(device, node)
+            told.append(host is not None)
+            self.controller.start_writing()
+            if host is not None:
+                told += until(self.controller.completed_writes)
+                self.stack.group.free_host(host)
+            self.stack.group.free_device(device)
+        return told
+
+    def stored(self, keys, result):
+        """What was fetched is backed up again; a rank whose storage fails decides for all."""
+        number = self.controller.write_storage(result.host, result.hashes)
+        self.stack.group.free_host(result.host)
+        [told] = until(self.controller.completed_backups)
+        assert told.operation_id == number
+        return told.stored_pages, told.complete
+
+
+def refuse(pool, name):
+    raise HiCacheError("there is no such pool")
+
+
+def main(kinds):
+    """Run scenarios one after the other, each on a rank of one of these kinds."""
+    names, rank, folder, settings = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    # A rank that hangs says where, in all of its threads.
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=WORLD_SECONDS)
+    )
+    for name in names:
+        print("scenario", name, flush=True)
+        place = next(kind for kind in kinds if hasattr(kind, name))(settings, rank)
+        if "scenario_seconds" in settings:
+            dist.barrier()
+            faulthandler.dump_traceback_later(settings["scenario_seconds"], exit=True)
+        getattr(place, name)()
+        place.close()
+        (folder / f"{name}.{rank}.json").write_text(json.dumps({"told": place.told, "own": place.own}))
+
+
+if __name__ == "__main__":
+    from tests.hybrid.cache_rank import CacheRank
+
+    main([Rank, CacheRank])

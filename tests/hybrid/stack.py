@@ -1,0 +1,162 @@
+"""A small hybrid model's pools on the stream simulator, and a controller over them.
+
+KV in pages of 4 tokens, an indexer that uses KV's slots, and Mamba states. Every page is filled with bytes drawn from the
+key it is for, so that a page in the wrong place is seen.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, HybridIndices, PoolEntry, PrefetchRules
+from hicache_storage.pools import (
+    IndexerDevicePool,
+    IndexerHostPool,
+    MambaDevicePool,
+    MambaHostPool,
+    MHADevicePool,
+    MHAHostPool,
+    MLADevicePool,
+    MLAHostPool,
+)
+from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
+from hicache_storage.transfer import HostPages, HybridTransfers, LayerMap, PageTransfers, PoolPair
+from hicache_storage.transfer.simulator import StreamSimulator
+
+PAGE = 4
+KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
+ATTENTION, MAMBA_LAYERS = LayerMap([0, 2]), LayerMap([1, 3])
+
+
+def kv_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "head_num": 1, "head_dim": 3, "dtype": torch.int16}
+    return PoolPair(
+        MHADevicePool(size=2 * slots, device="cpu", **fields), MHAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+    )
+
+
+def indexer_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "index_head_dim": 4, "quant_block_size": 2}
+    return PoolPair(
+        IndexerDevicePool(size=2 * slots, device="cpu", **fields),
+        IndexerHostPool(size=slots, pin_memory=False, **fields),
+        ATTENTION,
+    )
+
+
+def mla_pools(slots):
+    fields = {"page_size": PAGE, "layer_num": 2, "kv_cache_dim": 3, "dtype": torch.int16}
+    return PoolPair(
+        MLADevicePool(size=2 * slots, device="cpu", **fields), MLAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+    )
+
+
+def mamba_pools(slots):
+    shapes = {"temporal_shape": (2, 2), "conv_shapes": [(3,)], "temporal_dtype": torch.int16, "conv_dtype": torch.int16}
+    return PoolPair(
+        MambaDevicePool(size=2 * slots, layer_num=2, device="cpu", **shapes),
+        MambaHostPool(size=slots, layer_num=2, pin_memory=False, **shapes),
+        MAMBA_LAYERS,
+    )
+
+
+def identity(parallel=None, **changes):
+    fields = {"model": "m", "kv_dtype": "int16", "page_size": PAGE, "layout": "page_first"}
+    made = StorageIdentity(**{**fields, **changes})
+    return made if parallel is None else parallel.identity(made)
+
+
+class Stack:
+    """Pools of so many pages and states on the host, twice as many on the device.
+
+    Args:
+        states: 0 for MLA and an indexer without states.
+        poolwise: copy each pool with an engine of its own.
+    """
+
+    def __init__(self, *, pages=16, states=8, poolwise=False, seed=0, **options):
+        self.simulator = StreamSimulator(seed)
+        self.compute = self.simulator.stream("compute")
+        pairs = {KV: (kv_pools if states else mla_pools)(pages * PAGE), INDEXER: indexer_pools(pages * PAGE)}
+        pairs |= {MAMBA: mamba_pools(states)} if states else {}
+        device, compute = self.simulator, self.compute
+        transfers = None if poolwise else HybridTransfers(device, compute, pairs)
+        self.engines = {name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()}
+        if transfers is not None:
+            self.engines = transfers.engines
+        self.device = {name: pair.device_pool for name, pair in pairs.items()}
+        self.host = {name: HostPages(pair.host_pool) for name, pair in pairs.items()}
+        fields = {
+            KV: {"is_primary_index_anchor": True},
+            INDEXER: {"indices_from_pool": KV, "device_pool": None},
+            MAMBA: {"hit_policy": PoolHitPolicy.TRAILING_PAGES},
+        }
+        self.group = HostPoolGroup(
+            PoolEntry(
+                **{"name": name, "host_pool": pair.host_pool, "device_pool": pair.device_pool, **fields[name]},
+                copies=self.engines[name],
+                layer_mapper=pair.layers,
+            )
+            for name, pair in pairs.items()
+        )
+        options.setdefault("rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0))
+        options.setdefault("stop_seconds", 30.0)
+        self.controller = HybridCacheController(self.group, transfers=transfers, **options)
+
+    def close(self):
+        self.controller.close()
+        self.simulator.close()
+
+    # Bytes -------------------------------------------------------------------------------------------------------
+
+    def fill(self, where, indices, keys, ends=()):
+        """Fill the pages of a span, on the device or on the host, with what belongs to their keys."""
+        for tensor, wanted in self._pages(where, indices, keys, ends):
+            tensor.copy_(wanted)
+
+    def holds(self, where, indices, keys, ends=()):
+        """Whether all pages of a span are what belongs to their keys."""
+        return all(torch.equal(tensor, wanted) for tensor, wanted in self._pages(where, indices, keys, ends))
+
+    def _pages(self, where, indices, keys, before):
+        """Each tensor of the span, with what belongs there; endpoint 0 takes its key from the end of `before`."""
+        for name in self.group.entries:
+            slots, ends = self.group.slots(indices, name), self.group.endpoints(indices, name)
+            if slots is None or not ends:
+                continue
+            for number, end in enumerate(ends):
+                key = keys[end - 1] if end else before[-1]
+                slot = slots.view(len(ends), -1)[number, 0].item()
+                for layer in range(2):
+                    for part, tensor in enumerate(getattr(self, where)[name].page_layer(slot, layer)):
+                        seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
+                        noise = torch.randint(0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed))
+                        yield tensor, noise.to(tensor.dtype)
+
+    def take(self, tier, pages, ends=()):
+        """Slots for so many pages with states at some endpoints."""
+        needs = {KV: pages * PAGE}
+        if MAMBA in self.group.entries and ends:
+            needs[MAMBA] = len(ends)
+        taken = getattr(self.group, tier).alloc(needs)
+        assert taken is not None
+        return self.group.span(taken, {MAMBA: tuple(ends)} if MAMBA in needs else {})
+
+    def free(self):
+        """Free slots of the host by pool."""
+        names = sorted({KV, *self.group.side})
+        return dict(zip(names, self.group.host.available(names), strict=True))
+
+    def total(self):
+        return {name: self.group.entries[name].host_pool.size for name in sorted({KV, *self.group.side})}
+
+
+def tokens(pages, seed=0):
+    drawn = random.Random(seed)
+    return [drawn.randrange(150_000) for _ in range(pages * PAGE)]
+
+
+def empty():
+    return HybridIndices.empty()

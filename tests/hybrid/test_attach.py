@@ -1,0 +1,160 @@
+"""Attaching and detaching at run time: all of it or nothing, whatever the storage does (D14)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_storage.hybrid import ParallelConfig, StorageAttachedError
+from hicache_storage.spec import ConfigError, InvalidPoolError, StorageTimeoutError, StorageUnavailableError
+from tests.hybrid.stack import PAGE, identity, tokens
+from tests.hybrid.test_prefetch import Raising, fetched
+from tests.hybrid.waiting import until
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hicache-"))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "raised"),
+    [
+        ("open", StorageUnavailableError("down"), StorageUnavailableError),
+        ("open", SystemExit(1), StorageUnavailableError),
+        ("register_mem_host_pool_v2", InvalidPoolError("pool"), InvalidPoolError),
+        ("register_mem_host_pool_v2", RuntimeError("bug"), RuntimeError),
+        ("on_host_pools_registered", RuntimeError("bug"), RuntimeError),
+    ],
+)
+def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
+    store.fill(4, ends=(4,))
+    inner = store.open()
+    with pytest.raises(raised):
+        stack.controller.attach(Raising(inner, call, error))
+    assert not stack.controller.attached
+    assert threads() == []
+    assert inner._lifecycle.closed
+    assert stack.controller.prefetch("r", tokens(4)) is None
+    stack.controller.attach(store.open())
+    assert fetched(stack, 4).tokens == 4 * PAGE
+
+
+def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
+    storage, hang = store.open(), gate("connect")
+    storage.before = hang
+    stack = make_stack(attach_seconds=0.05, stop_seconds=0.05)
+    with pytest.raises(StorageTimeoutError):
+        stack.controller.attach(storage)
+    assert not stack.controller.attached
+    assert stack.controller.prefetch("r", tokens(4)) is None
+    hang.open()
+    until(lambda: "hicache-attach" not in threads())
+
+
+def test_a_second_storage_is_refused(stack, store):
+    first, second = store.open(), store.open()
+    stack.controller.attach(first)
+    with pytest.raises(StorageAttachedError):
+        stack.controller.attach(second)
+    assert second.asked == []
+    assert not second._lifecycle.closed
+    assert stack.controller.attached
+
+
+@pytest.mark.parametrize(("field", "value"), [("cp_size", 2), ("pp_size", 2), ("tp_size", 4)])
+def test_a_storage_of_another_rank_is_refused(stack, store, field, value):
+    with pytest.raises(ConfigError, match=f"{field}={value}"):
+        stack.controller.attach(store.open(**{field: value}))
+    assert not stack.controller.attached
+
+
+def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
+    storage = store.open()
+    stack.controller.attach(storage)
+    store.fill(4, ends=(4,))
+    assert fetched(stack, 4).tokens == 4 * PAGE
+    assert threads() == ["hicache-query", "hicache-read"]
+    for _ in range(2):
+        stack.controller.detach()
+        assert not stack.controller.attached
+        assert threads() == []
+    assert storage._lifecycle.closed
+
+
+def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
+    stack = make_stack(stop_seconds=0.05)
+    stack.controller.attach(Raising(store.open(), "close", RuntimeError("bug")))
+    stack.controller.detach()
+    assert stack.controller.stats().storage_errors == 1
+    storage, hang = store.open(), gate("disconnect")
+    storage.before = hang
+    stack.controller.attach(storage)
+    stack.controller.detach()
+    assert stack.controller.stats().abandoned_calls == 1
+    hang.open()
+    until(lambda: threads() == [])
+
+
+def test_storages_come_and_go_while_pages_are_moved(make_stack, store):
+    stack = make_stack()
+    _, keys = store.fill(4, ends=(4,))
+    for _ in range(5):
+        stack.controller.attach(store.open())
+        operation = stack.controller.prefetch("r", tokens(4))
+        operation.poll()
+        host = stack.take("host", 4, ends=(4,))
+        stack.fill("host", host, keys)
+        number = stack.controller.write_storage(host, keys)
+        stack.controller.detach()
+        assert [result.operation_id for result in stack.controller.completed_backups()] == [number]
+        assert stack.controller.terminate_prefetch(operation).tokens == 0
+        stack.controller.free_host(host)
+        until(lambda: stack.free() == stack.total())
+    assert threads() == []
+
+
+def test_ranks_and_agreement_must_fit(make_stack):
+    with pytest.raises(ConfigError, match="over 1 ranks, but parallel has 4"):
+        make_stack(parallel=ParallelConfig(tp_size=2, cp_size=2))
+
+
+def test_the_identity_follows_from_the_rank():
+    parallel = ParallelConfig.of_rank(5, tp_size=2, cp_size=2, pp_size=2)
+    assert (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (1, 0, 1)
+    made = identity(parallel)
+    assert (made.tp_rank, made.cp_rank, made.pp_rank, made.tp_size, made.cp_size, made.pp_size) == (1, 0, 1, 2, 2, 2)
+    parallel.check(made)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 3, 1, 2), (4, 1, 1, 1), (1, 1, 1, 1)])
+def test_ranks_are_counted_with_tp_innermost(sizes):
+    tp, cp, pp, dp = sizes
+    names = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "dp_size": dp}
+    places = [ParallelConfig.of_rank(rank, **names) for rank in range(tp * cp * pp * dp)]
+    assert [place.rank for place in places] == list(range(len(places)))
+    assert [(p.dp_rank, p.pp_rank, p.cp_rank, p.tp_rank) for p in places] == sorted(
+        (d, p, c, t) for d in range(dp) for p in range(pp) for c in range(cp) for t in range(tp)
+    )
+    for ranks in places[0].replicas:
+        assert len({places[rank].dp_rank for rank in ranks}) == 1
+        assert len(ranks) == tp * cp * pp
+    # Each shard of a replicated pool has exactly one writer.
+    writers = [place for place in places if identity(place, kv_replicated=True).is_writer("kv")]
+    shards = {(place.cp_rank, place.pp_rank, place.dp_rank) for place in places}
+    assert sorted((p.cp_rank, p.pp_rank, p.dp_rank) for p in writers) == sorted(shards)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ParallelConfig(tp_rank=1), "tp_rank must be in"),
+        (lambda: ParallelConfig(cp_rank=-1), "cp_rank must be in"),
+        (lambda: ParallelConfig.of_rank(4, tp_size=2, cp_size=2), r"rank must be in \[0, 4\), got 4"),
+        (lambda: ParallelConfig.of_rank(-1, tp_size=2), "rank must be in"),
+        (lambda: ParallelConfig.of_rank(0, pp_size=0), "pp_size must be at least 1"),
+    ],
+)
+def test_places_outside_of_the_world_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

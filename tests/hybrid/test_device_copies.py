@@ -1,0 +1,229 @@
+"""Write-back and load of all pools as one operation, on the stream simulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache_storage.hybrid import HybridIndices, page_hashes
+from hicache_storage.spec import InvalidTransferError, SlotError
+from hicache_storage.transfer import recorded
+from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
+from tests.hybrid.waiting import until
+
+KEYS = page_hashes(tokens(16), PAGE)
+
+
+@pytest.fixture(params=[False, True], ids=["together", "poolwise"])
+def stack(make_stack, request):
+    return make_stack(poolwise=request.param)
+
+
+def written(stack, pages, ends=(), node=1):
+    """Filled device pages, and the host pages that they were copied to."""
+    device = stack.take("device", pages, ends)
+    stack.fill("device", device, KEYS)
+    host = stack.controller.write(device, node)
+    stack.controller.start_writing()
+    assert until(stack.controller.completed_writes) == [node]
+    return device, host
+
+
+def test_every_pool_comes_back_as_it_went(stack):
+    device, host = written(stack, 5, ends=(2, 5))
+    assert host.endpoints == {MAMBA: (2, 5)}
+    assert stack.holds("host", host, KEYS)
+    loaded = stack.controller.load(host, [1])
+    assert not set(loaded.anchor.tolist()) & set(device.anchor.tolist())
+    consumer = stack.controller.start_loading()
+    stack.controller.layer_counter(consumer).synchronize()
+    assert stack.holds("device", loaded, KEYS)
+    assert until(stack.controller.completed_loads) == [1]
+    assert stack.controller.stats().tokens_written_back == stack.controller.stats().tokens_loaded == 5 * PAGE
+
+
+def test_operations_of_a_step_are_one_and_told_once(stack):
+    spans = [stack.take("device", pages, ends) for pages, ends in ((2, (2,)), (1, ()), (3, (1, 3)))]
+    hosts = [stack.controller.write(span, node, priority=-node) for node, span in enumerate(spans)]
+    assert stack.controller.completed_writes() == []
+    assert stack.controller.start_writing() == 6 * PAGE
+    assert stack.controller.start_writing() == 0
+    assert until(stack.controller.completed_writes) == [2, 1, 0]
+    assert stack.controller.completed_writes() == []
+    for node, host in enumerate(hosts):
+        assert stack.controller.load(host, [node, node + 10]) is not None
+    assert stack.controller.start_loading() > 0
+    assert until(stack.controller.completed_loads) == [0, 10, 1, 11, 2, 12]
+    assert stack.controller.start_loading() == -1
+    stack.controller.layer_counter(-1).wait(0, stack.compute)
+
+
+@pytest.mark.parametrize(("poolwise", "arrived"), [(False, [0, 1]), (True, [0, 1, 3])])
+def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, arrived):
+    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's; layer 2 of KV is late."""
+    stack = make_stack(poolwise=poolwise)
+    _, host = written(stack, 2, ends=(2,))
+    stack.controller.load(host, [1])
+    hold = stack.simulator.hold([stack.device[KV].layers[1][0]], 60)
+    counter = stack.controller.layer_counter(stack.controller.start_loading())
+    for layer in arrived:
+        stream = stack.simulator.stream(f"model {layer}")
+        counter.wait(layer, stream)
+        stream.synchronize()
+    assert not counter.done()
+    assert stack.controller.completed_loads() == []
+    late = stack.simulator.stream("model 2")
+    counter.wait(2, late)
+    event = recorded(stack.simulator, late)
+    assert not event.query()
+    hold.release()
+    counter.synchronize()
+    late.synchronize()
+    assert event.query()
+    assert counter.done()
+
+
+def test_a_step_waits_for_earlier_loads_too(stack):
+    """A request whose prefix is being loaded for another one, which may have been given up, loads nothing itself."""
+    _, host = written(stack, 2, ends=(2,))
+    device = stack.controller.load(host, [1])
+    hold = stack.simulator.hold([stack.device[KV].layers[0][0]], 60)
+    first = stack.controller.start_loading()
+    assert stack.controller.completed_loads() == []
+    assert stack.controller.start_loading() == first
+    _, more = host.split(1, PAGE)
+    stack.controller.load(more, [2])
+    second = stack.controller.start_loading()
+    assert second > first
+    counter = stack.controller.layer_counter(second)
+    assert not counter.done()
+    hold.release()
+    counter.synchronize()
+    assert counter.done()
+    assert stack.holds("device", device, KEYS)
+    assert until(stack.controller.completed_loads) == [1, 2]
+    assert stack.controller.start_loading() == -1
+
+
+def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
+    """Once into the node's slot with its KV, and alone into one that the caller has."""
+    _, host = written(stack, 3, ends=(3,))
+    own = stack.take("device", 0, ends=(1,)).side[MAMBA]
+    alone = HybridIndices(torch.empty(0, dtype=torch.int64), host.side, {MAMBA: (0,)})
+    node = stack.controller.load(host, [1])
+    request = stack.controller.load(alone, [], into={MAMBA: own})
+    assert request.side[MAMBA].tolist() == own.tolist() != node.side[MAMBA].tolist()
+    counter = stack.controller.layer_counter(stack.controller.start_loading())
+    counter.synchronize()
+    assert stack.holds("device", node, KEYS)
+    assert stack.holds("device", request, KEYS, KEYS[:3])
+
+
+def test_what_is_freed_in_flight_is_not_handed_out(stack):
+    device = stack.take("device", 16, ends=(4, 8))
+    host = stack.controller.write(device, 1)
+    stack.controller.free_host(host)
+    assert stack.free() == {KV: 0, MAMBA: 6}, "queued, not started"
+    hold = stack.simulator.hold([stack.engines[INDEXER]._host_pages._buffers[0]], 60)
+    stack.controller.start_writing()
+    stack.compute.synchronize()
+    assert stack.controller.write(stack.take("device", 1), 2) is None, "the indexer's copy uses KV's slots"
+    hold.release()
+    until(lambda: stack.free() == stack.total())
+    assert stack.controller.stats().writes_without_room == 1
+
+
+def test_a_host_that_is_short_evicts_once(stack):
+    held = stack.take("host", 15, ends=(1,))
+    asked = []
+
+    def evict(slots):
+        asked.append(slots)
+        stack.group.host.free({KV: held.anchor[:slots]})
+
+    stack.group.host.on_shortage(KV, evict)
+    assert stack.controller.write(stack.take("device", 3, ends=(3,)), 1) is not None
+    assert asked == [2 * PAGE]
+
+
+def test_without_room_nothing_is_taken(make_stack):
+    stack = make_stack(pages=4, states=1)
+    assert stack.controller.write(stack.take("device", 2, ends=(1, 2)), 1) is None
+    assert stack.free() == stack.total()
+    host = stack.take("host", 2, ends=(2,))
+    stack.take("device", 5)
+    before = stack.group.device.available([KV, MAMBA])
+    assert stack.controller.load(host, [1]) is None
+    assert stack.group.device.available([KV, MAMBA]) == before
+    assert stack.controller.start_writing() == 0
+    assert stack.controller.start_loading() == -1
+    assert (stack.controller.stats().writes_without_room, stack.controller.stats().loads_without_room) == (1, 1)
+
+
+def test_refused_spans_take_nothing(stack):
+    device = stack.take("device", 2, ends=(2,))
+    host = stack.take("host", 2, ends=(2,))
+    free = stack.free(), stack.group.device.available([KV, MAMBA])
+    with pytest.raises(InvalidTransferError, match="anchor"):
+        stack.controller.write(HybridIndices(device.anchor[1:]), 1)
+    with pytest.raises(InvalidTransferError, match="into: 'mamba' must have 1 slots"):
+        stack.controller.load(host, [1], into={MAMBA: torch.arange(2)})
+    with pytest.raises(InvalidTransferError, match="into: 'kv' must have 0 slots"):
+        stack.controller.load(host, [1], into={KV: torch.arange(2 * PAGE)})
+    with pytest.raises(InvalidTransferError, match="leave it out"):
+        stack.controller.load(host, [1], into={KV: torch.arange(0)})
+    assert (stack.free(), stack.group.device.available([KV, MAMBA])) == free
+
+
+def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
+    device = stack.take("device", 2, ends=(2,))
+    started, queued = stack.controller.write(device, 1), None
+    hold = stack.simulator.hold([stack.engines[KV]._host_pages._buffers[0]], 60)
+    stack.controller.start_writing()
+    queued = stack.controller.write(device, 2)
+    stack.controller.reset()
+    stack.controller.free_host(started)
+    stack.controller.free_host(queued)
+    assert stack.free()[KV] == stack.total()[KV] - 2 * PAGE
+    assert stack.controller.start_writing() == 0
+    assert stack.controller.completed_writes() == []
+    hold.release()
+    until(lambda: stack.free() == stack.total())
+
+
+def test_overwriting_waits_for_the_copies_of_every_pool(stack):
+    """ST-1: without the fence, the simulator tells a race."""
+    device = stack.take("device", 2, ends=(2,))
+    stack.fill("device", device, KEYS)
+    host = stack.controller.write(device, 1)
+    stack.controller.start_writing()
+    stack.controller.before_overwrite(device)
+    for pages in stack.device.values():
+        for tensors in pages.layers:
+            for tensor in tensors:
+                stack.compute.copy(tensor, torch.full_like(tensor, 99), "kernel")
+    stack.compute.synchronize()
+    assert until(stack.controller.completed_writes) == [1]
+    assert stack.holds("host", host, KEYS)
+
+
+def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied(stack):
+    """Found out by `start_loading`, it would undo every load of the step."""
+    _, host = written(stack, 2, ends=(2,))
+    own = stack.take("device", 0, ends=(1,)).side[MAMBA]
+    assert stack.controller.load(host, [1], into={MAMBA: own}) is not None
+    free = stack.group.device.available([KV, MAMBA])
+    with pytest.raises(InvalidTransferError, match="a slot that another load of this step goes to"):
+        stack.controller.load(host, [2], into={MAMBA: own})
+    assert stack.group.device.available([KV, MAMBA]) == free
+    stack.controller.layer_counter(stack.controller.start_loading()).synchronize()
+    assert until(stack.controller.completed_loads) == [1]
+    assert stack.controller.load(host, [2], into={MAMBA: own}) is not None
+
+
+def test_slots_are_given_back_once(stack):
+    _, host = written(stack, 2, ends=(2,))
+    stack.controller.free_host(host)
+    with pytest.raises(SlotError):
+        stack.controller.free_host(host)
+    assert stack.free() == stack.total()

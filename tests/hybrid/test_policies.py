@@ -1,0 +1,97 @@
+"""The decisions that depend on nothing but their arguments, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
+from hicache_storage.hybrid.policies import longest_fitting
+from hicache_storage.spec import ConfigError
+
+BEST, COMPLETE, TIMEOUT = PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("policy", "on_hits", "on_eviction"),
+    [
+        ("write_through", [False, True, True, True], False),
+        ("write_through_selective", [False, False, True, True], False),
+        ("write_back", [False, False, False, False], True),
+    ],
+)
+def test_when_pages_are_written(policy, on_hits, on_eviction):
+    policy = WritePolicy(policy)
+    assert [policy.writes_on_hit(hits) for hits in range(4)] == on_hits
+    assert policy.writes_on_eviction is on_eviction
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)]
+)
+def test_the_timeout_grows_to_its_maximum(tokens, seconds):
+    assert PrefetchTimeout(maximum_seconds=3.0).seconds(tokens) == seconds
+
+
+@pytest.mark.parametrize(
+    ("policy", "elapsed", "stops"),
+    [
+        (BEST, 0.0, True),
+        (BEST, 99.0, True),
+        (COMPLETE, 0.0, False),
+        (COMPLETE, 1e9, False),
+        (TIMEOUT, 0.0, False),
+        (TIMEOUT, 1.2499, False),
+        (TIMEOUT, 1.25, True),
+        (TIMEOUT, 1e9, True),
+    ],
+)
+def test_how_long_a_request_waits(policy, elapsed, stops):
+    assert PrefetchRules(policy=policy).stops_waiting(elapsed, 1024) is stops
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page_size", "threshold", "worth"),
+    [(255, 64, 256, False), (256, 64, 256, True), (63, 64, 0, False), (64, 64, 0, True), (0, 1, 0, False), (1, 1, 0, True)],
+)
+def test_what_is_worth_fetching(tokens, page_size, threshold, worth):
+    assert PrefetchRules(threshold_tokens=threshold).is_worth(tokens, page_size) is worth
+
+
+@pytest.mark.parametrize(
+    ("occupied", "size", "occupancy", "admitted"),
+    [
+        (0, 100, 0.5, True),
+        (49, 100, 0.5, True),
+        (50, 100, 0.5, False),
+        (99, 100, 1.0, True),
+        (100, 100, 1.0, False),
+        (0, 0, 0.5, False),
+    ],
+)
+def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
+    assert PrefetchRules(occupancy=occupancy).admits(occupied, size) is admitted
+
+
+@pytest.mark.parametrize(
+    ("restorable", "free", "longest"),
+    [([2, 8], 5, 2), ([2, 8], 8, 8), ([2, 8], 1, 0), ([], 9, 0), ([1, 2, 3, 4, 5], 3, 3), ([6], 5, 0), ([3, 6], 100, 6)],
+)
+def test_a_prefix_is_cut_where_it_can_be_restored(restorable, free, longest):
+    """D1: checkpoints 2 and 8 with 5 free pages are worth 2, not 5 and not 0."""
+    assert longest_fitting(restorable, lambda end: end <= free) == longest
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: PrefetchRules(threshold_tokens=-1), "threshold_tokens"),
+        (lambda: PrefetchRules(occupancy=0.0), "occupancy"),
+        (lambda: PrefetchRules(occupancy=1.5), "occupancy"),
+        (lambda: PrefetchTimeout(base_seconds=-1), "base_seconds"),
+        (lambda: PrefetchTimeout(maximum_seconds=float("nan")), "maximum_seconds"),
+        (lambda: PrefetchTimeout(seconds_per_1024_tokens=-0.1), "seconds_per_1024_tokens"),
+    ],
+)
+def test_values_out_of_range_are_named(make, name):
+    with pytest.raises(ConfigError, match=name):
+        make()

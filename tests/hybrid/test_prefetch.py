@@ -1,0 +1,348 @@
+"""Prefetches of one rank: what is delivered, what is cut where, how long a request waits, and what faults do."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeout, page_hashes, storage_calls
+from hicache_storage.hybrid.reading import stages
+from hicache_storage.spec import PoolTransferResult
+from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
+from tests.hybrid.waiting import finished, until
+
+WAIT = {"threshold_tokens": PAGE, "policy": "wait_complete", "occupancy": 1.0}
+
+
+def fetched(stack, pages, **options):
+    """The result of a prefetch of so many pages."""
+    return finished(stack, stack.controller.prefetch("r", tokens(pages), **options))
+
+
+def check(stack, result, keys, pages, ends):
+    """What was delivered is right, and nothing else is taken."""
+    assert result.tokens == pages * PAGE
+    assert list(result.hashes) == keys[:pages]
+    assert result.host.endpoints == ({MAMBA: ends} if ends else {})
+    assert stack.holds("host", result.host, keys)
+    assert stack.free() == {KV: stack.total()[KV] - pages * PAGE, MAMBA: stack.total()[MAMBA] - len(ends)}
+    stack.controller.free_host(result.host)
+    assert stack.free() == stack.total()
+
+
+def test_a_prefix_is_delivered_in_all_pools(stack, store):
+    _, keys = store.fill(8, ends=(4, 8))
+    stack.controller.attach(store.open())
+    result = fetched(stack, 12)
+    assert result.outcome is PrefetchOutcome.COMPLETE
+    check(stack, result, keys, 8, (8,))
+    stats = stack.controller.stats()
+    assert (stats.tokens_hit, stats.tokens_prefetched, stats.prefetches) == (8 * PAGE, 8 * PAGE, 1)
+
+
+def test_a_part_of_a_chain_goes_on_from_its_prefix(stack, store):
+    _, keys = store.fill(8, ends=(4, 8))
+    stack.controller.attach(store.open())
+    operation = stack.controller.prefetch("r", tokens(8)[3 * PAGE :], keys[2], keys[:3])
+    result = finished(stack, operation)
+    assert result.hashes == tuple(keys[3:])
+    check(stack, result, keys[3:], 5, (5,))
+
+
+def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
+    store.fill(8, ends=(8,))
+    storage, hang = store.open(), gate("exist")
+    stack.controller.attach(storage)
+    storage.before = hang
+    operation = stack.controller.prefetch("r", tokens(8))
+    assert hang.entered.wait(60)
+    assert not operation.poll()
+    assert stack.free() == stack.total()
+    hang.open()
+    assert finished(stack, operation).tokens == 8 * PAGE
+
+
+@pytest.mark.parametrize(("free_pages", "pages"), [(8, 8), (7, 2), (5, 2), (2, 2), (1, 0), (0, 0)])
+def test_a_short_host_gets_the_longest_restorable_prefix_that_fits(make_stack, store, free_pages, pages):
+    """D1: checkpoints {2, 8} of 8 pages; with 5 free pages the peer reads 5 and restores none."""
+    _, keys = store.fill(8, ends=(2, 8))
+    stack = make_stack(pages=16)
+    stack.controller.attach(store.open())
+    others = stack.take("host", 16 - free_pages) if free_pages < 16 else None
+    result = fetched(stack, 8)
+    assert result.outcome is (PrefetchOutcome.COMPLETE if pages == 8 else PrefetchOutcome.HOST_CAPACITY)
+    stack.group.free_host(others)
+    check(stack, result, keys, pages, (pages,) if pages else ())
+    assert stack.controller.stats().tokens_without_room == (8 - pages) * PAGE
+
+
+def test_the_cut_is_not_under_the_threshold(make_stack, store):
+    store.fill(8, ends=(2, 8))
+    stack = make_stack(rules=PrefetchRules(**{**WAIT, "threshold_tokens": 3 * PAGE}))
+    stack.controller.attach(store.open())
+    stack.take("host", 11)
+    assert fetched(stack, 8).outcome is PrefetchOutcome.HOST_CAPACITY
+    assert stack.free() == {KV: 5 * PAGE, MAMBA: 8}
+
+
+def test_a_missing_state_slot_cuts_too(make_stack, store):
+    store.fill(8, ends=(2, 8))
+    stack = make_stack(states=1)
+    stack.controller.attach(store.open())
+    stack.take("host", 0, ends=(1,))
+    assert fetched(stack, 8).tokens == 0
+    assert stack.free() == {KV: stack.total()[KV], MAMBA: 0}
+
+
+def test_eviction_is_tried_before_the_cut(make_stack, store):
+    store.fill(8, ends=(2, 8))
+    stack = make_stack()
+    stack.controller.attach(store.open())
+    held, asked = stack.take("host", 11), []
+
+    def evict(slots):
+        asked.append(slots)
+        stack.group.host.free({KV: held.anchor[:slots]})
+
+    stack.group.host.on_shortage(KV, evict)
+    assert fetched(stack, 8).tokens == 8 * PAGE
+    assert asked == [3 * PAGE]
+
+
+@pytest.mark.parametrize(("pages", "ends", "hit"), [(0, (), 0), (4, (), 0), (4, (4,), 4), (8, (3,), 3)])
+def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit):
+    if pages:
+        store.fill(pages, ends=ends)
+    stack.controller.attach(store.open())
+    result = fetched(stack, 8)
+    assert result.tokens == hit * PAGE
+    assert result.outcome is (PrefetchOutcome.COMPLETE if hit else PrefetchOutcome.BELOW_THRESHOLD)
+
+
+def test_what_is_not_begun(make_stack, store):
+    stack = make_stack(rules=PrefetchRules(threshold_tokens=3 * PAGE, policy="wait_complete"))
+    assert stack.controller.prefetch("r", tokens(8)) is None, "no storage"
+    stack.controller.attach(store.open())
+    assert stack.controller.prefetch("r", tokens(2)) is None, "too short"
+    first = stack.controller.prefetch("r", tokens(8))
+    assert first is not None
+    assert stack.controller.prefetch("r", tokens(3)) is None, "half of the host's 16 pages are asked for"
+    stack.controller.terminate_prefetch(first)
+    assert stack.controller.prefetch("r", tokens(3)) is not None
+    stats = stack.controller.stats()
+    assert (stats.prefetches, stats.prefetches_below_threshold, stats.prefetches_rate_limited) == (2, 1, 1)
+
+
+# How long a request waits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "goes_on"), [("best_effort", True), ("wait_complete", False), ("timeout", True)])
+def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, goes_on):
+    """The timeout holds also where KV is there and only a side pool is not (issue 35181 of the peer)."""
+    store.fill(8, ends=(8,))
+    storage, hang = store.open(), gate("read")
+    rules = PrefetchRules(**{**WAIT, "policy": policy}, timeout=PrefetchTimeout(base_seconds=0, seconds_per_1024_tokens=0))
+    stack = make_stack(rules=rules)
+    stack.controller.attach(storage)
+    operation = stack.controller.prefetch("r", tokens(8))
+    storage.before = hang
+    until(lambda: operation.poll() is goes_on and hang.hanging)
+    assert not operation.done
+    if goes_on:
+        result = stack.controller.terminate_prefetch(operation)
+        assert (result.tokens, result.outcome) == (0, PrefetchOutcome.STOPPED)
+    hang.open()
+    if not goes_on:
+        assert finished(stack, operation).tokens == 8 * PAGE
+
+
+def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(make_stack, store, gate, monkeypatch):
+    """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its way is not."""
+    monkeypatch.setattr("hicache_storage.hybrid.reading.BATCH_PAGES", 4)
+    _, keys = store.fill(12, ends=(3, 7, 12))
+    storage, hang = store.open(), gate("read")
+    stack = make_stack(pages=16, states=4)
+    stack.controller.attach(storage)
+    reads = []
+
+    def third_hangs(operation):
+        reads.append(operation)
+        if reads.count("read") == 3:
+            hang(operation)
+
+    storage.before = third_hangs
+    operation = stack.controller.prefetch("r", tokens(12))
+    until(lambda: operation.poll() or hang.hanging)
+    result = stack.controller.terminate_prefetch(operation)
+    assert (result.tokens, result.outcome) == (7 * PAGE, PrefetchOutcome.STOPPED)
+    assert stack.free()[KV] == 4 * PAGE, "what the call may still write into rests"
+    assert stack.holds("host", result.host, keys)
+    hang.open()
+    until(lambda: stack.free()[KV] == 9 * PAGE)
+    check(stack, result, keys, 7, (7,))
+
+
+def test_a_second_termination_hands_over_nothing(stack, store):
+    store.fill(4, ends=(4,))
+    stack.controller.attach(store.open())
+    operation = stack.controller.prefetch("r", tokens(4))
+    result = finished(stack, operation)
+    again = stack.controller.terminate_prefetch(operation)
+    assert (result.tokens, again.tokens, bool(again.host)) == (4 * PAGE, 0, False)
+    assert operation.poll()
+
+
+def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch):
+    monkeypatch.setattr("hicache_storage.hybrid.reading.BATCH_PAGES", 8)
+    plan = [(stage.start, stage.end, stage.saves) for stage in stages(21, [1, 6, 9, 21], saves=True)]
+    assert plan == [(0, 6, True), (6, 14, False), (14, 21, True)]
+    plan = [(stage.start, stage.end, stage.saves) for stage in stages(21, [1, 6, 9, 21], saves=False)]
+    assert plan == [(0, 8, False), (8, 16, False), (16, 21, True)]
+    assert storage_calls.BATCH_PAGES == 128
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, caplog):
+    """Evicted between the lookup and the read."""
+    _, keys = store.fill(8, ends=(2, 5, 8))
+    storage = store.open()
+    stack.controller.attach(storage)
+    kv = storage.pools[KV].namespace
+
+    def evict(operation):
+        if operation == "read":
+            store.objects.pop(kv.object_name(keys[6]), None)
+
+    storage.before = evict
+    result = fetched(stack, 8)
+    assert result.outcome is PrefetchOutcome.STORAGE_TRANSFER
+    check(stack, result, keys, 5, (5,))
+
+
+def test_a_state_that_has_gone_cuts_to_the_checkpoint_before(stack, store):
+    _, keys = store.fill(8, ends=(2, 5, 8))
+    storage = store.open()
+    stack.controller.attach(storage)
+    mamba = storage.pools[MAMBA].namespace
+
+    def evict(operation):
+        if operation == "read":
+            for key in (keys[7], keys[4]):
+                store.objects.pop(mamba.object_name(key), None)
+
+    storage.before = evict
+    check(stack, fetched(stack, 8), keys, 2, (2,))
+
+
+class Raising:
+    """A storage of which one call raises or answers what is no answer."""
+
+    def __init__(self, inner, name, answer):
+        self._inner, self._name, self._answer = inner, name, answer
+
+    def __getattr__(self, name):
+        real = getattr(self._inner, name)
+        if name != self._name:
+            return real
+
+        def call(*arguments):
+            if isinstance(self._answer, BaseException):
+                raise self._answer
+            return self._answer(real(*arguments)) if callable(self._answer) else self._answer
+
+        return call
+
+
+GARBAGE = [
+    ("batch_exists_v2", SystemExit(1)),
+    ("batch_exists_v2", RuntimeError("down")),
+    ("batch_exists_v2", None),
+    ("batch_exists_v2", 8),
+    ("batch_exists_v2", PoolTransferResult(8, {}, [9])),
+    ("batch_exists_v2", PoolTransferResult(8, {}, [0, 8])),
+    ("batch_exists_v2", PoolTransferResult(8, {}, [True, 8])),
+    ("batch_exists_v2", PoolTransferResult(8, {}, None)),
+    ("batch_get_v2", KeyboardInterrupt()),
+    ("batch_get_v2", ValueError("bug")),
+    ("batch_get_v2", None),
+    ("batch_get_v2", {}),
+    ("batch_get_v2", [True]),
+    ("batch_get_v2", lambda answer: dict.fromkeys(answer, True)),
+    ("batch_get_v2", lambda answer: {name: pages[:-1] for name, pages in answer.items()}),
+    ("batch_get_v2", lambda answer: {name: [*pages, True] for name, pages in answer.items()}),
+    ("batch_get_v2", lambda answer: {name: [1] * len(pages) for name, pages in answer.items()}),
+    ("batch_get_v2", lambda answer: {KV: answer[KV]}),
+]
+
+
+@pytest.mark.parametrize(("name", "answer"), GARBAGE)
+def test_what_is_no_answer_is_a_miss(stack, store, name, answer):
+    store.fill(8, ends=(8,))
+    stack.controller.attach(Raising(store.open(), name, answer))
+    assert fetched(stack, 8).tokens == 0
+    assert stack.free() == stack.total()
+    stats = stack.controller.stats()
+    raised = isinstance(answer, BaseException)
+    assert (stats.storage_errors > 0, stats.storage_garbage > 0) == (raised, not raised)
+    assert fetched(stack, 8).tokens == 0, "the workers live"
+
+
+def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
+    """Its pages rest until the call comes back, and come back then."""
+    _, keys = store.fill(8, ends=(4, 8))
+    storage, hang = store.open(), gate("read")
+    impatient(hang)
+    stack.controller.attach(storage)
+    storage.before = hang
+    result = fetched(stack, 8)
+    assert result.tokens == 0
+    assert stack.free() == {KV: 8 * PAGE, MAMBA: 7}
+    stats = stack.controller.stats()
+    assert (stats.abandoned_calls, stats.stuck_calls) == (1, 1)
+    others = stack.take("host", 8)
+    stack.fill("host", others, page_hashes(tokens(8, seed=1), PAGE))
+    hang.open()
+    until(lambda: stack.free() == {KV: 8 * PAGE, MAMBA: 8})
+    assert stack.holds("host", others, page_hashes(tokens(8, seed=1), PAGE))
+    assert stack.controller.stats().stuck_calls == 0
+    stack.group.free_host(others)
+    check(stack, fetched(stack, 8), keys, 8, (8,))
+
+
+def test_a_storage_that_always_hangs_costs_two_threads(stack, store, gate, impatient):
+    store.fill(8, ends=(8,))
+    storage, hang = store.open(), gate("exist")
+    impatient(hang)
+    stack.controller.attach(storage)
+    storage.before = hang
+    for _ in range(6):
+        assert fetched(stack, 8).tokens == 0
+    assert hang.hanging == 2
+    hang.open()
+    until(lambda: stack.controller.stats().stuck_calls == 0)
+    assert fetched(stack, 8).tokens == 8 * PAGE
+
+
+@pytest.mark.parametrize("operation", ["exist", "read"])
+@pytest.mark.parametrize("end", ["detach", "reset"])
+def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, end):
+    store.fill(8, ends=(8,))
+    storage, hang = store.open(), gate(operation)
+    stack = make_stack(stop_seconds=0.05)
+    stack.controller.attach(storage)
+    storage.before = hang
+    prefetches = [stack.controller.prefetch("r", tokens(8)) for _ in range(2)]
+    until(lambda: prefetches[0].poll() or hang.hanging)
+    getattr(stack.controller, end)()
+    assert all(prefetch.poll() for prefetch in prefetches)
+    for prefetch in prefetches:
+        result = stack.controller.terminate_prefetch(prefetch)
+        assert (result.tokens, result.outcome) == (0, PrefetchOutcome.STOPPED)
+    assert stack.free()[KV] == (8 * PAGE if operation == "read" else 16 * PAGE)
+    assert stack.controller.attached is (end == "reset")
+    hang.open()
+    until(lambda: stack.free() == stack.total())
+    if end == "detach":
+        stack.controller.attach(store.open())
+    assert fetched(stack, 8).tokens == 8 * PAGE

@@ -1,0 +1,165 @@
+"""Several processes with gloo: whatever each rank has and meets, all are told the same, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_storage.spec import PoolHitPolicy, PoolPresence, common_hit
+from tests.hybrid.rank import PAGES, SECONDS, presence, pressure
+from tests.hybrid.stack import PAGE
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 40
+STEPS = 80
+
+pytestmark = pytest.mark.timeout(SECONDS + 90)
+
+
+def run(scenarios, folder, *, gone=(), **settings):
+    """Run scenarios on all ranks, one after the other; for each what every rank was told, and what is its own."""
+    world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
+    command = [sys.executable, "-W", "error", "-m", "tests.hybrid.rank", ",".join(scenarios)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), json.dumps(settings)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS + 40)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    said = "".join(
+        f"\nrank {rank}, ended with {process.returncode}:\n{output[-4000:]}"
+        for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True))
+    )
+    assert not any(process.returncode for process in ranks), said
+    return {name: _agreed(folder, name, [rank for rank in range(world) if rank not in gone]) for name in scenarios}
+
+
+def _agreed(folder, scenario, ranks):
+    found = [json.loads((folder / f"{scenario}.{rank}.json").read_text()) for rank in ranks]
+    assert all(one["told"] == found[0]["told"] for one in found), found
+    return found
+
+
+ENDS = [[[3, 6], [3, 7]], [[6], [7]], [[8], [8]], [[1, 2, 5], [2, 4, 5]], [[], [4]]]
+WORLDS = {
+    "tp2-cp2": (["chances", "attaching", "shards", "serving", "sparse"], {"tp": 2, "cp": 2}),
+    "pp2": (["chances", "attaching", "sets", "unlike", "serving"], {"pp": 2}),
+}
+"""Scenarios of each arrangement of ranks; to start processes takes longer than most of them."""
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """What came of an arrangement's scenarios, which are run when they are first asked for."""
+    made = {}
+
+    def world(name):
+        if name not in made:
+            scenarios, shape = WORLDS[name]
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = run(
+                scenarios, folder, **shape, rounds=ROUNDS, steps=STEPS, seed="ranks", path=str(folder / "store"), ends=ENDS
+            )
+        return made[name]
+
+    return world
+
+
+def test_endpoints_are_intersected(worlds):
+    """The peer agrees on the smaller of the largest, which one of the ranks cannot restore, and discards all."""
+    found = worlds("pp2")["sets"]
+    assert [what[1] for what in found[0]["told"] if what[0] == "restored"] == [3, 0, 8, 5, 0]
+
+
+def expected(seed, ranks):
+    """The longest prefix that every rank can restore and has room for."""
+    restorable = set(range(1, PAGES + 1))
+    for rank in range(ranks):
+        kv, states = presence(seed, rank)
+        pages, used = pressure(seed, rank)
+        hit = common_hit(kv, [PoolPresence("mamba", states, PoolHitPolicy.TRAILING_PAGES), PoolPresence("indexer", kv)])
+        restorable &= {end for end in hit.restorable_prefix_pages if end <= 16 - pages and used < 4}
+    return restorable
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_all_ranks_are_told_the_same(worlds, name):
+    found = worlds(name)["chances"]
+    hits = set()
+    rounds = [what for what in found[0]["told"] if what[0] == "round"]
+    assert len(rounds) == ROUNDS
+    for _, number, faulty, early, pages, *_ in rounds:
+        possible = expected(f"ranks/{number}", len(found))
+        assert pages in possible | {0}
+        if not faulty and not early:
+            assert pages == max(possible, default=0), number
+            hits.add(pages)
+    assert len(hits) > 2
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_caches_of_all_ranks_stay_the_same(worlds, name):
+    """What is fetched in good weather is the longest prefix that the stores of all ranks have, and of every byte its owner's."""
+    found = worlds(name)["serving"]
+    fetched = [what[1:] for what in found[0]["told"] if what[0] == "fetched"]
+    for bad, number, length in fetched:
+        if not bad:
+            common = set.intersection(*(set(one["own"][str(number)]) for one in found))
+            assert length == max(common, default=0) * PAGE, number
+    assert {bad for bad, *_ in fetched} == {False, True}
+    assert any(length for *_, length in fetched), "nothing was fetched"
+    told = found[0]["told"]
+    assert any(what[0] == "match" and what[3] for what in told), "nothing was loaded"
+
+
+def test_replicated_kv_of_every_shard_is_a_hit(worlds):
+    """MLA with an indexer under CP, through the cache: one TP rank of each shard writes, and all ranks hit."""
+    found = worlds("tp2-cp2")["sparse"]
+    assert [what[1] for what in found[0]["told"] if what[0] == "fetched"] == [3 * PAGE, 8 * PAGE, 5 * PAGE]
+    for pool in ("kv", "indexer"):
+        assert [one["own"].get(pool, 0) for one in found] == [16, 0, 16, 0]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_storage_is_attached_everywhere_or_nowhere(worlds, name):
+    found = worlds(name)["attaching"]
+    assert found[0]["told"][:-1] == [["refused", True, True, False]] * len(found) + [["restored", PAGES]]
+
+
+def test_ranks_that_differ_are_refused(worlds):
+    found = worlds("pp2")["unlike"]
+    refused = ["refused", "ranks differ in their pools, slots, page size, rules or kind of keys"]
+    assert found[0]["told"][:-1] == [refused] * 3
+
+
+def test_each_shard_of_a_replicated_pool_is_written_once(worlds):
+    """With a writer of global rank 0 alone, the second CP shard is never written and nothing is ever hit."""
+    found = worlds("tp2-cp2")["shards"]
+    assert found[0]["told"][:2] == [["stored", PAGES, True], ["restored", PAGES]]
+    assert [one["own"].get("kv", 0) for one in found] == [PAGES, 0, PAGES, 0]
+    assert [one["own"].get("mamba", 0) for one in found] == [2, 2, 2, 2]
+
+
+def test_a_lost_rank_is_told(tmp_path):
+    found = run(["lost"], tmp_path, gone=[0], tp=2)["lost"]
+    assert [what[0] for what in found[0]["told"]] == ["lost", "lost", "collectives"]
+
+
+def test_a_rank_that_hangs_fails_the_test_and_says_where(tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0, ended with 1:.*in stuck.*rank 1, ended with 1:.*in minimum.*in stuck"):
+        run(["stuck"], tmp_path, tp=2, scenario_seconds=3)

@@ -1,0 +1,321 @@
+"""Stacks built from a config: bytes go through all tiers, storages come and go, and nothing is left at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
+from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
+from hicache_storage.transfer import StreamSimulator
+from tests.conftest import DictStorage
+from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
+from tests.hybrid.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {"mamba": mamba_config, "mamba-mla": lambda **changes: mamba_config(attention=LATENT, **changes), "dsa": dsa_config}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def in_dict(config, objects=None):
+    return DictStorage(config.identity("m"), objects)
+
+
+@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_bytes_come_back_from_every_tier(config, layout, backend):
+    settings = config(layout=layout, backend=backend)
+    with StreamSimulator(7, pause_seconds=0) as simulator:
+        streams = simulator, simulator.stream("compute")
+        with build(settings, storage=in_dict(settings), streams=streams) as stack:
+            session = Session(stack)
+            session.insert()
+            assert stack.drain(60)
+            assert session.restore() == (Session.LENGTH, 0)
+            stack.cache.evict(10**6, 10**6)
+            assert session.restore() == (Session.LENGTH, Session.LENGTH)
+            assert stack.drain(60)
+            stack.cache.reset()
+            assert session.restore() == (0, 0)
+            session.fetch()
+            assert session.restore() == (Session.LENGTH, Session.LENGTH)
+            assert stack.drain(60)
+        assert not simulator.races
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
+def test_bytes_come_back_to_a_gpu(config, backend):
+    settings = config(backend=backend, device="cuda")
+    with build(settings, storage=in_dict(settings)) as stack:
+        session = Session(stack)
+        session.insert()
+        assert stack.drain(60)
+        stack.cache.reset()
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert stack.drain(60)
+
+
+def test_the_layout_by_heads_takes_states_along():
+    settings = mamba_config(layout="page_head")
+    with build(settings, storage=in_dict(settings)) as stack:
+        session = Session(stack)
+        session.insert()
+        assert stack.drain(60)
+        stack.cache.reset()
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert stack.drain(60)
+        assert stack.host_pools[PoolName.KV].layout == "page_head"
+
+
+def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
+    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}))
+    with build(settings) as first:
+        Session(first).insert()
+        assert first.drain(60)
+    with build(settings) as second:
+        session = Session(second)
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert second.drain(60)
+
+
+def test_storages_of_other_fields_do_not_meet(config, tmp_path):
+    options = {"path": str(tmp_path)}
+    with build(config(storage=StorageConfig(driver="file", model="m", options=options))) as first:
+        Session(first).insert()
+        assert first.drain(60)
+    for fields in ({"model": "n"}, {"tenant": "t"}, {"revision": "r"}, {"adapter": "a"}, {"salt": "s"}, {"kv_dtype": "fp8"}):
+        storage = StorageConfig(**{"driver": "file", "model": "m", "options": options, **fields})
+        with build(config(storage=storage)) as other:
+            session = Session(other)
+            session.fetch()
+            assert session.restore() == (0, 0), fields
+
+
+def test_what_is_kept_goes_to_a_storage_that_comes_later(config):
+    settings, objects = config(), {}
+    with build(settings) as stack:
+        session = Session(stack)
+        session.insert()
+        assert stack.drain(60)
+        assert not stack.controller.attached
+        storage = in_dict(settings, objects)
+        stack.attach(storage)
+        session.restore()
+        assert stack.drain(60)
+        states = Session.LENGTH // GRID if settings.checkpoint_grid else 0
+        side = states if settings.checkpoint_grid else Session.LENGTH // PAGE
+        assert len(objects) == Session.LENGTH // PAGE + side
+        stack.detach()
+        assert storage._lifecycle.closed
+        assert not stack.controller.attached
+        stack.detach()
+        assert session.restore() == (Session.LENGTH, 0)
+        again = {}
+        stack.attach(in_dict(settings, again))
+        session.restore()
+        assert stack.drain(60)
+        assert again.keys() == objects.keys()
+
+
+def test_what_a_prefetch_has_brought_outlives_its_storage(config):
+    settings, objects = config(), {}
+    with build(settings, storage=in_dict(settings, objects)) as first:
+        Session(first).insert()
+        assert first.drain(60)
+    with build(settings, storage=in_dict(settings, objects)) as stack:
+        session = Session(stack)
+        assert stack.cache.prefetch_from_storage("session", session.tokens)
+        operation = stack.cache._prefetching._running["session"].operation
+        until(lambda: stack.cache.poll() or operation.done)
+        stack.detach()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert stack.drain(60)
+
+
+def test_a_second_storage_is_refused_and_not_touched(config):
+    settings = config()
+    with build(settings, storage=in_dict(settings)) as stack:
+        second = in_dict(settings)
+        with pytest.raises(StorageAttachedError):
+            stack.attach(second)
+        assert second.asked == []
+
+
+def test_close_ends_the_threads_and_the_storage_once(config):
+    settings = config()
+    storage = in_dict(settings)
+    stack = build(settings, storage=storage)
+    Session(stack).insert()
+    stack.cache.poll()
+    stack.close()
+    assert storage.asked.count("disconnect") == 1
+    assert storage._lifecycle.closed
+    stack.close()
+    assert storage.asked.count("disconnect") == 1
+
+
+def test_close_waits_for_copies_that_run(config):
+    """The copy is held until its time is over, and close does not come back before that."""
+    with StreamSimulator(pause_seconds=0) as simulator:
+        stack = build(config(), streams=(simulator, simulator.stream("compute")))
+        hold = simulator.hold(stack.host_pools[PoolName.KV].buffers, 0.5)
+        Session(stack).insert()
+        stack.cache.poll()
+        stack.close()
+        assert hold.expired
+
+
+def test_drain_gives_up_when_its_time_is_over(config):
+    settings, hangs = config(), threading.Event()
+    storage = in_dict(settings)
+    storage.before = lambda operation: operation == "write" and hangs.wait(60)
+    with build(settings, storage=storage) as stack:
+        Session(stack).insert()
+        assert not stack.drain(0.05)
+        hangs.set()
+        assert stack.drain(60)
+
+
+FAULTY = [
+    ("unknown driver", {"storage": StorageConfig(driver="none", model="m")}, "no driver named 'none'"),
+    ("bad option", {"storage": StorageConfig(driver="file", model="m", options={"paht": "x"})}, "did you mean 'path'"),
+    ("memory", {"device_tokens": 1 << 50}, "cannot allocate"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), [fault[1:] for fault in FAULTY], ids=[fault[0] for fault in FAULTY])
+def test_a_build_that_fails_leaves_nothing(config, fields, message):
+    with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
+        build(config(**fields))
+
+
+def test_a_device_that_is_not_there_is_named(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device is 'cuda:1', and CUDA is not available here; pass 'cpu'"):
+        build(config(device="cuda:1"))
+
+
+def test_a_storage_that_cannot_be_attached_is_closed(config):
+    settings = config()
+    storage = in_dict(settings)
+
+    def refuse(operation):
+        if operation == "connect":
+            raise OSError("down")
+
+    storage.before = refuse
+    with pytest.raises(StorageUnavailableError, match="down"):
+        build(settings, storage=storage)
+    assert storage._lifecycle.closed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("page_size", 8), ("layout", "layer_first"), ("kv_replicated", None), ("tp_size", 2)]
+)
+def test_a_storage_of_other_bytes_is_refused(config, field, value):
+    settings = config()
+    found = {
+        name: getattr(settings.identity("m"), name) for name in ("model", "kv_dtype", "page_size", "layout", "kv_replicated")
+    }
+    storage = DictStorage(StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value}))
+    with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
+        build(settings, storage=storage)
+    assert storage._lifecycle.closed
+    assert "connect" not in storage.asked
+
+
+def test_two_storages_are_one_too_many(config, tmp_path):
+    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}))
+    with pytest.raises(ConfigError, match=r"storage: config.storage names one, too"):
+        build(settings, storage=in_dict(settings))
+
+
+def test_several_ranks_need_a_group(config):
+    with pytest.raises(ConfigError, match=r"parallel has 2 ranks .* torch.distributed is not initialized"):
+        build(config(parallel=ParallelConfig(tp_rank=1, tp_size=2)))
+
+
+class Pair:
+    """Agrees with a rank that says what it is told to; that rank has the same pools and rules."""
+
+    size = 2
+
+    def __init__(self, *says):
+        self._says = list(says)
+
+    def minimum(self, values):
+        said = self._says.pop(0) if self._says else None
+        return list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
+
+
+def test_a_build_fails_with_that_of_another_rank(config):
+    settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
+    with pytest.raises(OtherRankError, match="another rank could not make its pools"):
+        build(settings, agreement=Pair(None, [0]))
+
+
+def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
+    """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
+    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
+    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+        assert settings.slots_of("kv")[1] == 8 * PAGE
+        assert stack.host_pools[PoolName.KV].size == 2 * PAGE
+        assert stack.host_pools[PoolName.MAMBA].size == 6
+    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
+    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+        assert stack.host_pools[PoolName.KV].size == 16 * PAGE
+        assert stack.host_pools[PoolName.MAMBA].size == 3
+
+
+def test_a_storage_fails_with_that_of_another_rank(config):
+    settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
+    storage = in_dict(settings)
+    with pytest.raises(OtherRankError, match="another rank could not make its storage"):
+        build(settings, storage=storage, agreement=Pair(None, None, None, [0]))
+    assert storage._lifecycle.closed
+    assert storage.asked == []
+
+
+def test_ranks_are_built_together(tmp_path):
+    """Two processes over gloo: a fault of one is a refusal for both, and then both serve."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.hybrid.stack_rank", str(rank), str(tmp_path)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=200) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    found = [json.loads(out) for out, _ in outputs]
+    assert found[0]["refused"] == "OtherRankError"
+    assert found[1]["refused"] == "DriverNotFoundError"
+    assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
+    assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
+    assert [one["threads"] for one in found] == [["MainThread"]] * 2

@@ -1,0 +1,177 @@
+"""Configs of stacks: what is wrong is refused by name, before anything is allocated; what is left out follows from the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache_storage.hybrid import (
+    AttentionGeometry,
+    IndexerGeometry,
+    MambaGeometry,
+    MLAGeometry,
+    ParallelConfig,
+    StorageConfig,
+    WritePolicy,
+)
+from hicache_storage.spec import ConfigError, InvalidPoolError
+from tests.hybrid.stacks import ATTENTION, GRID, INDEXER, LATENT, MAMBA, PAGE, dsa_config, mamba_config
+
+COMMON_FAULTS = [
+    ({"page_size": 0}, "page_size must be a whole number from 1 on, got 0"),
+    ({"page_size": 4.0}, "page_size must be a whole number from 1 on, got 4.0"),
+    ({"device_tokens": 10}, r"device_tokens must be a multiple of page_size \(4\), got 10; pass 12"),
+    ({"device_tokens": 0}, "device_tokens must be a whole number from 1 on, got 0"),
+    ({"host_tokens": 7}, r"host_tokens must be a multiple of page_size \(4\), got 7; pass 8"),
+    ({"host_tokens": "7 pages"}, "host_tokens: '7 pages' is not a size"),
+    ({"host_tokens": "1B"}, "host_tokens is '1B', and a page takes [0-9]+ bytes"),
+    ({"layout": "token_first"}, "layout must be one of layer_first, page_first, .*; got 'token_first'"),
+    ({"backend": "auto"}, "backend must be one of direct, kernel, mapped; got 'auto'"),
+    ({"device": "gpu"}, "device must name a torch device such as 'cuda:0' or 'cpu', got 'gpu'"),
+    ({"device": "meta"}, "device must be of kind cuda or cpu, got 'meta'"),
+    ({"write_policy": "never"}, "write_policy must be one of write_through, .*; got 'never'"),
+    ({"storage_call_seconds": 0}, "storage_call_seconds must be positive, got 0"),
+    ({"attach_seconds": float("nan")}, "attach_seconds must be positive, got nan"),
+    ({"parallel": 2}, "parallel must be ParallelConfig, got 2"),
+    ({"prefetch": "timeout"}, "prefetch must be PrefetchRules, got 'timeout'"),
+    ({"storage": "file"}, "storage must be StorageConfig or None, got 'file'"),
+    ({"attention": INDEXER}, "attention must be .*MLAGeometry, got IndexerGeometry"),
+    ({"stop_seconds": -1}, "stop_seconds must be positive, got -1"),
+]
+
+
+@pytest.mark.parametrize("make", [mamba_config, dsa_config])
+@pytest.mark.parametrize(("fields", "message"), COMMON_FAULTS, ids=[next(iter(fields)) for fields, _ in COMMON_FAULTS])
+def test_a_bad_field_is_named(make, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "message"),
+    [
+        (mamba_config, {"device_states": 0}, "device_states must be a whole number from 1 on, got 0"),
+        (mamba_config, {"host_states": 0}, "host_states must be a whole number from 1 on, got 0"),
+        (mamba_config, {"host_states": "many"}, "host_states: 'many' is not a size"),
+        (mamba_config, {"host_states": "3B"}, "host_states is '3B', and a page takes 72 bytes"),
+        (mamba_config, {"checkpoint_interval": 0}, "checkpoint_interval must be a whole number from 1 on, got 0"),
+        (
+            mamba_config,
+            {"attention": AttentionGeometry(layers=(0, 1), head_num=1, head_dim=1, dtype=torch.int16)},
+            r"mamba.layers and attention.layers both have \[1\]",
+        ),
+        (
+            dsa_config,
+            {"indexer": IndexerGeometry(layers=(0, 1), index_head_dim=4, quant_block_size=2)},
+            r"indexer.layers has \[1\], which attention.layers has not",
+        ),
+        (
+            dsa_config,
+            {"layout": "page_head"},
+            "layout must be one of layer_first, page_first, page_first_direct; got 'page_head'",
+        ),
+    ],
+)
+def test_what_contradicts_the_model_is_named(make, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**fields)
+
+
+GOOD_STATES = {
+    "layers": (0,), "temporal_shape": (1,), "conv_shapes": ((1,),), "temporal_dtype": torch.int8, "conv_dtype": torch.int8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionGeometry(layers=(), head_num=1, head_dim=1, dtype=torch.int8), "layers must name at least one layer"),
+        (lambda: AttentionGeometry(layers=(1, 0), head_num=1, head_dim=1, dtype=torch.int8), "layers must be ascending numbers"),
+        (lambda: AttentionGeometry(layers=(0,), head_num=0, head_dim=1, dtype=torch.int8), "head_num must be at least 1"),
+        (lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=0, dtype=torch.int8), "head_dim must be at least 1"),
+        (
+            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, v_head_dim=0, dtype=torch.int8),
+            "v_head_dim must be at least 1",
+        ),
+        (lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, dtype="int8"), "dtype must be a torch.dtype"),
+        (
+            lambda: MLAGeometry(layers=(0,), kv_lora_rank=0, qk_rope_head_dim=1, dtype=torch.int8),
+            "kv_lora_rank must be at least 1",
+        ),
+        (
+            lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=-1, dtype=torch.int8),
+            "qk_rope_head_dim must not be negative",
+        ),
+        (lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=0, dtype=None), "dtype must be a torch.dtype"),
+        (lambda: MambaGeometry(**GOOD_STATES | {"temporal_shape": (-1,)}), "temporal_shape must not hold negative numbers"),
+        (lambda: MambaGeometry(**GOOD_STATES | {"conv_shapes": ((0,),)}), r"conv_shapes\[0\] must hold positive numbers"),
+        (lambda: MambaGeometry(**GOOD_STATES | {"temporal_dtype": 1}), "temporal_dtype must be a torch.dtype"),
+        (lambda: MambaGeometry(**GOOD_STATES | {"conv_dtype": 1}), "conv_dtype must be a torch.dtype"),
+        (lambda: MambaGeometry(**GOOD_STATES | {"state_chunk": 0}), "state_chunk must be at least 1"),
+        (lambda: IndexerGeometry(layers=(0,), index_head_dim=0), "index_head_dim must be at least 1"),
+        (lambda: IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=3), r"quant_block_size \(3\) must divide"),
+    ],
+)
+def test_a_bad_geometry_is_named(make, message):
+    with pytest.raises(InvalidPoolError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", ["driver", "model"])
+def test_a_storage_has_a_driver_and_a_model(name):
+    with pytest.raises(ConfigError, match=f"storage.{name} must not be empty"):
+        StorageConfig(**{"driver": "file", "model": "m", name: ""})
+
+
+def test_memory_is_given_to_whole_pages():
+    assert ATTENTION.page_bytes(PAGE) == 4 * 2 * 2 * (4 + 4) * 2
+    assert mamba_config(host_tokens=str(10 * ATTENTION.page_bytes(PAGE) + 1)).slots_of("kv") == (16 * PAGE, 10 * PAGE, PAGE)
+    assert MAMBA.page_bytes(1) == 2 * (6 * 4 + 6 * 2)
+    assert mamba_config(host_states="1KB").slots_of("mamba") == (8, 1000 // 72, 1)
+
+
+def test_an_indexer_shares_the_memory_of_kv():
+    page = LATENT.page_bytes(PAGE) + INDEXER.page_bytes(PAGE)
+    assert INDEXER.page_bytes(PAGE) == PAGE * (4 + 2 * 4)
+    config = dsa_config(host_tokens=str(5 * page))
+    assert config.slots_of("kv") == config.slots_of("indexer") == (16 * PAGE, 5 * PAGE, PAGE)
+
+
+def test_checkpoints_are_where_a_page_and_a_chunk_end():
+    states = MambaGeometry(**{name: getattr(MAMBA, name) for name in GOOD_STATES}, state_chunk=6)
+    assert mamba_config(mamba=states, checkpoint_interval=GRID).checkpoint_grid == 24
+    assert dsa_config().checkpoint_grid is None
+
+
+def test_a_side_pool_has_the_layout_of_kv_if_it_knows_it():
+    assert mamba_config(layout="layer_first").layout_of("mamba") == "layer_first"
+    config = mamba_config(layout="page_head")
+    assert (config.layout_of("kv"), config.layout_of("mamba")) == ("page_head", "page_first")
+
+
+def test_text_is_taken_for_a_policy():
+    assert mamba_config(write_policy="write_back").write_policy is WritePolicy.WRITE_BACK
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "replicated"),
+    [
+        (mamba_config(layout="page_head", parallel=ParallelConfig(tp_rank=1, tp_size=2)), "int16", False),
+        (dsa_config(parallel=ParallelConfig(tp_rank=1, tp_size=2)), "int16", True),
+    ],
+    ids=["mamba", "dsa"],
+)
+def test_the_identity_follows_from_the_config(config, dtype, replicated):
+    identity = config.identity("m", revision="r", tenant="t", adapter="a", salt="s")
+    assert (identity.model, identity.revision, identity.tenant, identity.adapter, identity.salt) == ("m", "r", "t", "a", "s")
+    assert (identity.kv_dtype, identity.page_size, identity.layout) == (dtype, PAGE, config.layout)
+    assert (identity.tp_rank, identity.tp_size, identity.kv_replicated) == (1, 2, replicated)
+    assert config.identity("m", kv_dtype="fp8_e4m3").kv_dtype == "fp8_e4m3"
+    assert identity.is_writer("mamba")
+    assert identity.is_writer("kv") is not replicated
+
+
+def test_heads_that_all_ranks_hold_are_written_once():
+    single = AttentionGeometry(layers=(0, 2), head_num=1, head_dim=4, dtype=torch.int16, replicated=True)
+    assert mamba_config(attention=single).identity("m").kv_replicated
+    assert mamba_config(attention=LATENT).identity("m").kv_replicated

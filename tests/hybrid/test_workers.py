@@ -1,0 +1,59 @@
+"""The threads that call a storage."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_storage.hybrid.stats import StatsCounter
+from hicache_storage.hybrid.workers import Job, StorageWorker
+from tests.hybrid.waiting import until
+
+
+class Noted(Job):
+    """Counts its performances."""
+
+    performed = 0
+
+    def perform(self):
+        self.performed += 1
+
+
+@pytest.fixture
+def worker():
+    made = StorageWorker("hicache-test", 60, StatsCounter())
+    yield made
+    made.stop(60)
+
+
+def test_jobs_run_one_after_the_other(worker):
+    jobs = [Noted() for _ in range(5)]
+    for job in jobs:
+        worker.submit(job)
+    assert jobs[-1].wait(60)
+    assert [job.performed for job in jobs] == [1] * 5
+
+
+def test_without_a_thread_a_job_is_over_and_the_next_one_tries_again(worker, monkeypatch):
+    """A system that is out of threads makes misses, and nobody waits."""
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    refused, accepted = Noted(), Noted()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        worker.submit(refused)
+    assert refused.finished()
+    worker.submit(accepted)
+    until(accepted.finished)
+    assert (refused.performed, accepted.performed) == (0, 1)
+
+
+def test_after_stop_jobs_are_over_at_once(worker):
+    worker.stop(60)
+    job = Noted()
+    worker.submit(job)
+    assert job.finished()
+    assert not job.performed

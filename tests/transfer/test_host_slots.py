@@ -1,0 +1,194 @@
+"""Host slots that copies in flight keep from being handed out, and the fences of pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache_storage.pools import SlotAllocator
+from hicache_storage.spec import InvalidTransferError, SlotError
+from hicache_storage.transfer import HostSlots, recorded
+from hicache_storage.transfer import fences as fences_module
+from hicache_storage.transfer.fences import PageFences
+from hicache_storage.transfer.simulator import StreamSimulator
+
+
+@pytest.fixture
+def simulator():
+    with StreamSimulator("slots") as made:
+        yield made
+
+
+class Use:
+    """Something that ends when it is told to."""
+
+    def __init__(self):
+        self.over = False
+
+    def query(self):
+        return self.over
+
+
+# Host slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_host_page_waits_for_its_copy(simulator):
+    stream, memory = simulator.stream("a"), torch.zeros(8)
+    host = HostSlots(SlotAllocator(4, 2))
+    first, second = host.alloc(2), host.alloc(2)
+    hold = simulator.hold([memory], 30)
+    stream.copy(memory, torch.ones(8), "copy")
+    event = recorded(simulator, stream)
+    host.hold(first, event)
+    assert host.free(torch.cat([first, second])) == 4
+    assert host.available_size() == 2
+    assert host.alloc(4) is None
+    with pytest.raises(SlotError, match="given back twice"):
+        host.free(first)
+    taken = host.alloc(2)
+    assert taken.tolist() == second.tolist()
+    hold.release()
+    event.synchronize()
+    assert host.available_size() == 2
+    assert host.alloc(2).tolist() == first.tolist()
+
+
+def test_a_page_of_two_copies_waits_for_both(simulator):
+    streams, memories = [simulator.stream(name) for name in "ab"], [torch.zeros(8) for _ in "ab"]
+    host = HostSlots(SlotAllocator(2, 2))
+    slots_held = host.alloc(2)
+    holds, events = [], []
+    for stream, memory in zip(streams, memories, strict=True):
+        holds.append(simulator.hold([memory], 30))
+        stream.copy(memory, torch.ones(8), "copy")
+        events.append(recorded(simulator, stream))
+        host.hold(slots_held, events[-1])
+    host.free(slots_held)
+    holds[1].release()
+    events[1].synchronize()
+    assert host.alloc(2) is None
+    holds[0].release()
+    events[0].synchronize()
+    assert host.alloc(2) is not None
+
+
+def test_a_copy_that_failed_keeps_its_pages_and_no_other_copy_s():
+    """Who asks is told each time; pages of copies that are over are given back once."""
+
+    class Failed:
+        def query(self):
+            raise RuntimeError("the stream has failed")
+
+    host, over, failed = HostSlots(SlotAllocator(6, 2)), Use(), Failed()
+    first, second = host.alloc(2), host.alloc(2)
+    host.hold(first, over)
+    host.hold(first, still := Use())
+    host.hold(second, failed)
+    over.over = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="has failed"):
+            host.available_size()
+    failed.query = lambda: False
+    assert host.free(torch.cat([first, second])) == 4
+    assert host.available_size() == 2
+    still.over = True
+    assert host.available_size() == 4
+
+
+@pytest.mark.parametrize("slots", [[4, 5], [-2, -1]])
+def test_slots_out_of_range_are_refused(slots):
+    host = HostSlots(SlotAllocator(4, 2))
+    for call in (host.free, lambda indices: host.hold(indices, Use())):
+        with pytest.raises(SlotError, match="out of range"):
+            call(torch.tensor(slots))
+        with pytest.raises(InvalidTransferError, match="whole pages of 2"):
+            call(torch.tensor([0]))
+
+
+def test_what_the_pool_refuses_changes_nothing():
+    host = HostSlots(SlotAllocator(6, 2))
+    taken = host.alloc(2)
+    host.hold(taken, Use())
+    with pytest.raises(SlotError, match="never handed out"):
+        host.free(torch.cat([taken, torch.tensor([4, 5])]))
+    assert host.free(taken) == 2
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_host_slots_against_a_model(data):
+    """Random takings, uses and returns: a page is never with two owners, never free under a use, and none is lost."""
+    pages = 5
+    host = HostSlots(SlotAllocator(2 * pages, 2))
+    owned, uses = set(), []
+    for _ in range(data.draw(st.integers(1, 30))):
+        match data.draw(st.sampled_from(["alloc", "free", "hold", "end"])):
+            case "alloc":
+                taken = host.alloc(2)
+                free = pages - len(owned | {page for use, held in uses if not use.over for page in held})
+                assert (taken is not None) == (free > 0)
+                if taken is not None:
+                    page = int(taken[0]) // 2
+                    assert page not in owned
+                    assert not any(page in held for use, held in uses if not use.over)
+                    owned.add(page)
+            case "free" if owned:
+                page = data.draw(st.sampled_from(sorted(owned)))
+                host.free(torch.tensor([2 * page, 2 * page + 1]))
+                owned.remove(page)
+            case "hold" if owned:
+                held = data.draw(st.lists(st.sampled_from(sorted(owned)), min_size=1, max_size=3))
+                uses.append((Use(), held))
+                host.hold(torch.tensor([2 * page + offset for page in held for offset in range(2)]), uses[-1][0])
+            case "end" if uses:
+                data.draw(st.sampled_from(uses))[0].over = True
+    for use, _ in uses:
+        use.over = True
+    assert host.available_size() == 2 * (pages - len(owned))
+
+
+# Fences ---------------------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """A stream that notes what it waits for."""
+
+    def __init__(self):
+        self.events = []
+
+    def wait_event(self, event):
+        self.events.append(event)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 4))
+def test_fences_against_a_model(data, sweep):
+    """A copy waits for the last ones that read or write its pages, each once, however often the others were forgotten."""
+    fences, reads, writes = PageFences(6), {}, {}
+    fences._sweep_at = sweep
+    for number in range(data.draw(st.integers(1, 30))):
+        pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+        stream = Waits()
+        if data.draw(st.booleans()):
+            fences.before_read(stream, torch.tensor(pages))
+            assert stream.events == sorted({writes[page] for page in pages if page in writes})
+            fences.reads(torch.tensor(pages), number)
+            reads.update(dict.fromkeys(pages, number))
+        else:
+            fences.before_write(stream, torch.tensor(pages))
+            expected = {last[page] for page in pages for last in (reads, writes) if page in last}
+            assert set(stream.events) == expected
+            fences.writes(torch.tensor(pages), number)
+            writes.update(dict.fromkeys(pages, number))
+    assert set(fences._events.values()) >= {*reads.values(), *writes.values()}
+
+
+def test_events_that_no_page_has_are_forgotten(monkeypatch):
+    monkeypatch.setattr(fences_module, "SWEEP_EVENTS", 8)
+    fences = PageFences(3)
+    for number in range(1000):
+        fences.reads(torch.tensor([number % 3]), number)
+        fences.writes(torch.tensor([0]), number)
+    assert len(fences._events) <= 8

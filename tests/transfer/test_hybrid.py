@@ -1,0 +1,271 @@
+"""Pools of one model moved together: attention and Mamba layers, latent rows and their index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transfer_bench import KINDS, LAYERS, PAGES, fill, random_bytes, same
+
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+from hicache_storage.transfer import (
+    BACKENDS,
+    Acknowledgement,
+    HostPages,
+    HybridTransfers,
+    Indices,
+    LayerCounter,
+    LayerMap,
+    PoolPair,
+    recorded,
+)
+
+ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
+
+
+class Model:
+    """A hybrid model's pools full of poison, its transfers, and kernels that go through its layers."""
+
+    def __init__(self, place, backend, maps=None):
+        self.place = place
+        self.maps = maps or {"kv": ("mha", ATTENTION), "mamba": ("mamba", MAMBA)}
+        pairs = {name: KINDS[kind].pair("page_first", place.where) for name, (kind, _) in self.maps.items()}
+        for device, host in pairs.values():
+            for tensor in (*host.buffers, *(part for layer in range(LAYERS) for part in device.layer(layer))):
+                fill(tensor, 0xA5)
+        self.compute = place.device.stream("compute")
+        self.device = {name: device for name, (device, _) in pairs.items()}
+        self.host = {name: HostPages(host) for name, (_, host) in pairs.items()}
+        self.transfers = HybridTransfers(
+            place.device,
+            self.compute,
+            {name: PoolPair(*pairs[name], layers) for name, (_, layers) in self.maps.items()},
+            backend=backend,
+            staging_bytes=1,
+        )
+        if place.where == "cuda":
+            torch.cuda.synchronize()
+
+    def slots(self, name, *pages):
+        size = self.device[name].page_size
+        return torch.tensor([page * size + offset for page in pages for offset in range(size)])
+
+    def indices(self, device_pages, host_pages):
+        """The same page numbers in all pools."""
+        return {name: Indices(self.slots(name, *device_pages), self.slots(name, *host_pages)) for name in self.maps}
+
+    def run_kernels(self, page, seed, pools=None):
+        """Launch kernels that write a page of pools, of all by default, layer by layer of the model; what they write."""
+        self.transfers.before_overwrite({name: self.slots(name, page) for name in pools or self.maps})
+        self.place.delay(self.compute)
+        generator = torch.Generator().manual_seed(seed)
+        written = []
+        for layer, part in self._parts(pools):
+            content = random_bytes(part[page], generator).to(self.place.where)
+            self.compute.copy(part[page], content, f"kernel that writes layer {layer} of page {page}")
+            written.append([content])
+        return written
+
+    def read(self, page, counter):
+        """Launch kernels that read a page of every pool, each layer of the model behind its event."""
+        seen = []
+        for layer, part in self._parts():
+            counter.wait(layer, self.compute)
+            seen.append([torch.zeros_like(part[page])])
+            if self.place.where == "cuda":
+                torch.cuda.current_stream().synchronize()
+            self.compute.copy(seen[-1][0], part[page], f"kernel that reads layer {layer} of page {page}")
+        return seen
+
+    def host_content(self, page):
+        """What a host page of every pool holds, layer by layer of the model."""
+        return [
+            [part]
+            for layer in range(self.transfers.layer_num)
+            for name, (_, layers) in self.maps.items()
+            if (own := layers(layer)) is not None
+            for part in self.host[name].page_layer(page * self.device[name].page_size, own)
+        ]
+
+    def _parts(self, pools=None):
+        for layer in range(self.transfers.layer_num):
+            for name, (_, layers) in self.maps.items():
+                own = layers(layer)
+                if own is not None and (pools is None or name in pools):
+                    yield from ((layer, part) for part in self.device[name].layer(own))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}])
+def test_pools_move_together(place, backend, maps):
+    move_together(Model(place, backend, maps))
+
+
+def move_together(model):
+    """Pages of all pools go out, are overwritten, and come back elsewhere."""
+    contents = [model.run_kernels(page, seed) for seed, page in enumerate((4, 0))]
+    acknowledgement = model.transfers.write_back(model.indices((4, 0), (1, 3)))
+    for page in (4, 0):
+        model.run_kernels(page, 9)
+    counter = model.transfers.load(model.indices((2, 5), (1, 3)))
+    seen = [model.read(page, counter) for page in (2, 5)]
+    acknowledgement.wait()
+    model.compute.synchronize()
+    model.place.check()
+    assert all(map(same, seen, contents))
+    assert counter.arrived() == model.transfers.layer_num
+
+
+def overwrite_one_pool(name):
+    """Pages of all pools go out and come in; of one pool, kernels overwrite them at once."""
+
+    def program(model):
+        model.transfers.write_back(model.indices((4,), (1,)))
+        model.run_kernels(4, 1, [name])
+        model.transfers.load(model.indices((2,), (1,)))
+        model.run_kernels(2, 2, [name])
+        model.compute.synchronize()
+        model.place.check()
+
+    return program
+
+
+def read_when_acknowledged(model):
+    """A storage reads host pages when their write-back is acknowledged."""
+    content = model.run_kernels(4, 0)
+    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    assert same(model.host_content(1), content)
+
+
+def acknowledged_when_begun(model):
+    write_back = model.transfers.write_back
+
+    def too_early(pages):
+        begun = recorded(model.place.device, model.transfers._out)
+        model.place.delay(model.transfers._out)
+        write_back(pages)
+        return Acknowledgement(begun)
+
+    model.transfers.write_back = too_early
+
+
+def signalled_one_layer_early(model):
+    load = model.transfers.load
+
+    def too_early(pages):
+        begun = recorded(model.place.device, model.transfers._in)
+        return LayerCounter([begun, *load(pages)._events[:-1]])
+
+    model.transfers.load = too_early
+
+
+def without_step(pool, step):
+    return lambda model: setattr(model.transfers.engines[pool], step, lambda *arguments: None)
+
+
+MUTANTS = {
+    "acknowledged when it begins": (acknowledged_when_begun, read_when_acknowledged),
+    "layers are signalled before their copy": (signalled_one_layer_early, move_together),
+    "the first pool does not note its write-back": (without_step("kv", "end_write_back"), overwrite_one_pool("kv")),
+    "the first pool does not note its load": (without_step("kv", "end_load"), overwrite_one_pool("kv")),
+    "the second pool does not note its write-back": (without_step("mamba", "end_write_back"), overwrite_one_pool("mamba")),
+    "the second pool does not note its load": (without_step("mamba", "end_load"), overwrite_one_pool("mamba")),
+    "kernels wait for no copy": (lambda model: setattr(model.transfers, "before_overwrite", lambda pages: None), move_together),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_event_is_found(simulated, backend, mutant):
+    break_it, program = MUTANTS[mutant]
+    model = Model(simulated, backend)
+    break_it(model)
+    with pytest.raises(AssertionError):
+        program(model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "program", [read_when_acknowledged, overwrite_one_pool("kv"), overwrite_one_pool("mamba")], ids=["read", "kv", "mamba"]
+)
+def test_no_event_is_missing(simulated, backend, program):
+    program(Model(simulated, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_state_goes_to_two_slots(place, backend):
+    """A hit's state is copied to the slot of its node and to that of the request."""
+    model = Model(place, backend)
+    content = model.run_kernels(4, 0)
+    model.transfers.write_back(model.indices((4,), (1,)))
+    state = Indices(model.slots("mamba", 2, 5), model.slots("mamba", 1, 1))
+    counter = model.transfers.load({"kv": Indices(model.slots("kv", 2), model.slots("kv", 1)), "mamba": state})
+    first = model.read(2, counter)
+    counter = model.transfers.load({"kv": Indices(model.slots("kv", 5), model.slots("kv", 1))})
+    second = model.read(5, counter)
+    model.compute.synchronize()
+    place.check()
+    assert same(first, content)
+    assert same(second, content)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_come_in_the_order_of_the_model(simulated, backend):
+    model = Model(simulated, backend)
+    content = model.run_kernels(4, 0)
+    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    # Layer 3 of the model is the last one of the Mamba pool, and layer 4 the second of attention.
+    hold = simulated.hold([part[2] for part in model.device["mamba"].layer(2)])
+    counter = model.transfers.load(model.indices((2,), (1,)))
+    counter.wait(2, model.compute)
+    seen = [torch.zeros_like(part[2]) for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
+    sources = [part[2] for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
+    for to, source in zip(seen, sources, strict=True):
+        model.compute.copy(to, source, "kernel that reads layers 0 and 1")
+    model.compute.synchronize()
+    assert not hold.expired
+    assert counter.arrived() == 3
+    hold.release()
+    counter.synchronize()
+    assert counter.arrived() == model.transfers.layer_num == 6
+    simulated.check()
+    assert same([seen], [[part for (part,) in content[: len(seen)]]])
+
+
+def test_pools_without_pages_are_left_out(simulated):
+    model = Model(simulated, "direct")
+    content = model.run_kernels(4, 0)
+    pages = {"mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
+    model.transfers.write_back(pages).wait()
+    model.transfers.load({"mamba": Indices(model.slots("mamba", 2), model.slots("mamba", 1))}).synchronize()
+    states = [part for layer, part in model._parts() if MAMBA(layer) is not None]
+    written = [part for (layer, _), (part,) in zip(model._parts(), content, strict=True) if MAMBA(layer) is not None]
+    assert same([[state[2] for state in states]], [written])
+
+
+def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
+    model = Model(simulated, "direct")
+    good = Indices(model.slots("kv", 0), model.slots("kv", 0))
+    bad = Indices(model.slots("mamba", 0), model.slots("mamba", PAGES))
+    for move in (model.transfers.write_back, model.transfers.load):
+        with pytest.raises(InvalidTransferError, match="host_indices must be slots in"):
+            move({"kv": good, "mamba": bad})
+        with pytest.raises(InvalidTransferError, match="no such pools: swa; there are kv, mamba"):
+            move({"kv": good, "swa": good})
+    with pytest.raises(InvalidTransferError, match="no such pools: swa"):
+        model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
+    assert not model.transfers.engines["kv"]._host_fences._events
+    assert not model.transfers.engines["kv"]._device_fences._events
+
+
+def test_layer_maps():
+    assert [MAMBA(layer) for layer in range(7)] == [0, None, 1, 2, None, None, None]
+    for wrong in ([1, 0], [0, 0], [-1, 0]):
+        with pytest.raises(InvalidPoolError, match="ascending numbers from 0 on"):
+            LayerMap(wrong)
+
+
+def test_a_pool_has_as_many_layers_as_its_map(simulated):
+    with pytest.raises(InvalidPoolError, match="pool 'kv' has 3 layers, its LayerMap 2; make them equal"):
+        Model(simulated, "direct", {"kv": ("mha", LayerMap([0, 1]))})
+    with pytest.raises(InvalidPoolError, match="at least one pool"):
+        HybridTransfers(simulated.device, simulated.device.stream("compute"), {})

@@ -1,0 +1,396 @@
+"""ST-1 to ST-3 between any two pools, with each backend: on the simulator, and on a GPU with delayed kernels.
+
+Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave out that event, and are found.
+"""
+
+from __future__ import annotations
+
+import pytest
+from transfer_bench import LAYERS, POOLS, Bench, same
+
+from hicache_storage.transfer import BACKENDS, Acknowledgement, recorded
+
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def write_back_behind_kernels(bench):
+    """Kernels write three pages, which are copied out at once: more than the staging buffers take."""
+    contents, pages = [bench.content(seed) for seed in range(3)], (4, 0, 3)
+    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
+    for page, content in zip(pages, contents, strict=True):
+        bench.run_kernel(page, content)
+    bench.engine.write_back(bench.slots(*pages), host).wait()
+    for number, content in enumerate(contents):
+        assert same(bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size), content)
+    bench.engine.host_slots.free(host)
+    bench.finish()
+
+
+def overwrite_behind_write_back(bench):
+    """Kernels overwrite a page whose copy out has just begun."""
+    old, new, host = bench.content(0), bench.content(1), bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.run_kernel(2, old)
+    bench.compute.synchronize()
+    bench.place.delay(bench.engine._out)
+    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    bench.run_kernel(2, new, at_once=True)
+    seen = bench.read(2)
+    acknowledgement.wait()
+    assert same(bench.host_content(int(host[0]) // bench.kind.page_size), old)
+    bench.finish()
+    assert same(seen, new)
+
+
+def overwrite_behind_load(bench):
+    """Kernels overwrite a page that is being loaded."""
+    host, new = bench.filled_host(bench.content(0)), bench.content(1)
+    bench.place.delay(bench.engine._in)
+    bench.engine.load(host, bench.slots(2))
+    bench.run_kernel(2, new, at_once=True)
+    bench.engine._in.synchronize()
+    seen = bench.read(2)
+    bench.finish()
+    assert same(seen, new)
+
+
+def load_behind_kernels(bench):
+    """A page is loaded while kernels still read it."""
+    old, new = bench.content(0), bench.content(1)
+    host = bench.filled_host(new)
+    bench.run_kernel(2, old)
+    bench.place.delay(bench.compute)
+    seen = bench.read(2)
+    seen_next = bench.read(2, bench.engine.load(host, bench.slots(2)))
+    bench.finish()
+    assert same(seen, old)
+    assert same(seen_next, new)
+
+
+def load_behind_write_back(bench):
+    """A page is loaded into a page whose copy out has just begun."""
+    old, new = bench.content(0), bench.content(1)
+    source, out = bench.filled_host(new), bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.run_kernel(2, old)
+    bench.compute.synchronize()
+    bench.place.delay(bench.engine._out)
+    acknowledgement = bench.engine.write_back(bench.slots(2), out)
+    seen = bench.read(2, bench.engine.load(source, bench.slots(2)))
+    acknowledgement.wait()
+    assert same(bench.host_content(int(out[0]) // bench.kind.page_size), old)
+    bench.finish()
+    assert same(seen, new)
+
+
+def write_back_behind_load(bench):
+    """A page is copied out while it is being loaded."""
+    content = bench.content(0)
+    source, out = bench.filled_host(content), bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.place.delay(bench.engine._in)
+    bench.engine.load(source, bench.slots(2))
+    bench.engine.write_back(bench.slots(2), out).wait()
+    assert same(bench.host_content(int(out[0]) // bench.kind.page_size), content)
+    bench.finish()
+
+
+def load_from_a_page_in_write_back(bench):
+    """A host page is loaded elsewhere before its write-back is acknowledged."""
+    content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.run_kernel(2, content)
+    bench.compute.synchronize()
+    bench.place.delay(bench.engine._out)
+    bench.engine.write_back(bench.slots(2), host)
+    seen = bench.read(4, bench.engine.load(host, bench.slots(4)))
+    bench.finish()
+    assert same(seen, content)
+
+
+def write_back_into_a_page_in_load(bench):
+    """A host page is written back to while it is being loaded elsewhere."""
+    old, new = bench.content(0), bench.content(1)
+    host = bench.filled_host(old)
+    bench.run_kernel(2, new)
+    bench.compute.synchronize()
+    bench.place.delay(bench.engine._in)
+    counter = bench.engine.load(host, bench.slots(4))
+    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    seen = bench.read(4, counter)
+    acknowledgement.wait()
+    assert same(bench.host_content(int(host[0]) // bench.kind.page_size), new)
+    bench.finish()
+    assert same(seen, old)
+
+
+def layers_behind_their_events(bench, seeds=range(3)):
+    """Kernels read each layer of three pages behind its own event."""
+    contents, pages = [bench.content(seed) for seed in seeds], (5, 0, 3)
+    host = bench.filled_host(*contents)
+    counter = bench.engine.load(host, bench.slots(*pages))
+    seen = bench.read_pages(pages, counter)
+    bench.engine.host_slots.free(host)
+    bench.finish()
+    assert all(map(same, seen, contents))
+    assert counter.arrived() == LAYERS
+
+
+def pages_written_back(bench, seeds):
+    """Three pages are copied out that have been there for a while."""
+    contents, pages = [bench.content(seed) for seed in seeds], (4, 0, 3)
+    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
+    for page, content in zip(pages, contents, strict=True):
+        bench.run_kernel(page, content, at_once=True)
+    bench.compute.synchronize()
+    bench.engine.write_back(bench.slots(*pages), host).wait()
+    for number, content in enumerate(contents):
+        assert same(bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size), content)
+    bench.engine.host_slots.free(host)
+    bench.finish()
+
+
+def staged_out_behind_slow_kernels(bench):
+    """Staging buffers are used again, and gathering takes its time."""
+    pages_written_back(bench, range(3))
+    bench.place.delay(bench.staging("_out").filler)
+    pages_written_back(bench, range(3, 6))
+
+
+def staged_out_behind_a_slow_bus(bench):
+    """Staging buffers are used again, and copies to the host take their time."""
+    pages_written_back(bench, range(3))
+    bench.delay_draining("_out")
+    pages_written_back(bench, range(3, 6))
+
+
+def staged_in_behind_a_slow_bus(bench):
+    """Staging buffers are used again, and copies from the host take their time."""
+    layers_behind_their_events(bench)
+    bench.place.delay(bench.staging("_in").filler)
+    layers_behind_their_events(bench, range(3, 6))
+
+
+def staged_in_behind_slow_kernels(bench):
+    """Staging buffers are used again, and scattering takes its time."""
+    layers_behind_their_events(bench)
+    bench.delay_draining("_in")
+    layers_behind_their_events(bench, range(3, 6))
+
+
+def host_pages_of_a_load_stay(bench):
+    """A host page is freed while it is loaded: it is not handed out before it has been read."""
+    content = bench.content(0)
+    host = bench.filled_host(content)
+    bench.place.delay(bench.engine._in, times=20)
+    hold = bench.hold_loads_into(2)
+    counter = bench.engine.load(host, bench.slots(2))
+    _freed_pages_stay(bench, host, hold)
+    seen = bench.read(2, counter)
+    bench.finish()
+    assert same(seen, content)
+    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+
+
+def host_pages_of_a_write_back_stay(bench):
+    """A backup is given up while it is copied: what is put into host pages meanwhile stays whole."""
+    host = bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.run_kernel(2, bench.content(0))
+    bench.place.delay(bench.engine._out, times=20)
+    hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
+    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    _freed_pages_stay(bench, host, hold)
+    acknowledgement.wait()
+    bench.finish()
+    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+
+
+def _freed_pages_stay(bench, host, hold):
+    slots = bench.engine.host_slots
+    slots.free(host)
+    handed = slots.alloc(bench.host_pool.size - host.numel())
+    extra = slots.alloc(host.numel())
+    hold.release()
+    assert extra is None, "a host page was handed out while a copy used it"
+    slots.free(handed)
+
+
+ANY = [
+    write_back_behind_kernels,
+    overwrite_behind_write_back,
+    overwrite_behind_load,
+    load_behind_kernels,
+    load_behind_write_back,
+    write_back_behind_load,
+    load_from_a_page_in_write_back,
+    write_back_into_a_page_in_load,
+    layers_behind_their_events,
+    host_pages_of_a_load_stay,
+    host_pages_of_a_write_back_stay,
+]
+STAGED = [
+    staged_out_behind_slow_kernels,
+    staged_out_behind_a_slow_bus,
+    staged_in_behind_a_slow_bus,
+    staged_in_behind_slow_kernels,
+]
+PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [(program, "kernel") for program in STAGED]
+
+
+def named(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("program", "backend"), PROGRAMS, ids=named)
+def test_every_event_is_there(bench, program, backend, kind, layout):
+    program(bench(kind, layout, backend))
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+
+def nothing(*arguments):
+    pass
+
+
+def without_compute(direction):
+    """Copies of one direction do not wait for the kernels launched so far."""
+
+    def break_it(bench):
+        stream, wait = getattr(bench.engine, direction), bench.engine._behind_compute
+        bench.engine._behind_compute = lambda behind: None if behind is stream else wait(behind)
+
+    return break_it
+
+
+def without_engine_step(step):
+    return lambda bench: setattr(bench.engine, step, nothing)
+
+
+def without_fence(pages, step):
+    """The fences of device or host pages leave out a wait, or do not note a copy."""
+    return lambda bench: setattr(getattr(bench.engine, pages), step, nothing)
+
+
+def without_staging_step(direction, step):
+    """One of the stagings leaves out a wait."""
+
+    def break_it(bench):
+        make = bench.engine._copies._staging
+
+        def broken(name, *arguments):
+            staging = make(name, *arguments)
+            if name == direction:
+                setattr(staging, step, nothing)
+            return staging
+
+        bench.engine._copies._staging = broken
+
+    return break_it
+
+
+def acknowledged_when_begun(bench):
+    write_back = bench.engine.write_back
+
+    def too_early(*arguments):
+        begun = recorded(bench.place.device, bench.engine._out)
+        bench.place.delay(bench.engine._out)
+        write_back(*arguments)
+        return Acknowledgement(begun)
+
+    bench.engine.write_back = too_early
+
+
+def signalled_one_layer_early(bench):
+    copy_layers = bench.engine._copy_layers
+
+    def too_early(copy_layer):
+        begun = recorded(bench.place.device, bench.engine._in)
+        return [begun, *copy_layers(copy_layer)[:-1]]
+
+    bench.engine._copy_layers = too_early
+
+
+def signalled_when_begun(bench):
+    copy_layers = bench.engine._copy_layers
+
+    def too_early(copy_layer):
+        begun = recorded(bench.place.device, bench.engine._in)
+        bench.place.delay(bench.engine._in)
+        return [begun] * len(copy_layers(copy_layer))
+
+    bench.engine._copy_layers = too_early
+
+
+MUTANTS = {
+    "write-backs do not wait for kernels": (without_compute("_out"), write_back_behind_kernels),
+    "loads do not wait for kernels": (without_compute("_in"), load_behind_kernels),
+    "kernels do not wait for write-backs": (without_engine_step("before_overwrite"), overwrite_behind_write_back),
+    "kernels do not wait for loads": (without_engine_step("before_overwrite"), overwrite_behind_load),
+    "loads do not wait for write-backs": (without_engine_step("_behind_copies"), load_behind_write_back),
+    "write-backs do not wait for loads": (without_fence("_device_fences", "before_read"), write_back_behind_load),
+    "device pages in write-back are not noted": (without_fence("_device_fences", "reads"), load_behind_write_back),
+    "device pages in load are not noted": (without_fence("_device_fences", "writes"), write_back_behind_load),
+    "loads do not wait for their host pages": (without_fence("_host_fences", "before_read"), load_from_a_page_in_write_back),
+    "write-backs do not wait for their host pages": (
+        without_fence("_host_fences", "before_write"),
+        write_back_into_a_page_in_load,
+    ),
+    "host pages in write-back are not noted": (without_fence("_host_fences", "writes"), load_from_a_page_in_write_back),
+    "host pages in load are not noted": (without_fence("_host_fences", "reads"), write_back_into_a_page_in_load),
+    "a write-back is acknowledged when it begins": (acknowledged_when_begun, write_back_behind_kernels),
+    "layers are signalled before their copy": (signalled_when_begun, layers_behind_their_events),
+    "host pages in load are not held": (without_engine_step("_hold"), host_pages_of_a_load_stay),
+    "host pages in write-back are not held": (without_engine_step("_hold"), host_pages_of_a_write_back_stay),
+}
+STAGING_MUTANTS = {
+    "gathering does not wait for kernels": (without_staging_step("gather", "begin"), write_back_behind_kernels),
+    "staging does not wait for host pages": (without_staging_step("stage", "begin"), load_from_a_page_in_write_back),
+    "gathering overruns a buffer": (without_staging_step("gather", "_before_fill"), staged_out_behind_a_slow_bus),
+    "copies leave before they are gathered": (without_staging_step("gather", "_before_drain"), staged_out_behind_slow_kernels),
+    "staging overruns a buffer": (without_staging_step("stage", "_before_fill"), staged_in_behind_slow_kernels),
+    "scattering begins before pages have come": (without_staging_step("stage", "_before_drain"), staged_in_behind_a_slow_bus),
+}
+BROKEN = [(name, *mutant, backend) for name, mutant in MUTANTS.items() for backend in BACKENDS] + [
+    (name, *mutant, "kernel") for name, mutant in STAGING_MUTANTS.items()
+]
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize(
+    ("break_it", "program", "backend"), [pytest.param(*broken, id=f"{name}-{broken[-1]}") for name, *broken in BROKEN]
+)
+def test_a_missing_event_is_found(bench, break_it, program, backend, layout):
+    made = bench("mha", layout, backend)
+    break_it(made)
+    with pytest.raises(AssertionError):
+        program(made)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_signalled_early_is_found(simulated, backend):
+    made = Bench(simulated, "mha", "page_first", backend)
+    signalled_one_layer_early(made)
+    with pytest.raises(AssertionError, match="nothing orders it behind 'load of layer"):
+        layers_behind_their_events(made)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_do_not_wait_for_later_ones(simulated, backend, kind, layout):
+    made = Bench(simulated, kind, layout, backend)
+    content = made.content(0)
+    host = made.filled_host(content)
+    hold = made.hold_layer(2, LAYERS - 1)
+    counter = made.engine.load(host, made.slots(2))
+    seen = []
+    for layer in range(LAYERS - 1):
+        counter.wait(layer, made.compute)
+        seen.append(made.read_layer(2, layer))
+    made.finish()
+    assert not hold.expired, "kernels of earlier layers waited for the last one"
+    assert counter.arrived() == LAYERS - 1
+    assert same(seen, content[:-1])
+    hold.release()
+    counter.synchronize()
+    assert counter.arrived() == LAYERS
