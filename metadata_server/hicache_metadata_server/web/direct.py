@@ -15,6 +15,7 @@ from hicache_metadata_server.web.desk import Request
 from hicache_metadata_server.web.front import Asked, Front, headers_of
 
 if TYPE_CHECKING:
+    from httptools import HttpRequestParser
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from hicache_metadata_server.web.desk import Said
@@ -71,8 +72,9 @@ class DirectProtocol(HttpToolsProtocol):
 
     def _short_way(self) -> _Exchange | None:
         front, last = self._front, cast("RequestResponseCycle | None", self.cycle)
-        busy = last is not None and not last.response_complete
-        if front is None or busy or self.expect_100_continue or self.flow.write_paused or self.parser.should_upgrade():
+        # Of a connection that is there, it is there; uvicorn forgets it with the connection.
+        parser, busy = cast("HttpRequestParser", self.parser), last is not None and not last.response_complete
+        if front is None or busy or self.expect_100_continue or self.flow.write_paused or parser.should_upgrade():
             return None
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
@@ -80,10 +82,10 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         try:
             # One with a query or an escape is no path that is known.
-            asked = front.asked(self.url.decode("latin-1"), self.parser.get_method().decode("ascii"), headers)
+            asked = front.asked(self.url.decode("latin-1"), parser.get_method().decode("ascii"), headers)
         except RefusedError:
             return None
-        return _Exchange(asked, self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0")
+        return _Exchange(asked, parser.should_keep_alive() and parser.get_http_version() != "1.0")
 
     def _answer(self, exchange: _Exchange) -> None:
         front = self._front

@@ -1,0 +1,181 @@
+"""HTTP as clients may speak it, with a real server: the short way of whole requests, and every request that goes uvicorn's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.metadata_server.servers import DURABLE, served
+
+KEYS = json.dumps({"keys": ["a", "b"]}).encode()
+LIMITED = f"env HICACHE_METADATA_BODY_BYTES=65536 {DURABLE}"
+
+
+@pytest.fixture(scope="module")
+def port():
+    with served(LIMITED) as (place, _), closing(connected(urlsplit(place.url).port)) as connection:
+        connection.sendall(request("/0/initialize", b'{"num_pages": 100000}'))
+        assert answers(connection)[0][0] == 204
+        yield urlsplit(place.url).port
+
+
+@pytest.fixture
+def connection(port):
+    with closing(connected(port)) as connection:
+        yield connection
+
+
+def connected(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def request(path, body=KEYS, method="POST", version="1.1", **headers):
+    fields = {"Host": "x", "Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
+    lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items() if value is not None]
+    return f"{method} {path} HTTP/{version}\r\n{''.join(lines)}\r\n".encode() + body
+
+
+def answers(connection, count=1):
+    """Status, headers and body of so many answers, one after the other."""
+    found, content = [], b""
+    while len(found) < count:
+        head, end, rest = content.partition(b"\r\n\r\n")
+        headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        if end and len(rest) >= (length := int(headers.get(b"content-length", 0))):
+            found.append((int(head[9:12]), headers, rest[:length]))
+            content = rest[length:]
+            continue
+        part = connection.recv(1 << 16)
+        assert part, f"the connection ended after {found} and {content!r}"
+        content += part
+    assert not content
+    return found
+
+
+def ended(connection):
+    return connection.recv(1) == b""
+
+
+def test_one_after_the_other(connection):
+    for _ in range(3):
+        connection.sendall(request("/0/exists"))
+        status, headers, body = answers(connection)[0]
+        assert (status, headers[b"content-type"]) == (200, b"application/json")
+        assert json.loads(body) == {"exists": [False, False]}
+
+
+def test_a_request_in_small_pieces(connection):
+    for byte in request("/0/exists"):
+        connection.sendall(bytes([byte]))
+    assert json.loads(answers(connection)[0][2]) == {"exists": [False, False]}
+
+
+def test_changes_and_questions_at_once_are_answered_in_their_order(connection):
+    """Pipelined: whatever way each goes, and whether it waits for the store."""
+    pairs = [{"keys": [[f"p{i}", ""]]} for i in range(20)]
+    sent = b""
+    for pair in pairs:
+        sent += request("/0/reserve_and_allocate_page_indices", json.dumps(pair).encode())
+        sent += request("/0/exists", json.dumps({"keys": [pair["keys"][0][0]]}).encode())
+        sent += request("/healthz", b"", "GET")
+    connection.sendall(sent)
+    found = answers(connection, 60)
+    assert [status for status, _, _ in found] == [200] * 60
+    slots = [json.loads(body)["indices"][0][1] for _, _, body in found[::3]]
+    assert len(set(slots)) == 20
+    assert all(json.loads(body) == {"exists": [False]} for _, _, body in found[1::3])
+    assert all(json.loads(body) == {"status": "ok"} for _, _, body in found[2::3])
+
+
+def test_chunks(connection):
+    head = request("/0/exists", b"", Content_Length=None, Transfer_Encoding="chunked")
+    connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(KEYS), KEYS))
+    assert json.loads(answers(connection)[0][2]) == {"exists": [False, False]}
+
+
+def test_a_client_that_asks_before_it_sends(connection):
+    whole = request("/0/exists", Expect="100-continue")
+    connection.sendall(whole[: -len(KEYS)])
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100")
+    connection.sendall(KEYS)
+    assert answers(connection)[0][0] == 200
+
+
+@pytest.mark.parametrize("said", [{"version": "1.0"}, {"Connection": "close"}])
+def test_the_last_request_of_a_connection(connection, said):
+    connection.sendall(request("/0/exists", **said))
+    status, headers, _ = answers(connection)[0]
+    assert (status, headers[b"connection"]) == (200, b"close")
+    assert ended(connection)
+
+
+def test_escapes_in_a_path(connection):
+    connection.sendall(request("/0/%65xists") + request("/0/exists?x=1"))
+    assert [status for status, _, _ in answers(connection, 2)] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (request("/0/exists", b"{"), 400, "malformed"),
+        (request("/0/exists", b'{"keys": [1]}'), 422, "invalid"),
+        (request("/0/nothing"), 404, "unknown_route"),
+        (request("/7/exists"), 404, "unknown_scope"),
+        (request("/0/exists", method="PUT"), 404, "unknown_route"),
+        (request("/v2/lookup", b"x", Content_Type="text/plain"), 415, "media_type"),
+        (request("/v2/unpin", b'{"pins": []}', Content_Length="9" * 15), 413, "too_large"),
+    ],
+)
+def test_refusals(connection, sent, status, code):
+    connection.sendall(sent)
+    found, headers, body = answers(connection)[0]
+    assert (found, json.loads(body)["code"]) == (status, code)
+    if status == 413:
+        assert headers[b"connection"] == b"close"
+    else:
+        connection.sendall(request("/0/exists"))
+        assert answers(connection)[0][0] == 200, "the connection goes on"
+
+
+def test_a_body_that_is_too_large(connection):
+    connection.sendall(request("/0/exists", b" " * 65_537))
+    status, headers, body = answers(connection)[0]
+    assert (status, headers[b"connection"], json.loads(body)["code"]) == (413, b"close", "too_large")
+
+
+def test_an_answer_without_a_body_says_nothing_of_one(connection):
+    connection.sendall(request("/0/delete_keys") * 2)
+    for status, headers, body in answers(connection, 2):
+        assert (status, headers, body) == (204, {}, b"")
+
+
+def test_clients_that_go_away(port):
+    """In the middle of a request, and before its answer; others are served."""
+    whole = request("/0/exists")
+    for size in (10, len(whole) - 5, len(whole)):
+        for _ in range(20):
+            with closing(connected(port)) as going:
+                going.sendall(whole[:size])
+    with closing(connected(port)) as staying:
+        staying.sendall(whole)
+        assert answers(staying)[0][0] == 200
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(port):
+    with closing(connected(port)) as greedy:
+        greedy.setblocking(False)
+        sent, many = 0, request("/0/exists", json.dumps({"keys": ["a"] * 300}).encode()) * 50
+        until = time.monotonic() + 2
+        while sent < 50_000_000 and time.monotonic() < until:
+            try:
+                sent += greedy.send(many)
+            except BlockingIOError:
+                break
+        with closing(connected(port)) as other:
+            other.sendall(request("/0/exists"))
+            assert answers(other)[0][0] == 200
