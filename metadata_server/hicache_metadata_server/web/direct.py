@@ -15,7 +15,6 @@ from hicache_metadata_server.web.desk import Request
 from hicache_metadata_server.web.front import Asked, Front, headers_of
 
 if TYPE_CHECKING:
-    from httptools import HttpRequestParser
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from hicache_metadata_server.web.desk import Said
@@ -73,7 +72,7 @@ class DirectProtocol(HttpToolsProtocol):
     def _short_way(self) -> _Exchange | None:
         front, last = self._front, cast("RequestResponseCycle | None", self.cycle)
         # Of a connection that is there, it is there; uvicorn forgets it with the connection.
-        parser, busy = cast("HttpRequestParser", self.parser), last is not None and not last.response_complete
+        parser, busy = cast("Any", self.parser), last is not None and not last.response_complete
         if front is None or busy or self.expect_100_continue or self.flow.write_paused or parser.should_upgrade():
             return None
         headers = dict(self.headers)
