@@ -231,9 +231,12 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     assert "  L1" in first
 
 
-def test_a_server_keeps_the_pages_for_a_second_process():
-    """With `--serve`, hf3fs has its metadata server."""
-    done = command("--storage", "hf3fs", "--serve", "--restart", "--clients", "3", "--rounds", "3", "--running", "2")
+@pytest.mark.parametrize(("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")])
+def test_servers_keep_the_pages_for_a_second_process(driver, kind):
+    """With `--serve`, hf3fs has its metadata server, and Mooncake a master and a store."""
+    done = command(
+        "--storage", driver, "--model", kind, "--serve", "--restart", "--clients", "3", "--rounds", "3", "--running", "2"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.split("in a second process")[1]
     assert re.search(r"L3 +3 +[1-9][0-9]* +3\n", last)
