@@ -63,7 +63,8 @@ class Recency:
 
     def has_none(self, keys: Sequence[str]) -> bool:
         """Whether none of the keys is live."""
-        return not any(map(self.order.__contains__, keys)) and not (self.aside and any(map(self.aside.__contains__, keys)))
+        # Half the time of asking for each.
+        return self.order.keys().isdisjoint(keys) and (not self.aside or self.aside.keys().isdisjoint(keys))
 
     def add(self, key: str, slot: int) -> None:
         """A page has become live, which is use."""

@@ -271,7 +271,7 @@ class Scope:
     def _places_of_new(self, keys: Sequence[str]) -> Sequence[int]:
         """Where in a batch the keys are that are neither live nor leased, the first of several; the live ones count as used."""
         by_key, recency = self.leases.by_key, self.recency
-        if recency.has_none(keys) and not any(map(by_key.__contains__, keys)) and len(set(keys)) == len(keys):
+        if recency.has_none(keys) and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
         slots = recency.slots(keys)
         recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
