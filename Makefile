@@ -20,7 +20,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz" -n 2 --dist loadfile
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz" -n 2 --dist loadfile --durations 20
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance

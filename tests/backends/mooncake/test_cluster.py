@@ -91,6 +91,8 @@ def test_an_interrupted_process_is_interrupted():
     script = (
         "import sys, json, signal, os, time\n"
         "from tests.backends.mooncake.harness import Rig\n"
+        # What a shell starts behind `&` ignores it from its birth.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(0, [])\n"
         "rig = Rig(json.loads(sys.argv[1]))\n"
         "rig.storage.open()\n"
