@@ -7,6 +7,7 @@ with the thread that started them, however it ends.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -82,7 +83,11 @@ class Process:
 
     def suspend(self) -> None:
         """Stop it where it is: it keeps its connections and answers nothing."""
-        self._signal(signal.SIGSTOP)
+        pid = self.pid
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+            # Some of its threads may go on for a moment. If it ends instead, that stays for `poll` to find.
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let it go on."""
