@@ -374,6 +374,11 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     slot_bytes: Natural = 0
     geometry: str = ""
     identity: str = ""
+    hits: Natural = 0
+    """Keys that clients have asked for and that were live, since the server's start; 0 from a server that does not count."""
+    misses: Natural = 0
+    evicted: Natural = 0
+    """Pages that went to make room."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

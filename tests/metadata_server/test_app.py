@@ -349,6 +349,22 @@ def test_pages_and_metrics():
     run(scenario())
 
 
+def test_what_was_asked_for_is_counted_as_hits_and_misses():
+    async def scenario():
+        async with running() as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            await caller.store("0:kv", keys(3))
+            await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": [*keys(2), "absent"]}]})
+            await caller.post("/0/exists", {"keys": ["absent", *keys(3)]})
+            await caller.post("/0/get_page_indices", {"keys": ["absent", "absent"]})
+            told = (await caller.send("GET", "/v2/scopes")).json["scopes"][0]
+            assert (told["hits"], told["misses"], told["evicted"]) == (5, 4, 0)
+            text = (await caller.send("GET", "/metrics")).body.decode()
+            assert 'hicache_metadata_lookups_total{result="hit",scope="0:kv"} 5.0' in text
+
+    run(scenario())
+
+
 def test_tokens_guard_pages_too(tmp_path):
     file = tmp_path / "tokens"
     file.write_text("# ours\nread r1\n\nread r2\nadmin a\n")

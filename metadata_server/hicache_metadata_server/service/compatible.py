@@ -45,13 +45,17 @@ class CompatibleService:
         """Which keys are live; counts as use."""
         scope = self._with_keys(rank, request)
         scope.recency.touch(request.keys)
-        return {"exists": scope.recency.live(request.keys)}
+        live = scope.recency.live(request.keys)
+        scope.count(len(live), sum(live))
+        return {"exists": live}
 
     def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
         scope = self._with_keys(rank, request)
         scope.recency.touch(request.keys)
-        return {"indices": [slot if slot >= 0 else None for slot in scope.recency.slots(request.keys)]}
+        slots = [slot if slot >= 0 else None for slot in scope.recency.slots(request.keys)]
+        scope.count(len(slots), len(slots) - slots.count(None))
+        return {"indices": slots}
 
     def reserve_and_allocate_page_indices(self, rank: int, request: p.CompatibleReserve, now: float) -> dict[str, Any]:
         """Slots for new keys, -1 where there are none."""

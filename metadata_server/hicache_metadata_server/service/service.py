@@ -152,6 +152,7 @@ class MetadataService:
             slots = scope.recency.slots(part.keys)
             if request.touch:
                 scope.recency.touch(part.keys)
+            scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
                 slots_by_scope.setdefault(self._numbers[part.scope], []).extend(there)
@@ -424,7 +425,7 @@ class MetadataService:
         return p.ScopeStatus(
             scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
             identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
-            quarantined=scope.resting,
+            quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
         )  # fmt: skip
 
 

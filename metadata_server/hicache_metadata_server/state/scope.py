@@ -54,6 +54,8 @@ class Scope:
         """When the quarantine of the last clear ends."""
         self.evicted = 0
         """Pages evicted since the start."""
+        self.hits = self.misses = 0
+        """Keys that were asked for since the start, by whether they were live."""
         self._detached: list[tuple[float, list[dict[str, int]]]] = []
         """What clears have left to be taken apart, and when its quarantine ends."""
 
@@ -260,6 +262,11 @@ class Scope:
             checksum=table.checksums[slot] if live else 0, owner=self.leases.owners.get(slot, ""),
             seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0, pins=self.pins.count(slot, now),
         )  # fmt: skip
+
+    def count(self, asked: int, live: int) -> None:
+        """So many keys were asked for, and so many of them were live."""
+        self.hits += live
+        self.misses += asked - live
 
     def slot_of(self, key: str) -> int:
         """The live or leased slot of a key, or -1."""

@@ -54,12 +54,18 @@ class Metrics:
         """Of the service."""
         slots = GaugeMetricFamily("hicache_metadata_slots", "Slots by state.", labels=["scope", "state"])
         evicted = CounterMetricFamily("hicache_metadata_evicted_pages", "Pages evicted since the start.", labels=["scope"])
+        asked = CounterMetricFamily(
+            "hicache_metadata_lookups", "Keys asked for since the start, by whether they were live.", labels=["scope", "result"]
+        )
         for status in self._service.list_scopes().scopes:
             for state in SlotState:
                 slots.add_metric([status.scope, state], getattr(status, state))
-            evicted.add_metric([status.scope], self._service.scopes[status.scope].evicted)
+            evicted.add_metric([status.scope], status.evicted)
+            asked.add_metric([status.scope, "hit"], status.hits)
+            asked.add_metric([status.scope, "miss"], status.misses)
         yield slots
         yield evicted
+        yield asked
         yield GaugeMetricFamily("hicache_metadata_draining", "1 while no new leases are given.", value=self._service.draining)
         yield GaugeMetricFamily(
             "hicache_metadata_recovery_problems", "Contradictions that the last start left out.", value=len(self._service.recovery_problems)
