@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
+from functools import partial
 
 import msgspec
 import pytest
@@ -362,6 +363,28 @@ def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatc
     reader.close()
     store.checkpoint()
     assert len(list(tmp_path.glob("m.db.log-*"))) < len(before)
+    store.close()
+
+
+def test_a_log_that_cannot_be_settled_is_not_appended_to(tmp_path, monkeypatch):
+    """While another program reads the database, what is folded does not reach it; a log that went on would follow nothing."""
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    store.write(service.take_changes())
+    store._lock.release()
+    reader = sqlite3.connect(tmp_path / "m.db")
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM scopes").fetchall()
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.01))
+    store = open_store(address(tmp_path))
+    with pytest.raises(StoreError, match="another program is reading the database"):
+        store.recover(NOW)
+    store.close()
+    assert list(tmp_path.glob("m.db.log-*")), "what the disk may not have is gone"
+    reader.close()
+    store, service = opened(tmp_path)
+    assert list(service.scopes) == ["0:kv"]
+    assert not list(tmp_path.glob("m.db.log-*"))
     store.close()
 
 

@@ -175,13 +175,18 @@ class SqliteStore:
         self._settle_log()
 
     def _settle_log(self) -> None:
-        """Delete the log, all of which is folded."""
+        """Delete the log, all of which is folded.
+
+        Raises:
+            StoreError: the disk cannot have it now. What was appended to a log that stayed would follow what a loss of power has torn
+                out of it, or nothing.
+        """
         if self._log.is_empty:
             return
-        # The disk must have it first.
         blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if not blocked:
-            self._log.forget_all()
+        if blocked:
+            raise StoreError("another program is reading the database; end that, and start again")
+        self._log.forget_all()
 
     def _read(self, place: int) -> Block | None:
         found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
