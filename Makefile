@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
+.PHONY: demo test lint types unit conformance dist interop matrix benchmark soak fuzz races clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -58,6 +58,10 @@ benchmark:
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)
 	touch $@
+
+# sdist, wheel, smoke test of the wheel in a clean environment, bill of materials.
+dist: $(VENV)/.installed
+	scripts/make_dist.sh $(VENV) out/dist
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,11 +20,12 @@ def main() -> None:
     from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
     from hicache_storage.cli.new import new
+    from hicache_storage.cli.root import root
 
     app = typer.Typer(
         name="hicache", help="Drivers and tools for KV caches outside the GPU.", no_args_is_help=True, add_completion=False
     )
-    app.callback()(_hicache)
+    app.callback()(root)
     for command in (drivers, new, doctor, bench):
         app.command()(command)
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
@@ -33,7 +34,3 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - a broken command of one package must not take the others away
             print(f"hicache: command {point.name!r} of {point.value} is broken: {error}", file=sys.stderr)
     app()
-
-
-def _hicache() -> None:
-    """Drivers and tools for KV caches outside the GPU."""
