@@ -31,4 +31,14 @@ pip -c "$root/constraints.txt" "$wheel[cli,hf3fs,server]"
 "$work/clean/bin/python" -m pip --disable-pip-version-check uninstall --quiet --yes setuptools pip >/dev/null 2>&1 || true
 "$venv/bin/cyclonedx-py" environment "$work/clean/bin/python" --pyproject "$root/pyproject.toml" --output-reproducible \
   --output-file "$out/hicache-storage-$version.cdx.json"
+# The version is not in pyproject.toml, and so not in there.
+"$venv/bin/python" - "$out/hicache-storage-$version.cdx.json" "$version" <<'PYTHON'
+import json, sys
+path, version = sys.argv[1:]
+with open(path) as file:
+    bill = json.load(file)
+bill["metadata"]["component"] |= {"version": version, "purl": f"pkg:pypi/hicache-storage@{version}"}
+with open(path, "w") as file:
+    json.dump(bill, file, indent=2)
+PYTHON
 (cd "$out" && sha256sum hicache_storage-* hicache-storage-*.cdx.json >SHA256SUMS && cat SHA256SUMS)

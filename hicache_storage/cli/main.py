@@ -34,3 +34,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - a broken command of one package must not take the others away
             print(f"hicache: command {point.name!r} of {point.value} is broken: {error}", file=sys.stderr)
     app()
+
+
+if __name__ == "__main__":
+    main()

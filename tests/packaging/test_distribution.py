@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,15 @@ def test_the_wheel_installs_names_of_our_own_only(tmp_path):
 def test_the_bare_install_is_light():
     names = sorted(re.split(r"[<>=\[ ]", dependency)[0] for dependency in PROJECT["dependencies"])
     assert names == ["msgspec", "pluggy", "torch", "xxhash"]
+
+
+def test_the_version_comes_from_git_and_the_command_line_tells_it():
+    assert "version" not in PROJECT
+    assert PROJECT["dynamic"] == ["version"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hicache_storage.cli.main", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"hicache-storage {version('hicache-storage')}\n"
 
 
 def test_rule_ids_are_unique_in_the_specification():
