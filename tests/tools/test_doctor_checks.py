@@ -156,7 +156,7 @@ def test_what_cannot_be_imported_matters_only_to_who_asks():
 @pytest.mark.parametrize(
     ("requires", "status"),
     [
-        (["hicache-storage>=0.1"], Status.OK),
+        (["hicache-storage>=0.1.dev0"], Status.OK),
         (["hicache-storage>=99"], Status.FAIL),
         (["numpy", "not a requirement"], Status.WARN),
         (None, Status.WARN),
