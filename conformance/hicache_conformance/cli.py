@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from hicache_conformance.ending import ended_in_order
 from hicache_conformance.manifest import Level, parse_levels, rules
 from hicache_conformance.metadata.command import list_protocol_rules, metadata
 from hicache_conformance.outcomes import Outcome, Stream
@@ -26,7 +27,7 @@ from hicache_storage.tools.options import parse_pairs
 if TYPE_CHECKING:
     from hicache_conformance.verdict import Judgement, RuleResult
 
-app = typer.Typer(help="Whether a driver keeps the HiCacheStorage v2 contract.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 STYLES: Final = {
@@ -92,6 +93,12 @@ def run(
 
 app.command()(repro)
 app.command()(metadata)
+
+
+@app.callback()
+def conformance(context: typer.Context) -> None:
+    """Whether a driver keeps the HiCacheStorage v2 contract."""
+    context.with_resource(ended_in_order())
 
 
 @app.command("rules")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import hicache_conformance
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
 CONTROLS = Path(__file__).with_name("controls")
@@ -48,6 +49,19 @@ class Site:
     def hicache(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Ran:
         """Run the command `hicache`."""
         return self._run("-c", "from hicache_storage.cli.main import main; main()", *arguments, cwd=cwd, **variables)
+
+    @contextlib.contextmanager
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The command `hicache`, while it runs; killed at the end if it still does."""
+        command = [sys.executable, "-P", "-c", "from hicache_storage.cli.main import main; main()", *arguments]
+        process = subprocess.Popen(
+            command, cwd=self.directory, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     def pytest(
         self, *arguments: str, cwd: Path, plugins: str = "hicache_conformance.plugin", seconds: float = 300, **variables: str

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
+import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -47,6 +51,30 @@ def test_a_wrong_driver_exits_1(wrong):
     assert ran.status == 1
     assert re.search(r"SET-3: page 0 key 'page0-\w+' existed, and a set wrote it anew", ran.output)
     assert "non-conformant: breaks SET-3" in ran.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_leaves_no_process(site, number):
+    with site.started(*RUN, "memory", *SMOKE) as process:
+        deadline = time.monotonic() + 60
+        while not (suites := [leader for leader, parent, session in _processes() if parent == process.pid and leader == session]):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        # What was killed may take a moment to end.
+        while suites[0] in {session for _, _, session in _processes()}:
+            assert time.monotonic() < deadline
+
+
+def _processes():
+    """Every process that lives, with its parent and its session."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # Behind the name: state, parent, group, session.
+            state, parent, _, session, *_ = status.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                yield int(status.parent.name), int(parent), int(session)
 
 
 def test_untested_levels_exit_1(site):
