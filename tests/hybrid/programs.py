@@ -6,11 +6,15 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 FACTOR = int(os.environ.get("HICACHE_PROGRAMS", "1"))
 SECONDS = 300 * FACTOR
 """After which a test of programs has failed."""
+
+PICKS = st.integers(0, 63)
+"""Which one, of however many there are. How many depends on how far other threads are, and what is drawn must not."""
 
 
 def programs(examples: int) -> settings:

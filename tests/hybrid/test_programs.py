@@ -6,13 +6,13 @@ import threading
 from unittest import mock
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.workers import Job
 from hicache_storage.spec import StorageUnavailableError
 from tests.conftest import DictStorage
-from tests.hybrid.programs import machine
+from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
 
@@ -75,9 +75,10 @@ class Programs(RuleBasedStateMachine):
     def storage_is(self, mood):
         self.mood.be(mood)
 
-    @precondition(lambda self: not self.controller.attached)
     @rule()
     def attach(self):
+        if self.controller.attached:
+            return
         storage = DictStorage(identity(), self.objects)
         storage.before = self.mood
         fails = self.mood.mood == "fails"
@@ -116,10 +117,11 @@ class Programs(RuleBasedStateMachine):
             self.owned.append((host, CHAINS[seed]))
         self.stack.group.free_device(device)
 
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def load(self, data):
-        host, keys = data.draw(st.sampled_from(self.owned))
+    @rule(pick=PICKS)
+    def load(self, pick):
+        if not self.owned:
+            return
+        host, keys = self.owned[pick % len(self.owned)]
         device = self.controller.load(host, [0])
         assert device is not None
         self.controller.layer_counter(self.controller.start_loading()).synchronize()
@@ -127,17 +129,17 @@ class Programs(RuleBasedStateMachine):
         assert self.stack.holds("device", device, keys)
         self.stack.group.free_device(device)
 
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def free(self, data):
-        number = data.draw(st.integers(0, len(self.owned) - 1))
-        host, _ = self.owned.pop(number)
-        self.controller.free_host(host)
+    @rule(pick=PICKS)
+    def free(self, pick):
+        if self.owned:
+            host, _ = self.owned.pop(pick % len(self.owned))
+            self.controller.free_host(host)
 
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def back_up(self, data):
-        host, keys = data.draw(st.sampled_from(self.owned))
+    @rule(pick=PICKS)
+    def back_up(self, pick):
+        if not self.owned:
+            return
+        host, keys = self.owned[pick % len(self.owned)]
         pages = host.anchor.numel() // PAGE
         self.backups[self.controller.write_storage(host, keys[:pages])] = pages
 
@@ -159,10 +161,11 @@ class Programs(RuleBasedStateMachine):
     def advance(self):
         self.controller.advance_prefetches()
 
-    @precondition(lambda self: self.prefetches)
-    @rule(data=st.data(), waits=st.booleans())
-    def terminate(self, data, waits):
-        operation, keys = self.prefetches.pop(data.draw(st.integers(0, len(self.prefetches) - 1)))
+    @rule(pick=PICKS, waits=st.booleans())
+    def terminate(self, pick, waits):
+        if not self.prefetches:
+            return
+        operation, keys = self.prefetches.pop(pick % len(self.prefetches))
         if waits:
             until(lambda: operation.poll() and operation.done)
         result = self.controller.terminate_prefetch(operation)

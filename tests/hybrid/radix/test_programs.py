@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
-from tests.hybrid.programs import machine
+from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.radix.real import RealController
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
@@ -175,10 +175,11 @@ class Programs(Fetches):
             assert (found.state_slot is None) == found.state_on_host
         self.stale, self.stale_tokens = found, tokens
 
-    @precondition(lambda self: self.stale is not None)
     @rule()
     def lock_what_was_matched_before(self):
         found = self.stale
+        if found is None:
+            return
         try:
             lock = self.world.lock(found, self.stale_tokens)
         except StalePrefixError:
@@ -186,33 +187,36 @@ class Programs(Fetches):
         assert lock.length == found.length
         self.locks.append(lock)
 
-    @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def unlock(self, data):
-        lock = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
+    @rule(pick=PICKS)
+    def unlock(self, pick):
+        if not self.locks:
+            return
+        lock = self.locks.pop(pick % len(self.locks))
         self.world.cache.unlock(lock)
         with pytest.raises(StalePrefixError):
             self.world.cache.unlock(lock)
 
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data(), more=st.lists(st.integers(1, 3), min_size=1, max_size=6))
-    def decode(self, data, more):
-        request = data.draw(st.sampled_from(self.world.running))
-        if not self.world.extend(request, more):
+    @rule(pick=PICKS, more=st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    def decode(self, pick, more):
+        request = self.one_running(pick)
+        if request and not self.world.extend(request, more):
             self.world.running.remove(request)
             self.world.drop(request)
 
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def finish(self, data):
-        self.world.finish(data.draw(st.sampled_from(self.world.running)))
+    @rule(pick=PICKS)
+    def finish(self, pick):
+        if request := self.one_running(pick):
+            self.world.finish(request)
 
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def abort(self, data):
-        request = data.draw(st.sampled_from(self.world.running))
-        self.world.running.remove(request)
-        self.world.drop(request)
+    @rule(pick=PICKS)
+    def abort(self, pick):
+        if request := self.one_running(pick):
+            self.world.running.remove(request)
+            self.world.drop(request)
+
+    def one_running(self, pick):
+        running = self.world.running
+        return running[pick % len(running)] if running else None
 
     @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
     def evict(self, tokens, states):
@@ -242,10 +246,11 @@ class Programs(Fetches):
         if self.world.cache.prefetch_from_storage(request_id, tokens) and request_id not in self.waiting:
             self.waiting.append(request_id)
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), stop=st.booleans())
-    def wait(self, data, stop):
-        request_id = data.draw(st.sampled_from(self.waiting))
+    @rule(pick=PICKS, stop=st.booleans())
+    def wait(self, pick, stop):
+        if not self.waiting:
+            return
+        request_id = self.waiting[pick % len(self.waiting)]
         if stop:
             self.world.cache.end_prefetch(request_id)
         if stop or self.world.cache.check_prefetch(request_id):
