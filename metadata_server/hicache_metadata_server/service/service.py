@@ -149,9 +149,7 @@ class MetadataService:
         found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = scope.recency.slots(part.keys)
-            if request.touch:
-                scope.recency.touch(part.keys)
+            slots = scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
@@ -230,8 +228,7 @@ class MetadataService:
         """The same of a request that was checked."""
         scopes, flags = self._all_known(request.scopes), list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
-            scope.recency.touch(part.keys)
-            flags.append(p.Flags(done=scope.recency.live(part.keys)))
+            flags.append(p.Flags(done=[slot >= 0 for slot in scope.recency.used(part.keys)]))
         return p.Marked(scopes=flags)
 
     def delete(self, request: p.Delete, now: float) -> p.Marked:
@@ -329,8 +326,9 @@ class MetadataService:
         for number, slots in changes.slots.items():
             scope = self._by_number[number]
             self._changed[scope.geometry.scope] = scope
-            scope.changed += slots_of(slots.states.slots, len(slots.states.states))
-            scope.leased += slots_of(slots.leases.slots, len(slots.leases.keys))
+            scope.changed.append(slots_of(slots.states.slots, len(slots.states.states)))
+            if slots.leases.keys:
+                scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed
