@@ -15,6 +15,7 @@ from hicache_metadata_server.service.refused import RefusedError, invalid, too_l
 from hicache_metadata_server.state.audit import SHOWN, audit
 from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
+from hicache_metadata_server.state.slots import as_run
 from hicache_metadata_server.state.written import changes_of, slots_of
 
 if TYPE_CHECKING:
@@ -438,6 +439,13 @@ def _see_lengths(request: p.Commit, scopes: Sequence[Scope]) -> None:
 def _found(scope: Scope, slots: list[int]) -> p.Found:
     table = scope.table
     generations, lengths, checksums = table.generations, table.lengths, table.checksums
+    run = as_run(slots)
+    if isinstance(run, range) and run.start >= 0:
+        # Often: pages that were written together.
+        where = slice(run.start, run.stop)
+        return p.Found(
+            slots=slots, generations=generations[where].tolist(), lengths=lengths[where].tolist(), checksums=checksums[where].tolist()
+        )  # fmt: skip
     if -1 not in slots:
         return p.Found(
             slots=slots, generations=[generations[slot] for slot in slots], lengths=[lengths[slot] for slot in slots],

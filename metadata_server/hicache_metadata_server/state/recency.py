@@ -42,7 +42,7 @@ class Recency:
         self._chunks: dict[int, array[int]] = {1: array("Q")}
         self._current = {1: 0}
         """Entries of each chunk that are not outdated, and from `_head` on."""
-        self._head = CHUNK
+        self._head: int = CHUNK
         """Behind the last entry that a search has set aside or let go."""
         self._ready: list[tuple[int, int]] = []
         """Of those aside, the ones that may go now: the stamp and the slot of each; entries may be outdated."""
@@ -160,7 +160,7 @@ class Recency:
         for slot, state in enumerate(table.states):
             if state == LIVE:
                 stamp = table.stamps[slot]
-                chunk, place = self._chunks.get(stamp >> BITS, ()), stamp & CHUNK - 1
+                chunk, place = self._chunks.get(stamp >> BITS, array("Q")), stamp & CHUNK - 1
                 queued = stamp >= self._head and place < len(chunk) and chunk[place] == slot
                 if not queued and (stamp >= self._head or (not table.children[slot] and (stamp, slot) not in ready)):
                     yield slot
