@@ -61,7 +61,7 @@ class History:
                 self.reserve()
             case "commit" if self.held:
                 leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
-                valid = [self.scope.leases.by_number.get(lease) == self.held[lease][1] for lease in leases]
+                valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
                 lengths, checksums = [chance.randint(1, 9) for _ in leases], [chance.getrandbits(64) for _ in leases]
                 done = self.scope.commit(leases, lengths, checksums, self.now)
                 for lease, was_valid, did in zip(leases, valid, done, strict=True):
@@ -187,8 +187,10 @@ class History:
         for key in scope.recency:
             slot = scope.recency.slot(key)
             assert scope.status(slot, self.now) == old.status(slot, self.now)
-        assert scope.leases.by_key == old.leases.by_key
-        assert scope.leases.by_number == old.leases.by_number
+        assert scope.table.by_key == old.table.by_key
+        assert len(scope.leases) == len(old.leases)
+        held = [old.table.leases[slot] for slot, state in enumerate(old.table.states) if state == LEASED]
+        assert list(scope.leases.slots(held)) == list(old.leases.slots(held))
         assert all(
             until <= self.now + QUARANTINE
             for slot, until in enumerate(scope.table.until)
@@ -197,7 +199,8 @@ class History:
 
     def see(self) -> None:
         assert problems_of(self.scope) == []
-        owned = [*map(self.scope.recency.slot, self.scope.recency), *self.scope.leases.by_number.values()]
+        leased = [lease for lease in self.held if self.scope.leases.slot(lease) >= 0]
+        owned = [*map(self.scope.recency.slot, self.scope.recency), *map(self.scope.leases.slot, leased)]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
 
     def see_nothing_overdue(self) -> None:

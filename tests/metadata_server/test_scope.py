@@ -147,19 +147,23 @@ def plant(scope, fault):
         case "lost":
             scope.free.returned.popleft()
         case "two keys":
-            scope.recency.order["b"] = scope.recency.slot("a")
+            table.by_key["b"] = scope.recency.slot("a")
         case "unknown key":
-            scope.recency.order["ghost"] = scope.recency.slot("a")
-        case "live and leased":
-            scope.recency.order["held"] = scope.leases.by_key["held"]
+            table.by_key["ghost"] = scope.recency.slot("a")
+        case "never evicted":
+            table.stamps[scope.recency.slot("a")] += 1
+        case "never evicted tail":
+            table.stamps[scope.recency.slot("b")] = 1
         case "state":
             table.states[scope.recency.slot("a")] = QUARANTINED
         case "no state":
             table.states[scope.recency.slot("a")] = 9
         case "lease":
-            del scope.leases.by_number[table.leases[scope.leases.by_key["held"]]]
+            table.leases[table.by_key["held"]] += 1
+        case "count of leases":
+            scope.leases.held -= 1
         case "lease of nobody":
-            scope.leases.by_key["ghost"] = scope.leases.by_key["held"]
+            table.by_key["ghost"] = table.by_key["held"]
         case "generation":
             table.generations[scope.recency.slot("a")] = 0
         case "length":
@@ -177,8 +181,8 @@ def plant(scope, fault):
 
 
 FAULTS = (
-    "free and live", "twice free", "lost", "two keys", "unknown key", "live and leased", "state", "no state", "lease", "lease of nobody",
-    "generation", "length", "log", "resting", "children", "prefix", "outside",
+    "free and live", "twice free", "lost", "two keys", "unknown key", "never evicted", "never evicted tail", "state", "no state", "lease",
+    "count of leases", "lease of nobody", "generation", "length", "log", "resting", "children", "prefix", "outside",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure
 from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.state.slots import LEASED
 
 if TYPE_CHECKING:
     from hicache_metadata_server.service.service import MetadataService
@@ -44,16 +45,14 @@ class CompatibleService:
     def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
         """Which keys are live; counts as use."""
         scope = self._with_keys(rank, request)
-        scope.recency.touch(request.keys)
-        live = scope.recency.live(request.keys)
+        live = [slot >= 0 for slot in scope.recency.used(request.keys)]
         scope.count(len(live), sum(live))
         return {"exists": live}
 
     def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
         scope = self._with_keys(rank, request)
-        scope.recency.touch(request.keys)
-        slots = [slot if slot >= 0 else None for slot in scope.recency.slots(request.keys)]
+        slots = [slot if slot >= 0 else None for slot in scope.recency.used(request.keys)]
         scope.count(len(slots), len(slots) - slots.count(None))
         return {"indices": slots}
 
@@ -114,15 +113,15 @@ class CompatibleService:
                 raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
     def _confirm(self, scope: Scope, pairs: list[tuple[str, int]]) -> str:
-        by_key, refused = scope.leases.by_key, ""
+        table, refused = scope.table, ""
         keys, slots = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
-        if list(map(by_key.get, keys)) != slots or len(set(slots)) < len(slots):
+        if not scope.leases.are_held(slots, keys):
             mine = dict[int, None]()
             for i, (key, slot) in enumerate(pairs):
-                if by_key.get(key, -1) == slot:
-                    mine[slot] = None
-                elif scope.recency.slot(key) != slot:
+                if table.by_key.get(key, -1) != slot:
                     refused = refused or f"written_keys_to_confirm[{i}]"
+                elif table.states[slot] == LEASED:
+                    mine[slot] = None
             slots = list(mine)
         zeros = array("Q", bytes(8 * len(slots)))
         scope.make_live(slots, zeros, zeros)

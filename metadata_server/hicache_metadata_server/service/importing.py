@@ -114,5 +114,5 @@ def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: fl
         problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
         scope = service.find(imported.name)
-        scope.changed = [row.slot for row in rows]
+        scope.changed = [[row.slot for row in rows]] if rows else []
         scope.leased = scope.changed[:]

@@ -15,6 +15,7 @@ from hicache_metadata_server.service.refused import RefusedError, invalid, too_l
 from hicache_metadata_server.state.audit import SHOWN, audit
 from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
+from hicache_metadata_server.state.slots import as_run
 from hicache_metadata_server.state.written import changes_of, slots_of
 
 if TYPE_CHECKING:
@@ -149,9 +150,7 @@ class MetadataService:
         found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = scope.recency.slots(part.keys)
-            if request.touch:
-                scope.recency.touch(part.keys)
+            slots = scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
@@ -230,8 +229,7 @@ class MetadataService:
         """The same of a request that was checked."""
         scopes, flags = self._all_known(request.scopes), list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
-            scope.recency.touch(part.keys)
-            flags.append(p.Flags(done=scope.recency.live(part.keys)))
+            flags.append(p.Flags(done=[slot >= 0 for slot in scope.recency.used(part.keys)]))
         return p.Marked(scopes=flags)
 
     def delete(self, request: p.Delete, now: float) -> p.Marked:
@@ -329,8 +327,9 @@ class MetadataService:
         for number, slots in changes.slots.items():
             scope = self._by_number[number]
             self._changed[scope.geometry.scope] = scope
-            scope.changed += slots_of(slots.states.slots, len(slots.states.states))
-            scope.leased += slots_of(slots.leases.slots, len(slots.leases.keys))
+            scope.changed.append(slots_of(slots.states.slots, len(slots.states.states)))
+            if slots.leases.keys:
+                scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed
@@ -440,6 +439,13 @@ def _see_lengths(request: p.Commit, scopes: Sequence[Scope]) -> None:
 def _found(scope: Scope, slots: list[int]) -> p.Found:
     table = scope.table
     generations, lengths, checksums = table.generations, table.lengths, table.checksums
+    run = as_run(slots)
+    if isinstance(run, range) and run.start >= 0:
+        # Often: pages that were written together.
+        where = slice(run.start, run.stop)
+        return p.Found(
+            slots=slots, generations=generations[where].tolist(), lengths=lengths[where].tolist(), checksums=checksums[where].tolist()
+        )  # fmt: skip
     if -1 not in slots:
         return p.Found(
             slots=slots, generations=[generations[slot] for slot in slots], lengths=[lengths[slot] for slot in slots],

@@ -24,7 +24,7 @@ def audit(scope: Scope) -> Iterator[list[str]]:
     for start in range(0, len(scope.table), SLICE):
         yield [problem for slot in range(start, min(start + SLICE, len(scope.table))) for problem in _slot(scope, slot)]
     if len(scope.table) <= AT_ONCE:
-        yield [*_free_list(scope), *_chains(scope)]
+        yield [*_free_list(scope), *_index(scope), *_chains(scope), *_order(scope)]
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -44,16 +44,14 @@ def _counts(scope: Scope) -> list[str]:
     ]
     if unused < 0:
         found.append(f"there are {len(table)} slots in a scope of {scope.geometry.slots}")
-    if len(scope.leases.by_key) != len(scope.leases.by_number):
-        found.append(f"{len(scope.leases.by_key)} keys hold {len(scope.leases.by_number)} leases")
-    twice = sum(key in scope.recency for key in scope.leases.by_key)
-    if twice:
-        found.append(f"{twice} keys are live and leased")
+    owned = table.count(LEASED) + table.count(LIVE)
+    if len(table.by_key) != owned:
+        found.append(f"{len(table.by_key)} keys own {owned} slots")
     return found
 
 
 def _slot(scope: Scope, slot: int) -> Iterator[str]:
-    table, leases = scope.table, scope.leases
+    table, log = scope.table, scope.leases.log
     state, key, lease = table.states[slot], table.keys[slot], table.leases[slot]
     if state not in (FREE, LEASED, LIVE, QUARANTINED):
         yield f"slot {slot} is in no state that there is: {state}"
@@ -62,18 +60,15 @@ def _slot(scope: Scope, slot: int) -> Iterator[str]:
             yield f"slot {slot} is {NAMES[state]} without a key"
         if not table.generations[slot] or not lease:
             yield f"slot {slot} is {NAMES[state]} without a generation or a lease"
+    if state in (LEASED, LIVE) and (other := table.by_key.get(key, -1)) != slot:
+        yield f"slot {slot} is {NAMES[state]} for {key!r}, which is in {other}"
     if state == LIVE:
-        if (other := scope.recency.slot(key)) != slot:
-            yield f"slot {slot} is live for {key!r}, which is in {other}"
         if 0 < scope.geometry.slot_bytes < table.lengths[slot]:
             yield f"slot {slot} of {scope.geometry.slot_bytes} bytes holds {table.lengths[slot]}"
-        if scope.leases.log.slot(lease) != slot:
+        if log.slot(lease) != slot:
             yield f"slot {slot} is live by lease {lease}, which is not known to be its"
-    elif state == LEASED:
-        if leases.by_key.get(key, -1) != slot:
-            yield f"slot {slot} is leased for {key!r}, which holds {leases.by_key.get(key, -1)}"
-        if leases.by_number.get(lease, -1) != slot:
-            yield f"slot {slot} is leased by {lease}, which is for {leases.by_number.get(lease, -1)}"
+    elif state == LEASED and log.slot(lease) != slot:
+        yield f"slot {slot} is leased by {lease}, which is for {log.slot(lease)}"
 
 
 def _free_list(scope: Scope) -> Iterator[str]:
@@ -86,13 +81,13 @@ def _free_list(scope: Scope) -> Iterator[str]:
         elif states[slot] != FREE:
             yield f"slot {slot} is {_named(states[slot])}, and in the list of free slots"
         seen.add(slot)
-    for key in scope.recency:
-        slot = scope.recency.slot(key)
-        if states[slot] != LIVE or scope.table.keys[slot] != key:
-            yield f"key {key!r} is said to be live in slot {slot}, which is {_named(states[slot])} for {scope.table.keys[slot]!r}"
-    for key, slot in scope.leases.by_key.items():
-        if states[slot] != LEASED or scope.table.keys[slot] != key:
-            yield f"key {key!r} is said to hold slot {slot}, which is {_named(states[slot])} for {scope.table.keys[slot]!r}"
+
+
+def _index(scope: Scope) -> Iterator[str]:
+    states, keys = scope.table.states, scope.table.keys
+    for key, slot in scope.table.by_key.items():
+        if states[slot] not in (LEASED, LIVE) or keys[slot] != key:
+            yield f"key {key!r} is said to own slot {slot}, which is {_named(states[slot])} for {keys[slot]!r}"
 
 
 def _chains(scope: Scope) -> Iterator[str]:
@@ -104,6 +99,11 @@ def _chains(scope: Scope) -> Iterator[str]:
             yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"
     if scope.chains.waiting != named:
         yield f"{len(scope.chains.waiting)} prefixes that are not live are counted, and {len(named)} are named"
+
+
+def _order(scope: Scope) -> Iterator[str]:
+    for slot in scope.recency.unreachable():
+        yield f"slot {slot} is live, and would never be evicted"
 
 
 def _named(state: int) -> str:

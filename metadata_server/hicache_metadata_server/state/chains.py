@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,15 +22,13 @@ class Chains:
         """Pages by the prefix that they name and that is not live."""
 
     def joined(self, slots: Sequence[int]) -> None:
-        """The pages in those slots have become live; they are in the order of use already."""
+        """The pages in those slots have become live."""
         keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
-        low, high = min(slots, default=0), max(slots, default=-1) + 1
-        if high - low == len(slots) and not waiting and not any(prefixes[low:high]):
+        if isinstance(slots, range) and not waiting and not any(prefixes[slots.start : slots.stop]):
             # Nearly always: neighbours, and none builds upon another.
-            children[low:high] = array("Q", bytes(8 * len(slots)))
             return
-        for slot in slots:
-            children[slot] = waiting.pop(keys[slot], 0) if waiting else 0
+        for slot in slots if waiting else ():
+            children[slot] = waiting.pop(keys[slot], 0)
         named = [prefixes[slot] for slot in slots]
         for slot, prefix in zip(slots, named, strict=True) if any(named) else ():
             if prefix and prefix != keys[slot]:
@@ -54,7 +51,7 @@ class Chains:
         if before >= 0:
             table.children[before] -= 1
             if not table.children[before]:
-                self._recency.became_tail(prefix)
+                self._recency.became_tail(before)
         elif self.waiting[prefix] > 1:
             self.waiting[prefix] -= 1
         else:

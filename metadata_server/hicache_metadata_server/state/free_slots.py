@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from hicache_metadata_server.state.slots import as_run
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.state.slots import SlotTable
 
@@ -27,21 +30,21 @@ class FreeSlots:
         """Take slots back."""
         self.returned.extend(slots)
 
-    def take(self, count: int) -> list[int]:
-        """Hand out so many, in ascending order: neighbours are read and written with one request.
+    def take(self, count: int) -> Sequence[int]:
+        """Hand out so many, in ascending order, as a range if they are neighbours: those are read and written with one request.
 
         Raises:
             IndexError: there are not so many.
         """
         returned = self.returned
-        back = min(count, len(returned))
-        taken = [returned.popleft() for _ in range(back)]
-        if back > 1:
-            taken.sort()
-        if count > back:
-            first = len(self._table)
-            if first + count - back > self.slots:
-                raise IndexError(f"{count - back} new slots of {self.slots - first}")
-            self._table.grow(count - back)
-            taken.extend(range(first, first + count - back))
-        return taken
+        back = sorted(returned.popleft() for _ in range(min(count, len(returned))))
+        new = self._grow(count - len(back))
+        return as_run(list(chain(back, new))) if back else new
+
+    def _grow(self, count: int) -> range:
+        first = len(self._table)
+        if count > self.slots - first:
+            raise IndexError(f"{count} new slots of {self.slots - first}")
+        if count:
+            self._table.grow(count)
+        return range(first, first + count)

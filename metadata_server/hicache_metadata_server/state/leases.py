@@ -3,63 +3,91 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
+from hicache_metadata_server.state.slots import LEASED, as_run
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from hicache_metadata_server.state.slots import SlotTable
 
-CHUNK: Final = 4096
+CHUNK: Final = 512
 
 
 class LeaseLog:
-    """Slots by the leases that were given for them, in 16 to 32 bytes each.
+    """Slots by the leases that were given for them: neighbours that were leased together take 24 bytes, as any other slot does.
 
     A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too often to forget.
     """
 
-    __slots__ = ("_chunks", "_cursor", "_entries", "_firsts", "_table")
+    __slots__ = ("_begins", "_chunks", "_cursor", "_entries", "_table")
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._chunks: list[tuple[array[int], array[int]]] = []
-        self._firsts: list[int] = []
+        self._chunks: list[_Runs] = []
+        self._begins: list[int] = []
+        """The first lease of each chunk."""
         self._cursor = self._entries = 0
 
     def __len__(self) -> int:
         return self._entries
 
-    def add(self, first: int, slots: list[int]) -> None:
+    def add(self, first: int, slots: Sequence[int]) -> None:
         """Slots that were leased under consecutive numbers, greater than all before."""
-        if not self._chunks or len(self._chunks[-1][0]) >= CHUNK:
-            self._chunks.append((array("Q"), array("Q")))
-            self._firsts.append(first)
+        lease = first
+        for run in _runs_of(slots):
+            self._add(lease, run)
+            lease += len(run)
+
+    def restore(self, leases: Sequence[int], slots: Sequence[int]) -> None:
+        """Fill an empty one, in ascending order of leases."""
+        begin = 0
+        for end in range(1, len(leases) + 1):
+            if end == len(leases) or leases[end] != leases[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
+                self._add(leases[begin], range(slots[begin], slots[end - 1] + 1))
+                begin = end
+
+    def slot(self, lease: int) -> int:
+        """The slot that this lease was given for last, or -1 if it has had another since."""
+        first, run = self._find(lease)
+        if not first <= lease < first + len(run):
+            return -1
+        slot = run[lease - first]
+        return slot if self._table.leases[slot] == lease else -1
+
+    def run(self, leases: range) -> range | None:
+        """The same of several at once, if they were given together for neighbours and none has had another since."""
+        first, run = self._find(leases[0])
+        start = leases[0] - first
+        if start < 0 or start + len(leases) > len(run):
+            return None
+        slots = run[start : start + len(leases)]
+        return slots if self._table.leases[slots.start : slots.stop] == array("Q", leases) else None
+
+    def _find(self, lease: int) -> tuple[int, range]:
+        """The last run that begins up to this lease, and its first lease."""
+        at = bisect_right(self._begins, lease) - 1
+        if at < 0:
+            return 0, range(0)
+        chunk = self._chunks[at]
+        i = bisect_right(chunk.leases, lease) - 1
+        if i < 0:
+            # What it began with was outdated.
+            return 0, range(0)
+        return chunk.leases[i], range(chunk.slots[i], chunk.slots[i] + chunk.counts[i])
+
+    def _add(self, lease: int, run: range) -> None:
+        if not self._chunks or len(self._chunks[-1]) >= CHUNK:
+            self._chunks.append(_Runs())
+            self._begins.append(lease)
             # At most one entry a slot is current.
             if self._entries > 2 * len(self._table) + CHUNK:
                 self._tidy()
                 self._tidy()
-        self._entries += len(slots)
-        leases, where = self._chunks[-1]
-        leases.extend(range(first, first + len(slots)))
-        where.extend(slots)
-
-    def restore(self, leases: list[int], slots: list[int]) -> None:
-        """Fill an empty one, in ascending order of leases."""
-        for start in range(0, len(leases), CHUNK):
-            self._chunks.append((array("Q", leases[start : start + CHUNK]), array("Q", slots[start : start + CHUNK])))
-            self._firsts.append(leases[start])
-        self._entries = len(leases)
-
-    def slot(self, lease: int) -> int:
-        """The slot that this lease was given for last, or -1 if it has had another since."""
-        at = bisect_right(self._firsts, lease) - 1
-        if at < 0:
-            return -1
-        leases, slots = self._chunks[at]
-        i = bisect_left(leases, lease)
-        if i == len(leases) or leases[i] != lease or self._table.leases[slots[i]] != lease:
-            return -1
-        return slots[i]
+        self._entries += 1
+        self._chunks[-1].add(lease, run.start, len(run))
 
     def _tidy(self) -> None:
         """Forget what is outdated in one of the chunks, and join it with the one before it if they are small."""
@@ -68,43 +96,105 @@ class LeaseLog:
         at = self._cursor
         if at >= len(self._chunks) - 1:
             return
-        old_leases, old_slots = self._chunks[at]
-        current = self._table.leases
-        kept = [(lease, slot) for lease, slot in zip(old_leases, old_slots, strict=True) if current[slot] == lease]
-        leases, slots = array("Q", [lease for lease, _ in kept]), array("Q", [slot for _, slot in kept])
-        self._entries -= len(old_leases) - len(leases)
-        if at and len(self._chunks[at - 1][0]) + len(leases) <= CHUNK:
-            self._chunks[at - 1][0].extend(leases)
-            self._chunks[at - 1][1].extend(slots)
-            del self._chunks[at], self._firsts[at]
+        old, kept = self._chunks[at], self._chunks[at].current(self._table)
+        self._entries -= len(old) - len(kept)
+        if at and len(self._chunks[at - 1]) + len(kept) <= CHUNK:
+            self._chunks[at - 1].extend(kept)
+            del self._chunks[at], self._begins[at]
         else:
-            self._chunks[at] = (leases, slots)
+            self._chunks[at] = kept
             self._cursor += 1
 
 
-class Leases:
-    """The leases that are held, by key and by number."""
+class _Runs:
+    """Neighbours that were leased together: the first lease, the first slot, and how many."""
 
-    __slots__ = ("by_key", "by_number", "log", "owners")
+    __slots__ = ("counts", "leases", "slots")
+
+    def __init__(self) -> None:
+        self.leases, self.slots, self.counts = array("Q"), array("Q"), array("Q")
+
+    def __len__(self) -> int:
+        return len(self.leases)
+
+    def add(self, lease: int, slot: int, count: int) -> None:
+        self.leases.append(lease)
+        self.slots.append(slot)
+        self.counts.append(count)
+
+    def extend(self, others: _Runs) -> None:
+        self.leases.extend(others.leases)
+        self.slots.extend(others.slots)
+        self.counts.extend(others.counts)
+
+    def current(self, table: SlotTable) -> _Runs:
+        """Those of which any slot has had no other lease since: each other lease is greater."""
+        kept = _Runs()
+        for lease, slot, count in zip(self.leases, self.slots, self.counts, strict=True):
+            if min(table.leases[slot : slot + count]) < lease + count:
+                kept.add(lease, slot, count)
+        return kept
+
+
+class Leases:
+    """The leases that are held."""
+
+    __slots__ = ("_table", "held", "log", "owners")
 
     def __init__(self, table: SlotTable) -> None:
-        self.by_key: dict[str, int] = {}
-        self.by_number: dict[int, int] = {}
+        self._table = table
+        self.held = 0
+        """How many."""
         self.owners: dict[int, str] = {}
         """By slot; those that gave no name are not here."""
         self.log = LeaseLog(table)
 
     def __len__(self) -> int:
-        return len(self.by_number)
+        return self.held
 
-    def detach(self) -> list[dict[str, int]]:
-        """Forget all that are held at once; what is returned is for the caller to take apart."""
-        detached = [self.by_key]
-        self.by_key, self.by_number, self.owners = {}, {}, {}
-        return detached
+    def slot(self, lease: int) -> int:
+        """The slot that is held by this lease, or -1."""
+        slot = self.log.slot(lease)
+        return slot if slot >= 0 and self._table.states[slot] == LEASED else -1
 
-    def remove(self, key: str, lease: int, slot: int) -> None:
-        """End one."""
-        del self.by_key[key], self.by_number[lease]
-        if self.owners:
+    def slots(self, leases: Sequence[int]) -> Sequence[int]:
+        """The same of several."""
+        numbers = as_run(leases)
+        run = self.log.run(numbers) if numbers and isinstance(numbers, range) else None
+        if run is not None and self._table.states.count(LEASED, run.start, run.stop) == len(run):
+            return run
+        return [self.slot(lease) for lease in leases]
+
+    def are_held(self, slots: Sequence[int], keys: list[str]) -> bool:
+        """Whether those slots are leased for those keys, each once."""
+        table, run = self._table, as_run(slots)
+        if isinstance(run, range):
+            states = table.states[run.start : run.stop]
+            return states.count(LEASED) == len(keys) and table.keys[run.start : run.stop] == keys
+        used = len(table)
+        return len(set(slots)) == len(slots) and all(
+            slot < used and table.states[slot] == LEASED and table.keys[slot] == key
+            for slot, key in zip(slots, keys, strict=True)
+        )
+
+    def end(self, slots: Sequence[int]) -> None:
+        """Those slots are leased no longer."""
+        self.held -= len(slots)
+        for slot in slots if self.owners else ():
             self.owners.pop(slot, None)
+
+    def forget_all(self) -> None:
+        """None is held any longer."""
+        self.held, self.owners = 0, {}
+
+
+def _runs_of(slots: Sequence[int]) -> Iterator[range]:
+    """Neighbours in ascending order, together."""
+    if isinstance(slots, range):
+        yield slots
+        return
+    begin = 0
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or slots[end] != slots[end - 1] + 1:
+            yield range(slots[begin], slots[end - 1] + 1)
+            begin = end

@@ -80,22 +80,20 @@ class _Restoring:
     def __init__(self, scope: Scope, now: float, most_lease_seconds: float) -> None:
         self.scope, self.now, self.latest = scope, now, now + most_lease_seconds
         self.problems: list[str] = []
-        self.owners: dict[str, int] = {}
-        """Slots of live and leased keys."""
 
     def run(self, batches: Iterable[SlotRows]) -> list[str]:
         for batch in batches:
             self._place_batch(batch)
         scope, table = self.scope, self.scope.table
-        slots = sorted(self.owners.values(), key=table.leases.__getitem__)
-        find, keys, prefixes = self.owners.get, table.keys, table.prefixes
+        slots = sorted(table.by_key.values(), key=table.leases.__getitem__)
+        find, keys, prefixes = table.by_key.get, table.keys, table.prefixes
         for slot in slots:
             # A prefix that is a page's key is kept once.
             if prefixes[slot] and (before := find(prefixes[slot])) is not None:
                 prefixes[slot] = keys[before]
         scope.leases.log.restore([table.leases[slot] for slot in slots], slots)
         live = [slot for slot in slots if table.states[slot] == LIVE]
-        scope.recency.order.update(zip([keys[slot] for slot in live], live, strict=True))
+        scope.recency.restore(live)
         scope.chains.joined(live)
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
@@ -105,7 +103,7 @@ class _Restoring:
         most = max((slot for slot in batch.slots if slot < slots), default=-1)
         if most >= len(table):
             table.grow(most + 1 - len(table))
-        known = len(set(batch.keys)) < len(batch.keys) or not self.owners.keys().isdisjoint(batch.keys)
+        known = len(set(batch.keys)) < len(batch.keys) or not table.by_key.keys().isdisjoint(batch.keys)
         if known or not batch.uniform(self.scope.epoch) or not 0 <= batch.slots[0] <= batch.slots[-1] == most:
             for row in map(SlotRow, *batch):
                 self._place(row)
@@ -120,7 +118,7 @@ class _Restoring:
         ):
             column[first:end] = array("Q", values)
         table.keys[first:end], table.prefixes[first:end] = batch.keys, batch.prefixes
-        self.owners.update(zip(batch.keys, batch.slots, strict=True))
+        table.by_key.update(zip(batch.keys, batch.slots, strict=True))
 
     def _place(self, row: SlotRow) -> None:
         scope, slot = self.scope, row.slot
@@ -155,7 +153,7 @@ class _Restoring:
         problem = ""
         if not row.key or row.lease < 1 or row.generation < 1:
             problem = "is live or leased without a key, a lease or a generation"
-        elif (other := self.owners.get(row.key)) is not None:
+        elif (other := self.scope.table.by_key.get(row.key)) is not None:
             problem = f"belongs to the key of slot {other}: {row.key!r}"
         if problem:
             self.problems.append(f"slot {row.slot} {problem}")
@@ -164,11 +162,11 @@ class _Restoring:
     def _own(self, row: SlotRow) -> None:
         scope, table, slot = self.scope, self.scope.table, row.slot
         table.keys[slot], table.prefixes[slot] = row.key, row.prefix
-        self.owners[row.key] = slot
+        table.by_key[row.key] = slot
         if table.states[slot] == LIVE:
             table.lengths[slot], table.checksums[slot] = row.length, row.checksum
             return
-        scope.leases.by_key[row.key] = scope.leases.by_number[row.lease] = slot
+        scope.leases.held += 1
         if row.owner:
             scope.leases.owners[slot] = row.owner
         scope.timers.add(table.until[slot], [slot])

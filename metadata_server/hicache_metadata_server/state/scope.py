@@ -11,7 +11,7 @@ from hicache_metadata_server.state.free_slots import FreeSlots
 from hicache_metadata_server.state.leases import Leases
 from hicache_metadata_server.state.pins import Pins
 from hicache_metadata_server.state.recency import Recency
-from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, NAMES, QUARANTINED, SlotTable, is_run
+from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, NAMES, QUARANTINED, SlotTable, as_run
 from hicache_metadata_server.state.timers import Timers
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Scope:
         self.timers = Timers()
         self.resting = 0
         """Quarantined slots."""
-        self.changed: list[int] = []
-        self.leased: list[int] = []
+        self.changed: list[Sequence[int]] = []
+        self.leased: list[Sequence[int]] = []
         """Of these, the ones that were leased anew."""
         self.epoch = 0
         """Times that it was cleared. What was written down in an earlier epoch is live or leased no more."""
@@ -56,7 +56,7 @@ class Scope:
         """Pages evicted since the start."""
         self.hits = self.misses = 0
         """Keys that were asked for since the start, by whether they were live."""
-        self._detached: list[tuple[float, list[dict[str, int]]]] = []
+        self._detached: list[tuple[float, dict[str, int]]] = []
         """What clears have left to be taken apart, and when its quarantine ends."""
 
     # What time does.
@@ -69,22 +69,26 @@ class Scope:
         if next_time is None or next_time > now or self._detached:
             return done
         table, free = self.table, list[int]()
-        states, until = table.states, table.until
-        due, expired = self.timers.due(now, most - done), list[int]()
-        for slot in due:
-            if until[slot] > now:
+        states, until, expired = table.states, table.until, list[int]()
+        for due in self.timers.due(now, most - done):
+            done += len(due)
+            if isinstance(due, range) and states.count(LIVE, due.start, due.stop) == len(due):
+                # Nearly always: leases that were committed.
                 continue
-            if states[slot] == LEASED:
-                expired.append(slot)
-            elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
-                states[slot] = FREE
-                free.append(slot)
+            for slot in due:
+                if until[slot] > now:
+                    continue
+                if states[slot] == LEASED:
+                    expired.append(slot)
+                elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
+                    states[slot] = FREE
+                    free.append(slot)
         self.resting -= len(free)
         self.free.add(free)
         if expired:
             # A lease that was renewed is due several times.
             self._let_go(list(dict.fromkeys(expired)), now, remember=False)
-        return done + len(due)
+        return done
 
     def next_time(self) -> float | None:
         """When `settle` has something to do, if it has."""
@@ -110,9 +114,9 @@ class Scope:
         if len(keys) == len(places) <= len(self.free):
             # Nearly always: nothing in the batch is known, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
-            return [Reserved.LEASED] * len(given), given, list(range(first_lease, first_lease + len(given)))
+            return [Reserved.LEASED] * len(given), list(given), list(range(first_lease, first_lease + len(given)))
         # Looked up only now: a page of this batch may have gone to make room for another.
-        slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.leases.by_key
+        slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.table.by_key
         places = places[: len(self.free)]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
@@ -130,9 +134,8 @@ class Scope:
         A lease whose page is live already counts as done if length and checksum are the same.
         """
         self.settle(now)
-        by_number = self.leases.by_number
-        slots = [by_number.get(lease, NO_SLOT) for lease in leases]
-        if NO_SLOT not in slots and len(set(slots)) == len(slots):
+        slots = self.leases.slots(leases)
+        if isinstance(slots, range) or (NO_SLOT not in slots and len(set(slots)) == len(slots)):
             # Nearly always.
             self.make_live(slots, lengths, checksums)
             return [True] * len(slots)
@@ -146,38 +149,28 @@ class Scope:
             done.append(first.get(lease) == i or self._is_committed(lease, length, checksum))
         return done
 
-    def make_live(self, slots: list[int], lengths: Sequence[int], checksums: Sequence[int]) -> None:
+    def make_live(self, slots: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]) -> None:
         """Commit slots that are leased, each once; the list is this object's from now on."""
         if not slots:
             return
-        table, by_number, by_key, order = self.table, self.leases.by_number, self.leases.by_key, self.recency.order
-        first, end = slots[0], slots[-1] + 1
-        if is_run(slots):
+        table, slots = self.table, as_run(slots)
+        if isinstance(slots, range):
+            first, end = slots.start, slots.stop
             table.states[first:end] = bytes([LIVE]) * len(slots)
             table.lengths[first:end], table.checksums[first:end] = array("Q", lengths), array("Q", checksums)
-            keys, leases = table.keys[first:end], table.leases[first:end]
         else:
             for slot, length, checksum in zip(slots, lengths, checksums, strict=True):
                 table.states[slot], table.lengths[slot], table.checksums[slot] = LIVE, length, checksum
-            keys, leases = [table.keys[slot] for slot in slots], array("Q", [table.leases[slot] for slot in slots])
-        for lease, key in zip(leases, keys, strict=True):
-            del by_number[lease], by_key[key]
-        for slot in slots if self.leases.owners else ():
-            self.leases.owners.pop(slot, None)
-        # From the last to the first, so that the head of a chain ends as the latest; `update` takes twice as long.
-        slots.reverse()
-        for key, slot in zip(reversed(keys), slots, strict=True):
-            order[key] = slot
+        self.leases.end(slots)
+        self.recency.add(slots)
         self.chains.joined(slots)
-        self.changed += slots
+        self.changed.append(slots)
 
     def abort(self, leases: Sequence[int], now: float) -> list[bool]:
         """End leases; False where there is none."""
         self.settle(now)
-        by_number, done, going = self.leases.by_number, list[bool](), list[int]()
-        for lease in dict.fromkeys(leases):
-            if lease in by_number:
-                going.append(by_number[lease])
+        done = list[bool]()
+        going = [slot for slot in map(self.leases.slot, dict.fromkeys(leases)) if slot >= 0]
         mine = {self.table.leases[slot] for slot in going}
         for lease in leases:
             done.append(lease in mine)
@@ -197,13 +190,13 @@ class Scope:
     def renew(self, leases: Sequence[int], now: float, until: float) -> list[bool]:
         """Let leases last until then; False where there is none."""
         self.settle(now)
-        slots = [self.leases.by_number.get(lease, NO_SLOT) for lease in leases]
-        held = [slot for slot in slots if slot >= 0]
+        slots = self.leases.slots(leases)
+        held = as_run([slot for slot in slots if slot >= 0])
         for slot in held:
             self.table.until[slot] = until
         if held:
             self.timers.add(until, held)
-            self.changed += held
+            self.changed.append(held)
         return [slot >= 0 for slot in slots]
 
     def delete(self, keys: Sequence[str], generations: Sequence[int], now: float) -> list[bool]:
@@ -226,8 +219,9 @@ class Scope:
         self.resting += pages + len(self.leases)
         self.epoch += 1
         self.cleared_until = now + self.quarantine_seconds
-        self.table.let_all_go()
-        self._detached.append((self.cleared_until, [*self.leases.detach(), *self.recency.detach()]))
+        self._detached.append((self.cleared_until, self.table.let_all_go()))
+        self.leases.forget_all()
+        self.recency.forget_all()
         self.chains.waiting = {}
         self._take_apart(STEP)
         self.settle(now)
@@ -270,29 +264,26 @@ class Scope:
 
     def slot_of(self, key: str) -> int:
         """The live or leased slot of a key, or -1."""
-        slot = self.recency.slot(key)
-        return slot if slot >= 0 else self.leases.by_key.get(key, NO_SLOT)
+        return self.table.by_key.get(key, NO_SLOT)
 
     # How slots change their state.
 
     def _places_of_new(self, keys: Sequence[str]) -> Sequence[int]:
         """Where in a batch the keys are that are neither live nor leased, the first of several; the live ones count as used."""
-        by_key, recency = self.leases.by_key, self.recency
-        if recency.has_none(keys) and by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+        by_key = self.table.by_key
+        if by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
-        slots = recency.slots(keys)
-        recency.touch([key for key, slot in zip(keys, slots, strict=True) if slot >= 0])
-        new = {key: i for i, key in reversed(list(enumerate(keys))) if slots[i] < 0 and key not in by_key}
+        self.recency.touch(keys)
+        new = {key: i for i, key in reversed(list(enumerate(keys))) if key not in by_key}
         return sorted(new.values())
 
-    def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> list[int]:
+    def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> Sequence[int]:
         """Lease a slot for each key, of which there are enough."""
         if not keys:
             return []
         table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
-        first, end = slots[0], slots[-1] + 1
-        # They are in ascending order.
-        if end - first == len(slots):
+        if isinstance(slots, range):
+            first, end = slots.start, slots.stop
             table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
             table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
             table.generations[first:end] = array("Q", [generation + 1 for generation in table.generations[first:end]])
@@ -300,17 +291,17 @@ class Scope:
             for slot, key, lease in zip(slots, keys, leases, strict=True):
                 table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
                 table.generations[slot] += 1
-        self.leases.by_key.update(zip(keys, slots, strict=True))
-        self.leases.by_number.update(zip(leases, slots, strict=True))
+        table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
             for slot, prefix in zip(slots, prefixes, strict=True):
                 table.prefixes[slot] = self._same(prefix)
         if owner:
             self.leases.owners.update(dict.fromkeys(slots, owner))
+        self.leases.held += len(slots)
         self.leases.log.add(first_lease, slots)
         self.timers.add(until, slots)
-        self.changed += slots
-        self.leased += slots
+        self.changed.append(slots)
+        self.leased.append(slots)
         return slots
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
@@ -323,11 +314,11 @@ class Scope:
             return
         table, until, free = self.table, now + self.quarantine_seconds, list[int]()
         for slot in slots:
-            key = table.keys[slot]
+            del table.by_key[table.keys[slot]]
             if table.states[slot] == LEASED:
-                self.leases.remove(key, table.leases[slot], slot)
+                self.leases.end((slot,))
             else:
-                self.recency.remove(key)
+                self.recency.remove(slot)
                 self.chains.left(slot)
             table.keys[slot] = table.prefixes[slot] = ""
             if self.quarantine_seconds <= 0 and not self.is_pinned(slot, now):
@@ -341,7 +332,7 @@ class Scope:
             self.timers.add(until, slots)
         self.resting += len(slots) - len(free)
         if remember:
-            self.changed += slots
+            self.changed.append(slots)
 
     def _make_room(self, new: int, now: float) -> int:
         """Evict pages, so that so many slots more are free or at least resting; returns how many."""
@@ -361,28 +352,21 @@ class Scope:
         """The prefix as the object that its own slot holds, if it has one: a million of them take no memory then."""
         if not prefix:
             return ""
-        slot = self.leases.by_key.get(prefix, NO_SLOT)
-        if slot < 0:
-            slot = self.recency.slot(prefix)
+        slot = self.table.by_key.get(prefix, NO_SLOT)
         return self.table.keys[slot] if slot >= 0 else prefix
 
     def _take_apart(self, most: int) -> int:
         """Slots of clears get the end of their quarantine, and what held them is freed bit by bit."""
         done, table = 0, self.table
         while self._detached and done < most:
-            until, parts = self._detached[0]
-            slots = list[int]()
-            part = parts[-1]
-            while part and len(slots) < most - done:
-                slots.append(part.popitem()[1])
+            until, index = self._detached[0]
+            slots = [index.popitem()[1] for _ in range(min(len(index), most - done))]
             for slot in slots:
                 table.keys[slot] = table.prefixes[slot] = ""
-                table.until[slot], table.children[slot] = until, 0
+                table.until[slot], table.children[slot], table.stamps[slot] = until, 0, 0
             if slots:
                 self.timers.add(until, slots)
             done += len(slots)
-            if not part:
-                parts.pop()
-                if not parts:
-                    self._detached.pop(0)
+            if not index:
+                self._detached.pop(0)
         return done

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hicache_metadata_server.state.slots import LIVE
+from hicache_metadata_server.state.slots import LIVE, as_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,8 +49,11 @@ class SlotChanges(NamedTuple):
     leases: SlotLeases
 
 
-def changes_of(scope: Scope, changed: list[int], leased: list[int]) -> SlotChanges:
-    """Some slots as they are now; `leased` are those among them that were leased since they were written down last."""
+def changes_of(scope: Scope, changed: Sequence[Sequence[int]], leased: Sequence[Sequence[int]]) -> SlotChanges:
+    """Some slots as they are now; `leased` are those among them that were leased since they were written down last.
+
+    Both come in parts, and slots may come several times.
+    """
     table, owners = scope.table, scope.leases.owners
     slots = _ascending(changed)
     pick = _picker(slots)
@@ -86,25 +90,22 @@ def times_of(column: bytes) -> array[float]:
     return array("d", column)
 
 
-def _ascending(slots: list[int]) -> list[int]:
-    """Each once."""
-    first, last = slots[0], slots[-1]
-    for run in (range(first, last + 1), range(first, last - 1, -1)):
-        # Nearly always: neighbours, upwards as they were leased, or downwards as they became live.
-        if len(run) == len(slots) and slots == list(run):
-            return list(run) if run.step > 0 else slots[::-1]
-    return sorted(set(slots))
+def _ascending(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Each once; a range if they are neighbours."""
+    if len(parts) == 1 and isinstance(parts[0], range):
+        # Nearly always.
+        return parts[0]
+    return as_run(sorted(set(chain.from_iterable(parts))))
 
 
 def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:
     """What takes those slots, of which there are some, out of a column."""
-    first, end = slots[0], slots[-1] + 1
     # Either is several times as fast as a loop over the slots.
-    return (lambda column: column[first:end]) if end - first == len(slots) else itemgetter(*slots)
+    return itemgetter(slice(slots.start, slots.stop)) if isinstance(slots, range) else itemgetter(*slots)
 
 
-def _places(slots: list[int]) -> bytes:
-    return array("Q", slots if len(slots) < 3 or slots[-1] - slots[0] >= len(slots) else (slots[0], slots[-1])).tobytes()
+def _places(slots: Sequence[int]) -> bytes:
+    return array("Q", (slots[0], slots[-1]) if isinstance(slots, range) and len(slots) > 2 else slots).tobytes()
 
 
 def _unless_zero(values: Any) -> bytes:

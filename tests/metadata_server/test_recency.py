@@ -1,0 +1,202 @@
+"""The order of use against a plain list, with chunks so small that they are dropped, tidied and joined all the time."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicache_metadata_server.state import leases, recency
+from hicache_metadata_server.state.leases import LeaseLog
+from hicache_metadata_server.state.recency import Recency
+from hicache_metadata_server.state.slots import FREE, LIVE, SlotTable
+from tests.metadata_server.histories import History
+from tests.metadata_server.test_scope import test_eviction_takes_the_oldest_tail as take_the_oldest_tail
+
+SLOTS = 24
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(recency, "BITS", 2)
+    monkeypatch.setattr(recency, "CHUNK", 4)
+    monkeypatch.setattr(leases, "CHUNK", 4)
+
+
+class Model:
+    """Both side by side."""
+
+    def __init__(self) -> None:
+        self.table = SlotTable()
+        self.table.grow(SLOTS)
+        self.recency = Recency(self.table)
+        self.order: OrderedDict[int, None] = OrderedDict()
+        """The least recently used first."""
+        self.pinned = set[int]()
+
+    def add(self, slots):
+        for slot in slots:
+            self.table.states[slot], self.table.keys[slot] = LIVE, f"k{slot}"
+            self.table.by_key[f"k{slot}"] = slot
+        self.recency.add(slots)
+        self.order.update(dict.fromkeys(reversed(slots)))
+
+    def use(self, slots):
+        self.recency.use(slots)
+        for slot in reversed(slots):
+            self.order.move_to_end(slot)
+
+    def children(self, slot, count):
+        had, self.table.children[slot] = self.table.children[slot], count
+        if had and not count:
+            self.recency.became_tail(slot)
+
+    def remove(self, slot):
+        del self.order[slot], self.table.by_key[f"k{slot}"]
+        self.table.states[slot], self.table.children[slot] = FREE, 0
+        self.recency.remove(slot)
+
+    def evict(self, wanted):
+        may_go = [slot for slot in self.order if not self.table.children[slot] and slot not in self.pinned][:wanted]
+        gone = list[int]()
+
+        def let_go(slot):
+            gone.append(slot)
+            self.remove(slot)
+
+        assert self.recency.victims(wanted, self.pinned.__contains__, let_go) == len(may_go)
+        assert gone == may_go
+
+    def clear(self):
+        self.order.clear()
+        self.table.let_all_go()
+        self.recency.forget_all()
+        for slot in range(SLOTS):
+            self.table.states[slot] = FREE
+            self.table.children[slot] = self.table.stamps[slot] = 0
+
+    def see(self):
+        assert list(self.recency) == [f"k{slot}" for slot in self.order]
+        assert len(self.recency) == len(self.order)
+        assert list(self.recency.unreachable()) == []
+        entries = sum(map(len, self.recency._chunks.values()))
+        assert entries == self.recency._entries
+        assert list(self.recency._chunks) == sorted(self.recency._chunks)
+
+
+def step(model, chance):
+    live, free = list(model.order), [slot for slot in range(SLOTS) if slot not in model.order]
+    some = chance.sample(live, chance.randint(0, len(live)))
+    match chance.choice(("add", "use", "use", "one", "one", "run", "remove", "children", "pin", "evict", "clear")):
+        case "add":
+            model.add(chance.sample(free, chance.randint(0, len(free))))
+        case "use":
+            model.use(some)
+        case "one":
+            for slot in some[:2] * chance.randint(0, 10):
+                model.use([slot])
+        case "run" if live:
+            first = last = chance.choice(live)
+            while last + 1 in model.order and chance.random() < 0.8:
+                last += 1
+            model.use(chance.choice((range(first, last + 1), list(range(first, last + 1)))))
+        case "remove":
+            for slot in some[:2]:
+                model.remove(slot)
+        case "children":
+            for slot in some:
+                model.children(slot, chance.randint(0, 1))
+        case "pin":
+            model.pinned = set(some)
+        case "evict":
+            model.evict(chance.randint(1, 4))
+        case "clear" if chance.random() < 0.05:
+            model.clear()
+        case _:
+            pass
+    model.see()
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chance=st.randoms(use_true_random=False), steps=st.integers(1, 100))
+def test_any_use(chance, steps):
+    model = Model()
+    for _ in range(steps):
+        step(model, chance)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_use(seed):
+    model, chance = Model(), random.Random(seed)
+    for _ in range(3000):
+        step(model, chance)
+
+
+def test_what_is_outdated_is_forgotten():
+    model, chance = Model(), random.Random(0)
+    model.add(list(range(SLOTS)))
+    most = most_chunks = 0
+    for _ in range(20_000):
+        # Some all the time, some seldom: chunks that hold little, which can only be tidied.
+        model.use([min(int(chance.expovariate(0.3)), SLOTS - 1)])
+        most = max(most, model.recency._entries)
+        most_chunks = max(most_chunks, len(model.recency._chunks))
+    model.see()
+    assert most < 4 * (SLOTS + recency.CHUNK), "entries are bounded by the pages, not by the uses"
+    assert most_chunks < 21, "chunks that hold little are joined; there would be one for each page"
+
+
+def test_restored_in_order():
+    model = Model()
+    order = [5, 6, 7, 8, 9, 3, 2, 1, 20, 11, 12]
+    for slot in order:
+        model.table.states[slot], model.table.keys[slot] = LIVE, f"k{slot}"
+    model.recency.restore(order)
+    assert list(model.recency) == [f"k{slot}" for slot in order]
+    model.order = OrderedDict.fromkeys(order)
+    model.table.by_key.update({f"k{slot}": slot for slot in order})
+    model.see()
+    model.evict(4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_eviction_takes_the_oldest_tail_over_many_chunks(seed):
+    take_the_oldest_tail(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_histories_over_many_chunks(seed):
+    history = History(random.Random(100 + seed), 12, 20)
+    for _ in range(1200):
+        history.step()
+    history.see_nothing_lost()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_by_their_leases(seed):
+    """Against a dict, with runs of neighbours and slots alone."""
+    chance, table, next_lease = random.Random(seed), SlotTable(), 1
+    log, slots = LeaseLog(table), dict[int, int]()
+    table.grow(SLOTS)
+    for _ in range(600):
+        first, count = chance.randrange(SLOTS), chance.randint(1, 6)
+        given = range(first, min(first + count, SLOTS)) if chance.random() < 0.5 else chance.sample(range(SLOTS), count)
+        next_lease += chance.randint(0, 2)
+        for lease, slot in enumerate(given, next_lease):
+            table.leases[slot] = lease
+        log.add(next_lease, given)
+        slots = {lease: slot for lease, slot in slots.items() if slot not in given}
+        slots.update(enumerate(given, next_lease))
+        next_lease += len(given)
+        asked = range(max(1, next_lease - 200), next_lease + 5)
+        assert [log.slot(lease) for lease in asked] == [slots.get(lease, -1) for lease in asked]
+        some = range(begin := chance.choice(asked), begin + chance.randint(1, 6))
+        if (run := log.run(some)) is not None:
+            assert list(run) == [slots.get(lease) for lease in some]
+    assert len(log) < 4 * SLOTS
+    again = LeaseLog(table)
+    again.restore(sorted(slots), [slots[lease] for lease in sorted(slots)])
+    assert all(again.slot(lease) == slot for lease, slot in slots.items())
