@@ -29,6 +29,8 @@ OPEN_PAGES: Final = ("/openapi.json", "/docs")
 """Pages that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
 
 UNAUTHORIZED: Final = (401, 403)
+OTHER: Final = "other"
+"""What unknown paths are called in metrics and logs."""
 
 _log = structlog.get_logger()
 
@@ -79,11 +81,18 @@ class Front:
             said = refusal(refused, _content_type(path, headers)[1])
             if asked is None and said.status in UNAUTHORIZED:
                 caller = self._tokens.whose(headers.get(b"authorization", b""))
-                self._audit.refused(path, said.status, refused.problem.code, caller, peer_of(scope["client"]))
+                self._audit.refused(self._route(path), said.status, refused.problem.code, caller, peer_of(scope["client"]))
         except _GoneError:
             return
         self.count(asked, said, begin, scope["client"])
         await _send(send, said)
+
+    def _route(self, path: str) -> str:
+        """A path as it may be written down: one that is unknown may have anything in it, a token as well."""
+        try:
+            return path if path in PAGES else self._desk.endpoint(path).name
+        except RefusedError:
+            return OTHER
 
     def _see_page(self, path: str, headers: dict[bytes, bytes]) -> None:
         caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
@@ -148,7 +157,7 @@ class Front:
         """See to the metrics, and to the audit log."""
         if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
             self._write_down(asked, said, peer_of(client))
-        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, time.perf_counter() - begin)
+        self._metrics.answered(asked.endpoint.name if asked else OTHER, said.status, time.perf_counter() - begin)
 
     def _write_down(self, asked: Asked, said: Said, peer: str) -> None:
         name, caller = asked.endpoint.name, asked.caller
