@@ -138,7 +138,9 @@ def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
         async with running(**guarded(tmp_path, "acme", "other")) as caller:
             for tenant, scope in (("acme", "0:a"), ("other", "0:b")):
                 made = {"scopes": [{"scope": scope, "slots": 8}]}
-                reply = await caller.post("/v2/initialize", made, headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"})
+                reply = await caller.post(
+                    "/v2/initialize", made, headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"}
+                )
                 assert reply.json == {"created": [True]}, "a key of another tenant's is another key"
             reserve = {"scopes": [{"scope": "0:a", "keys": ["k"]}]}
             once = {"idempotency-key": "once"}
