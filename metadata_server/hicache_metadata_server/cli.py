@@ -184,6 +184,7 @@ def import_file(
     store: Annotated[
         str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")
     ],
+    tenant: Annotated[str, typer.Option(help="Whose the scopes are to be; none by default.")] = "",
 ) -> None:
     """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""
     from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
@@ -191,7 +192,7 @@ def import_file(
     with _complaints():
         found = read_persistence_file(file.read_bytes())
         with _opened(store) as (service, write):
-            import_scopes(service, found, time.time())
+            import_scopes(service, found, time.time(), tenant)
             write()
     for scope in found:
         why = "".join(f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items()))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from hicache_metadata_server.service.tenants import Quota, Quotas
+from hicache_metadata_server.service.tenants import NAME, Quota, Quotas
 from hicache_metadata_server.token_file import WRITABLE_BY_OTHERS
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 class TenantQuota(BaseModel):
@@ -55,8 +53,8 @@ class TenantsFile(BaseModel):
     @model_validator(mode="after")
     def _see_names(self) -> TenantsFile:
         for name in self.tenants:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"a tenant is called {_NAME.pattern}, not {name!r}")
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"a tenant is called {NAME}, not {name!r}")
         return self
 
 

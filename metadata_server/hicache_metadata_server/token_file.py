@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from hicache_metadata_server.service.tenants import NAME
+
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
@@ -28,7 +30,7 @@ WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _PLAIN_LINE: Final = re.compile(r"(read|write|admin)[ \t]+(\S+)")
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
-TenantName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$(?!\n)")]
+TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
 
 
 class TokenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

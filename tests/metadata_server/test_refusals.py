@@ -123,6 +123,7 @@ def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
             ):  # fmt: skip
                 listed = (await caller.send("GET", "/v2/scopes", headers=bearer(token))).json["scopes"]
                 assert [one["scope"] for one in listed] == names, token
+                assert token == "admin-" or {one["tenant"] for one in listed} == {token.partition("-")[2]}
             for token, slots in (("admin-acme", 64), ("admin-other", 8), ("admin-", 80)):
                 assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json["slots"] == slots
             pins = {"pins": [pin]}

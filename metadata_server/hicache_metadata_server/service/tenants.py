@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.protocol import ScopeGeometry
 
+NAME: Final = "[A-Za-z0-9._-]{1,64}"
+"""How a tenant may be called: a regular expression."""
 QUOTA: Final = "quota"
 """The code of a refusal by a quota of scopes, slots or bytes."""
 TOO_MANY: Final = "too_many"
