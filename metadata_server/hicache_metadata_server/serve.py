@@ -85,7 +85,7 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # A series for each counter's birthday, which nobody asked for.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGHUP, lambda *_: security.reloads.ask())
+    signal.signal(signal.SIGHUP, lambda number, frame: security.reloads.ask())
     try:
         _run(create_app(service, store, security=security, clock=clock), settings, security.tls_context)
     finally:

@@ -26,13 +26,12 @@ LONG_BODY: Final = 16_384
 """Shorter bodies are not looked at for whether they are long."""
 
 OF_NO_SCOPE: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
-"""Routes that name no scope and are open to tenants; `do` of the last two keeps to what is theirs. Others are about the whole server."""
+"""Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others are about the whole server."""
 NAMED: Final = (p.Clear, p.Fsck)
 """Messages that have names of scopes where others have parts."""
-BY_CALLER: Final = frozenset(("/v2/initialize", "/v2/scopes", "/v2/unpin"))
 
-Do = Callable[..., Any]
-"""Takes the message and the time; with `Endpoint.by_caller` also who asks."""
+Do = Callable[[Any, float], Any]
+DoAs = Callable[[Any, float, Caller], Any]
 Names = Callable[[Any], tuple[Sequence[str], str]]
 """The scopes that a message names, and its field for them, with `{}` for the number of one."""
 _CODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
@@ -59,7 +58,8 @@ class Endpoint:
     """Takes an idempotency key."""
     names: Names | None = None
     """None of a route that names no scope."""
-    by_caller: bool = False
+    do_as: DoAs | None = None
+    """In the place of `do` where it matters who asks."""
     audited: bool = False
     """An operator wants to know who has done it: all that needs an admin token, and what empties scopes."""
 
@@ -167,8 +167,11 @@ class Desk:
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
         try:
-            asked = (message, self.clock(), request.caller) if endpoint.by_caller else (message, self.clock())
-            said = self._said(endpoint.do(*asked), request.content_type)
+            if endpoint.do_as is not None:
+                answer = endpoint.do_as(message, self.clock(), request.caller)
+            else:
+                answer = endpoint.do(message, self.clock())
+            said = self._said(answer, request.content_type)
         except RefusedError as refused:
             # A confirm that is refused has done the rest.
             return Started(refusal(refused, request.content_type), changes)
@@ -281,16 +284,21 @@ class Desk:
         body = Body(route.request, CONTENT_TYPES) if route.request else None
         fixed: dict[str, Do] = {
             "/v2": lambda _, now: service.about,
-            "/v2/scopes": lambda _, now, caller: service.list_scopes(caller),
+            "/v2/scopes": lambda _, now: service.list_scopes(),
             # Done in pieces by `_fsck`.
             "/v2/fsck": lambda request, now: None,
+        }
+        as_caller: dict[str, DoAs] = {
+            "/v2/scopes": lambda _, now, caller: service.list_scopes(caller),
+            "/v2/initialize": service.initialize,
+            "/v2/unpin": service.unpin,
         }
         do = fixed.get(path) or getattr(service, name)
         changes = route.changes or path == "/v2/unpin"
         checked: Do | None = getattr(service, f"do_{name}", None)
         return Endpoint(
             path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes,
-            names=_names_in(route.request) if route.request else None, by_caller=path in BY_CALLER,
+            names=_names_in(route.request) if route.request else None, do_as=as_caller.get(path),
             audited=route.token is p.Token.ADMIN or name == "clear",
         )  # fmt: skip
 
@@ -307,13 +315,16 @@ class Desk:
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
         body, token = known
-        run: Do = getattr(self._compatible, operation)
+        run: Callable[[int, Any, float], Any] = getattr(self._compatible, operation)
         number = int(rank)
         changes = operation not in ("exists", "get_page_indices")
         can_be_long = operation in ("exists", "get_page_indices", "reserve_and_allocate_page_indices", "delete_keys")
 
-        def do(request: Any, now: float, *caller: Caller) -> Any:
-            return run(number, request, now, *caller)
+        def do(request: Any, now: float) -> Any:
+            return run(number, request, now)
+
+        def initialize(request: Any, now: float, caller: Caller) -> None:
+            self._compatible.initialize(number, request, now, caller)
 
         def names(request: Any) -> tuple[Sequence[str], str]:
             return (f"{number}:{request.namespace}",), "namespace"
@@ -331,7 +342,7 @@ class Desk:
             check if can_be_long else None,
             changes,
             names=names,
-            by_caller=operation == "initialize",
+            do_as=initialize if operation == "initialize" else None,
             audited=operation == "clear",
         )
 
