@@ -4,6 +4,7 @@
 set -euo pipefail
 dir=${1:?usage: scripts/setup.sh DIR}
 
+# openssl: the tests make certificates with it.
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
 packages=()
@@ -13,6 +14,7 @@ ldconfig -p | grep -q libatomic || packages+=(libatomic1)
 for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
   ldconfig -p | grep -q "${library%%:*}" || packages+=("${library##*:}")
 done
+command -v openssl >/dev/null || packages+=(openssl)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 if ((${#packages[@]})); then
   as_root=()

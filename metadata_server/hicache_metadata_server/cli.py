@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hicache_metadata_server.commands.token import app as token_app
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -26,7 +28,15 @@ OFFLINE: Final = "Read this store instead, which no server has open."
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
 Token = Annotated[Path | None, typer.Option("--token-file", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")]
+Ca = Annotated[
+    Path | None, typer.Option(help="PEM file of authorities for https, or $HICACHE_METADATA_CA.  [default: the system's]")
+]
+Certificate = Annotated[
+    Path | None, typer.Option(help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE.")
+]
 LOCAL: Final = "http://127.0.0.1:18000"
+
+app.add_typer(token_app, name="token")
 
 
 @app.command()
@@ -39,7 +49,7 @@ def serve(
         typer.Option(help="What acknowledged changes survive: process (kill -9) or machine (loss of power).  [default: process]"),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")
+        Path | None, typer.Option(help="Made by `hicache metadata token`. Without tokens everybody may do all.")
     ] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="How long a reservation lasts.  [default: 30]")] = None,
     quarantine_seconds: Annotated[
@@ -47,6 +57,11 @@ def serve(
     ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file; clients have to show a certificate of these authorities.")
+    ] = None,
+    tenants_file: Annotated[Path | None, typer.Option(help="TOML file of quotas (docs/security.md).")] = None,
+    audit_file: Annotated[Path | None, typer.Option(help="File for audit lines, appended to.  [default: the log]")] = None,
     log_format: Annotated[str | None, typer.Option(help="json or console.  [default: json]")] = None,
     log_level: Annotated[str | None, typer.Option(help="[default: info]")] = None,
 ) -> None:
@@ -57,7 +72,7 @@ def serve(
     given: dict[str, Any] = {
         "host": host, "port": port, "store": store, "durability": durability, "token_file": token_file, "lease_seconds": lease_seconds,
         "quarantine_seconds": quarantine_seconds, "tls_certificate": tls_certificate, "tls_key": tls_key, "log_format": log_format,
-        "log_level": log_level,
+        "log_level": log_level, "tls_client_ca": tls_client_ca, "tenants_file": tenants_file, "audit_file": audit_file,
     }  # fmt: skip
     try:
         from hicache_metadata_server import serve as server
@@ -73,12 +88,12 @@ def serve(
 
 
 @app.command()
-def status(url: Url = LOCAL, token_file: Token = None) -> None:
+def status(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificate: Certificate = None) -> None:
     """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
     from hicache_metadata_server.protocol import About, Scopes
 
     with _complaints():
-        remote = _remote(url, token_file)
+        remote = _remote(url, token_file, ca, certificate)
         about, scopes = remote.call("/v2", None, About), remote.call("/v2/scopes", None, Scopes).scopes
         ready, why = remote.is_ready()
     console = Console(highlight=False, soft_wrap=True)
@@ -93,12 +108,12 @@ def status(url: Url = LOCAL, token_file: Token = None) -> None:
 
 
 @app.command()
-def scopes(url: Url = LOCAL, token_file: Token = None) -> None:
+def scopes(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificate: Certificate = None) -> None:
     """List every scope with its slots by state."""
     from hicache_metadata_server.protocol import Scopes
 
     with _complaints():
-        found = _remote(url, token_file).call("/v2/scopes", None, Scopes).scopes
+        found = _remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
     table = Table(
         "scope",
         "slots",
@@ -125,6 +140,8 @@ def inspect(
     slot: Annotated[list[int] | None, typer.Option(min=0, help="A slot; may be repeated.")] = None,
     url: Url = LOCAL,
     token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
 ) -> None:
     """Tell all that is known about some slots or keys, as JSON, one a line."""
     import msgspec
@@ -133,7 +150,7 @@ def inspect(
 
     with _complaints():
         request = Inspect(scope=scope, keys=key or [], slots=slot or [])
-        found = _remote(url, token_file).call("/v2/inspect", request, Inspected).slots
+        found = _remote(url, token_file, ca, certificate).call("/v2/inspect", request, Inspected).slots
     for entry in found:
         typer.echo(msgspec.json.encode(entry).decode())
 
@@ -143,6 +160,8 @@ def fsck(
     scope: Annotated[list[str] | None, typer.Argument(help="rank:namespace; all scopes if none is given.")] = None,
     url: Url = LOCAL,
     token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
     store: Annotated[str, typer.Option(metavar="URL", help=OFFLINE)] = "",
 ) -> None:
     """Check every invariant of some scopes or all. Exits with 1 if one does not hold."""
@@ -150,7 +169,9 @@ def fsck(
 
     with _complaints():
         request = Fsck(scopes=scope or [])
-        checked = _fsck_store(store, request) if store else _remote(url, token_file).call("/v2/fsck", request, Checked)
+        checked = (
+            _fsck_store(store, request) if store else _remote(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
+        )
     for problem in checked.problems:
         typer.echo(problem)
     typer.echo(f"{checked.slots:,} slots checked, {len(checked.problems) or 'no'} problems", err=True)
@@ -163,6 +184,7 @@ def import_file(
     store: Annotated[
         str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")
     ],
+    tenant: Annotated[str, typer.Option(help="Whose the scopes are to be; none by default.")] = "",
 ) -> None:
     """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""
     from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
@@ -170,7 +192,7 @@ def import_file(
     with _complaints():
         found = read_persistence_file(file.read_bytes())
         with _opened(store) as (service, write):
-            import_scopes(service, found, time.time())
+            import_scopes(service, found, time.time(), tenant)
             write()
     for scope in found:
         why = "".join(f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items()))
@@ -184,13 +206,15 @@ def drain(
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for the leases that are out.")] = 0.0,
     url: Url = LOCAL,
     token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
 ) -> None:
     """Let a server give no new leases, before it is stopped. Exits with 1 if leases are still out."""
     from hicache_metadata_server.protocol import Drain, Draining
 
     deadline = time.monotonic() + wait
     with _complaints():
-        remote = _remote(url, token_file)
+        remote = _remote(url, token_file, ca, certificate)
         answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
         while not off and answer.leases and time.monotonic() < deadline:
             time.sleep(min(0.2, wait))
@@ -226,13 +250,16 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
         opened.close()
 
 
-def _remote(url: str, token_file: Path | None) -> Remote:
+def _remote(url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None) -> Remote:
     import os
 
+    from hicache_metadata_server.client_tls import client_context
     from hicache_metadata_server.remote import Remote
 
-    token = token_file.read_text("utf-8").strip() if token_file else os.environ.get("HICACHE_METADATA_TOKEN", "")
-    return Remote(url, token)
+    told = os.environ.get
+    token = token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
+    authorities, shown = ca or told("HICACHE_METADATA_CA", ""), certificate or told("HICACHE_METADATA_CERTIFICATE", "")
+    return Remote(url, token, client_context(ca=str(authorities), certificate=str(shown)) if url.startswith("https:") else None)
 
 
 @contextmanager

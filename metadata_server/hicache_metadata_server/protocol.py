@@ -102,7 +102,7 @@ class Problem(Answer, frozen=True, kw_only=True):
     """The body of every answer with a status of 400 or more."""
 
     code: str
-    """Stable, for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`, `unauthorized`, ..."""
+    """Stable, for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`, `unauthorized`, `forbidden`, `quota`, ..."""
     message: str
     """For people."""
     field: str = ""
@@ -379,6 +379,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     misses: Natural = 0
     evicted: Natural = 0
     """Pages that went to make room."""
+    tenant: str = ""
+    """Whose token has made it; empty for none."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

@@ -12,6 +12,8 @@ import msgspec
 from hicache_metadata_server.protocol import JSON, ROUTES, Problem, decode, encode
 
 if TYPE_CHECKING:
+    import ssl
+
     from hicache_metadata_server.protocol import Answer, Request
 
 A = TypeVar("A", bound="Answer")
@@ -25,11 +27,11 @@ class RemoteError(Exception):
 class Remote:
     """A server that runs somewhere."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RemoteError(f"{url!r} is no http or https address")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._secure, self._tls = parts.scheme == "https", tls
         self._url, self._token, self._host, self._port = url, token, parts.hostname, parts.port
 
     def call(self, path: str, request: Request | None, kind: type[A]) -> A:
@@ -56,12 +58,17 @@ class Remote:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
-            with closing(self._kind(self._host, self._port, timeout=ANSWER_SECONDS)) as connection:
+            with closing(self._connection()) as connection:
                 connection.request(method, path, body, headers)
                 response = connection.getresponse()
                 return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise RemoteError(f"{self._url} does not answer: {error}") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._secure:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:

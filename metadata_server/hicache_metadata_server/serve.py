@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -19,14 +21,20 @@ from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.web.security import Security
 
 if TYPE_CHECKING:
+    import ssl
+
     from hicache_metadata_server.settings import ServerSettings
     from hicache_metadata_server.stores.store import Store
+    from hicache_metadata_server.web.front import Front
 
 SWITCH_SECONDS: Final = 0.0005
 """The thread that writes the store waits no longer than this for the interpreter."""
+
+NOT_STARTED: Final = 3
+"""The exit status of a server that cannot listen."""
 
 _log = structlog.get_logger()
 
@@ -52,13 +60,13 @@ def serve(settings: ServerSettings) -> None:
         ValueError: a setting is not as it must be.
     """
     configure_logs(settings.log_level, settings.log_format)
-    tokens = Tokens(settings.tokens())
     keep_large_blocks_apart()
     clock = Clock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
     try:
         service = restored_service(store, settings, clock())
+        security = Security.of(settings, service)
     except BaseException:
         store.close()
         raise
@@ -67,7 +75,7 @@ def serve(settings: ServerSettings) -> None:
         _log.warning("left_out", problem=problem)
     _log.info(
         "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
-        tokens=bool(tokens), recovery_seconds=round(time.perf_counter() - begin, 3),
+        tokens=bool(security.tokens), tls=security.tls is not None, recovery_seconds=round(time.perf_counter() - begin, 3),
     )  # fmt: skip
     # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
     gc.collect()
@@ -77,12 +85,26 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # A series for each counter's birthday, which nobody asked for.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    uvicorn.run(
-        create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
-        server_header=False, date_header=False, lifespan="on", http=DirectProtocol, ws="none",
-        proxy_headers=False,
+    signal.signal(signal.SIGHUP, lambda number, frame: security.reloads.ask())
+    try:
+        _run(create_app(service, store, security=security, clock=clock), settings, security.tls_context)
+    finally:
+        security.close()
+
+
+def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_config=None, access_log=False,
+        timeout_graceful_shutdown=settings.shutdown_seconds, server_header=False, date_header=False, lifespan="on",
+        http=DirectProtocol, ws="none", proxy_headers=False,
     )  # fmt: skip
+    config.load()
+    config.ssl = tls
+    server = uvicorn.Server(config)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(NOT_STARTED)
 
 
 def _version() -> str:

@@ -42,6 +42,9 @@ class ServerSettings(BaseSettings):
     idempotency_seconds: Positive = DEFAULTS.idempotency_seconds
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tenants_file: Path | None = None
+    audit_file: Path | None = None
     shutdown_seconds: Annotated[int, Field(ge=1)] = 20
     """How long requests that were accepted may take after a SIGTERM."""
     log_level: str = "info"
@@ -53,6 +56,8 @@ class ServerSettings(BaseSettings):
             raise ValueError("lease_seconds must lie between least_lease_seconds and most_lease_seconds")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs a certificate and a key")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs a certificate of the server")
         return self
 
     @property
@@ -66,15 +71,12 @@ class ServerSettings(BaseSettings):
         )  # fmt: skip
 
     def tokens(self) -> dict[str, p.Token]:
-        """All tokens, by their text.
+        """Those from the environment, by their text.
 
         Raises:
-            ValueError: the file is not as it must be, or one token is given for two rights.
-            OSError: the file cannot be read.
+            ValueError: one is empty, or given for two rights.
         """
-        from hicache_metadata_server.web.tokens import read_token_file
-
-        found = read_token_file(self.token_file) if self.token_file else {}
+        found: dict[str, p.Token] = {}
         for kind, secret in (
             (p.Token.READ, self.read_token),
             (p.Token.WRITE, self.write_token),
@@ -85,6 +87,4 @@ class ServerSettings(BaseSettings):
                 if not text or text in found:
                     raise ValueError(f"the {kind} token is empty, or stands for something else already")
                 found[text] = kind
-        if self.token_file and not found:
-            raise ValueError(f"{self.token_file} holds no token")
         return found

@@ -17,7 +17,7 @@ from hicache_metadata_server.service.slices import ENTRIES
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.state.written import slots_of
 from hicache_metadata_server.stores.store import StoreError, open_store
-from hicache_metadata_server.web.tokens import Tokens, read_token_file
+from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 100_000}]}
@@ -363,30 +363,6 @@ def test_what_was_asked_for_is_counted_as_hits_and_misses():
             assert 'hicache_metadata_lookups_total{result="hit",scope="0:kv"} 5.0' in text
 
     run(scenario())
-
-
-def test_tokens_guard_pages_too(tmp_path):
-    file = tmp_path / "tokens"
-    file.write_text("# ours\nread r1\n\nread r2\nadmin a\n")
-    tokens = Tokens(read_token_file(file))
-
-    async def scenario():
-        async with running(tokens=tokens) as caller:
-            for path in ("/", "/metrics", "/openapi.json", "/v2", "/nothing", "/x/exists"):
-                assert (await caller.send("GET", path)).status == 401, path
-            for token, status in (("r1", 200), ("r2", 200), ("a", 200), ("b", 401), ("", 401)):
-                assert (await caller.send("GET", "/v2", headers={"authorization": f"Bearer {token}"})).status == status
-            assert (await caller.send("GET", "/healthz")).status == 200
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("line", ["read", "root x", "read a b", "read x\nwrite x"])
-def test_a_token_file_that_means_nothing_is_refused(tmp_path, line):
-    file = tmp_path / "tokens"
-    file.write_text(line)
-    with pytest.raises(ValueError, match="line"):
-        read_token_file(file)
 
 
 def test_tokens_include_those_below():

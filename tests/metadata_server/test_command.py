@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from hicache_metadata_server.cli import app
 from hicache_metadata_server.settings import ServerSettings
 from tests.metadata_server.servers import DURABLE, served
+from tests.metadata_server.token_files import write_tokens
 
 
 def hicache(*arguments, **options):
@@ -21,7 +22,7 @@ def hicache(*arguments, **options):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     tokens = tmp_path_factory.mktemp("tokens")
-    (tokens / "server").write_text("admin all\nread look\n")
+    write_tokens(tokens / "server", operator="admin all", reader="read look")
     (tokens / "client").write_text("all\n")
     (tokens / "reader").write_text("look\n")
     with served(f"{DURABLE} --token-file {tokens / 'server'}", "all") as (place, client):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
+from itertools import count
 
 import msgspec
 import pytest
@@ -12,8 +13,14 @@ import pytest
 from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, JSON, MSGPACK, ROUTES
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.service.tenants import Holding, Quota, Quotas
 from hicache_metadata_server.stores.sqlite import SqliteStore
+from hicache_metadata_server.token_file import record_of
+from hicache_metadata_server.web.rates import Rates
+from hicache_metadata_server.web.security import Security
+from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.token_files import EARLIER
 
 KEEP = "5:keep"
 SCOPES = ["0:kv", "0:mamba", "1:kv"]
@@ -121,19 +128,56 @@ class Fuzzer:
         return method, path, encoded, content_type, headers
 
 
-async def fuzz(store, seed, requests):
+def guarded(service):
+    """Tokens of two tenants and of none, and quotas that are reached; the clock of the rates goes on with each request."""
+    tokens, ticks = Tokens(), count()
+    tokens.take(
+        [
+            record_of(f"{right}-{tenant}", right, name=f"{right}-{tenant}", tenant=tenant)
+            for right in ("read", "write", "admin")
+            for tenant in ("", "acme", "other")
+        ]
+        + [record_of("late", "admin", name="late", expires=EARLIER)]
+    )
+    security = Security(service, tokens)
+    quota = Quota(scopes=3, slots=100, requests_per_second=1.0, burst=40.0)
+    service.tenants.quotas = Quotas({"acme": quota}, default=Quota(bytes=10**6))
+    security.rates = Rates(service.tenants, clock=lambda: next(ticks) / 2)
+    return security
+
+
+TOKENS = (
+    "write-acme",
+    "admin-acme",
+    "read-acme",
+    "write-other",
+    "admin-other",
+    "write-",
+    "admin-",
+    "admin-",
+    "late",
+    "wrong",
+    "",
+)
+OPERATOR = {"authorization": "Bearer admin-"}
+
+
+async def fuzz(store, seed, requests, *, tokens=False):
     limits = msgspec.structs.replace(
         DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
     )
     fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
     service = MetadataService(limits, durability=store.durability, most_scopes=12)
-    async with running(store, service) as caller:
-        await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in (KEEP, *SCOPES)]})
-        assert (await caller.store(KEEP, ["one", "two"])).status == 200
+    async with running(store, service, security=guarded(service) if tokens else None) as caller:
+        for headers, names in ((OPERATOR, (KEEP, "0:mamba")), ({"authorization": "Bearer write-acme"}, ("0:kv", "1:kv"))):
+            await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in names]}, headers=headers)
+        assert (await caller.store(KEEP, ["one", "two"], headers=OPERATOR)).status == 200
         tracemalloc.start()
         try:
             for number in range(requests):
                 method, path, body, content_type, headers = fuzzer.request()
+                if tokens:
+                    headers = {**headers, "authorization": f"Bearer {fuzzer.chance.choice(TOKENS)}"}
                 reply = await caller.send(method, path, body, content_type=content_type or None, headers=headers, pieces=fuzzer.chance.choice((1, 1, 3)))  # fmt: skip
                 statuses[reply.status] = statuses.get(reply.status, 0) + 1
                 assert reply.status < 500, (method, path, body, reply)
@@ -146,9 +190,11 @@ async def fuzz(store, seed, requests):
                     sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        found = (await caller.post("/v2/lookup", {"scopes": [{"scope": KEEP, "keys": ["one", "two"]}]})).json["scopes"][0]
+        looked_up = await caller.post("/v2/lookup", {"scopes": [{"scope": KEEP, "keys": ["one", "two"]}]}, headers=OPERATOR)
+        found = looked_up.json["scopes"][0]
         assert (found["slots"], found["checksums"]) == ([0, 1], [2**64 - 1] * 2)
-        assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+        assert (await caller.post("/v2/fsck", {}, headers=OPERATOR)).json["problems"] == []
+        assert Holding.of(service.held_by("acme")).scopes <= 3 or not tokens
     return statuses, sizes
 
 
@@ -159,8 +205,24 @@ def see(statuses, sizes):
     assert max(sizes[-3:]) < 1.2 * max(sizes[2:5]) + 200_000, sizes
 
 
+def see_guarded(statuses, sizes):
+    assert set(statuses) >= {200, 401, 403, 404, 409, 422, 429}, "the fuzzer reaches everything"
+    assert statuses[200] > 0.04 * sum(statuses.values()), f"it also sends what is right: {statuses}"
+    assert max(sizes[-3:]) < 1.2 * max(sizes[2:5]) + 200_000, sizes
+
+
 def test_random_requests(tmp_path):
     see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 2000)))
+
+
+def test_random_requests_of_tenants(tmp_path):
+    see_guarded(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 2, 2000, tokens=True)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_requests_of_tenants(tmp_path, seed):
+    see_guarded(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 200 + seed, 5000, tokens=True)))
 
 
 @pytest.mark.fuzz

@@ -104,3 +104,10 @@ def test_the_command(tmp_path):
     assert again.exit_code == 2
     assert "has 0:kv, 0:mamba already" in " ".join(again.output.split())
     assert CliRunner().invoke(app, ["import", str(tmp_path / "none"), "--store", store]).exit_code == 2
+    assert CliRunner().invoke(app, ["import", str(file), "--store", f"{store}2", "--tenant", "a b"]).exit_code == 2
+
+
+def test_the_scopes_become_a_tenants():
+    service = MetadataService()
+    import_scopes(service, read_persistence_file(written({"0": rank(2, {"k": 0})})), 100.0, "acme")
+    assert service.list_scopes().scopes[0].tenant == "acme"

@@ -15,6 +15,7 @@ from hicache_conformance.verdict import Verdict
 from hicache_metadata_server.protocol import Checked, Fsck, Reserved
 from tests.conformance.metadata.judging import broken, errors, judged
 from tests.metadata_server.servers import DURABLE, SERVE, Served, served
+from tests.metadata_server.token_files import write_tokens
 
 # So many that nothing is evicted.
 SLOTS = 1_000_000
@@ -109,9 +110,7 @@ def test_a_second_server_on_the_same_store_says_so(tmp_path):
 
 @pytest.fixture
 def tokens(tmp_path):
-    file = tmp_path / "tokens"
-    file.write_text("admin all\nread look\nwrite write\n")
-    return file
+    return write_tokens(tmp_path / "tokens", a="admin all", b="read look", c="write write")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

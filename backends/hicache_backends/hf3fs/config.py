@@ -96,6 +96,16 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")
     ] = True
     metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    metadata_ca: Annotated[
+        str,
+        Meta(description="PEM file of the authorities that a metadata server at https:// is judged by. By default the system's."),
+    ] = ""
+    metadata_certificate: Annotated[
+        str, Meta(description="PEM file of the certificate that this client shows to a metadata server at https://.")
+    ] = ""
+    metadata_key: Annotated[
+        str, Meta(description="PEM file of its key. By default the key is in the file of the certificate.")
+    ] = ""
 
     def __post_init__(self) -> None:
         for name in ("file_size", "usrbio_buffer"):
@@ -105,6 +115,24 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             parts = urlsplit(self.metadata_url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"metadata_url {self.metadata_url!r} is no http or https address")
+        self._see_tls()
+
+    def __repr__(self) -> str:
+        told = {name: getattr(self, name) for name in self.__struct_fields__}
+        told["token"] = "..." if self.token else ""
+        return f"Hf3fsConfig({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+    def _see_tls(self) -> None:
+        if self.metadata_key and not self.metadata_certificate:
+            raise ValueError("metadata_key needs metadata_certificate")
+        given = next((name for name in ("metadata_ca", "metadata_certificate") if getattr(self, name)), "")
+        if given and not self.is_secure:
+            raise ValueError(f"{given} needs a metadata_url that begins with https://")
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether the metadata server is spoken to by TLS."""
+        return (self.metadata_url or "").startswith("https:")
 
     @property
     def file_bytes(self) -> int:

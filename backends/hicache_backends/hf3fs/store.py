@@ -16,6 +16,7 @@ from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from ssl import SSLContext
 
     from hicache_backends.hf3fs.client.directory import Directory
     from hicache_backends.hf3fs.config import Hf3fsConfig
@@ -92,7 +93,20 @@ class Store:
             return LocalDirectory(self.path, quarantine_seconds=self.config.quarantine_seconds)
         from hicache_backends.hf3fs.client.remote import RemoteDirectory
 
-        return RemoteDirectory(self.config.metadata_url, self.config.bearer, timeout_seconds=self.config.timeout_seconds)
+        return RemoteDirectory(
+            self.config.metadata_url, self.config.bearer, timeout_seconds=self.config.timeout_seconds, tls=self._tls()
+        )
+
+    def _tls(self) -> SSLContext | None:
+        config = self.config
+        if not config.is_secure:
+            return None
+        from hicache_metadata_server.client_tls import client_context
+
+        try:
+            return client_context(ca=config.metadata_ca, certificate=config.metadata_certificate, key=config.metadata_key)
+        except ValueError as error:
+            raise ConfigError(f"metadata_ca, metadata_certificate or metadata_key: {error}") from error
 
     def _open_engine(self) -> SlotEngine:
         config = self.config

@@ -17,6 +17,8 @@ class ScopeRecord:
     geometry: ScopeGeometry
     epoch: int = 0
     cleared_until: float = 0.0
+    tenant: str = ""
+    """Whose token has made it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure
 from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.tenants import ANYBODY, Caller
 from hicache_metadata_server.state.slots import LEASED
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ class CompatibleService:
             measure.lengths([prefix for _, prefix in request.keys], "keys")
         self._service.known(f"{rank}:{request.namespace}")
 
-    def initialize(self, rank: int, request: p.CompatibleInitialize, now: float) -> None:
+    def initialize(self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY) -> None:
         """Make a scope, or see that it has as many pages."""
         name = f"{rank}:{request.namespace}"
         known = self._service.scopes.get(name)
         if known is None:
-            self._service.see_room_for_scope("namespace")
-            self._service.add_scope(p.ScopeGeometry(scope=name, slots=request.num_pages))
+            geometry = p.ScopeGeometry(scope=name, slots=request.num_pages)
+            self._service.see_room([geometry], caller, "namespace")
+            self._service.add_scope(geometry, caller.tenant)
         elif known.geometry.slots != request.num_pages:
             message = f"scope {name!r} has {known.geometry.slots} pages, not {request.num_pages}"
             raise RefusedError(409, "mismatch", message, "num_pages")

@@ -11,6 +11,7 @@ import msgspec
 
 from hicache_metadata_server.protocol import Limits, ScopeGeometry
 from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.tenants import NAME
 from hicache_metadata_server.state.restoring import SlotRow, restore, rows_from
 from hicache_metadata_server.state.slots import LIVE
 
@@ -96,17 +97,19 @@ def _is_page(page: object, pages: int) -> bool:
     return isinstance(page, int) and not isinstance(page, bool) and 0 <= page < pages
 
 
-def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: float) -> None:
-    """Make the scopes in a service that has none of their names.
+def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: float, tenant: str = "") -> None:
+    """Make the scopes in a service that has none of their names, for one tenant or none.
 
     Raises:
         ImportFileError: it has; nothing was imported.
     """
+    if tenant and not re.fullmatch(NAME, tenant):
+        raise ImportFileError(f"a tenant is called {NAME}, not {tenant!r}")
     there = [scope.name for scope in scopes if scope.name in service.scopes]
     if there:
         raise ImportFileError(f"the store has {', '.join(there)} already; nothing was imported")
     for imported in scopes:
-        scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots))
+        scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots), tenant)
         first = service.take_leases(len(imported.pages))
         rows = [
             SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0) for lease, (key, slot) in enumerate(imported.pages, first)

@@ -30,6 +30,10 @@ class PinBook:
         if remember:
             self.added[record.pin] = record
 
+    def find(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Those that are out."""
+        return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
+
     def remove(self, pins: Iterable[int]) -> list[PinRecord]:
         """Let some go; unknown ones are no error."""
         found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]

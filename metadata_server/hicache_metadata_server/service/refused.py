@@ -8,9 +8,11 @@ from hicache_metadata_server.protocol import Problem
 class RefusedError(Exception):
     """The client asked for what cannot be; nothing was done, unless the operation says otherwise."""
 
-    def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
+    def __init__(self, status: int, code: str, message: str, field: str = "", *, retry_seconds: int = 0) -> None:
         super().__init__(f"{status} {code}: {message}")
         self.status = status
+        self.retry_seconds = retry_seconds
+        """When it may be tried again; 0 where that is not known."""
         self.problem = Problem(code=code, message=message, field=field)
 
 

@@ -12,6 +12,7 @@ from hicache_metadata_server.service.limits import DEFAULTS, Measure
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
+from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.state.audit import SHOWN, audit
 from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
@@ -55,6 +56,7 @@ class MetadataService:
         )
         self.most_scopes = most_scopes
         self.scopes: dict[str, Scope] = {}
+        self.tenants = Tenants()
         self.answers = AnswerBook(limits.idempotency_seconds)
         self.draining = False
         self.recovery_problems: list[str] = []
@@ -72,7 +74,7 @@ class MetadataService:
 
     # Scopes.
 
-    def initialize(self, request: p.Initialize, now: float) -> p.Initialized:
+    def initialize(self, request: p.Initialize, now: float, caller: Caller = ANYBODY) -> p.Initialized:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
@@ -88,22 +90,23 @@ class MetadataService:
                     raise RefusedError(409, "mismatch", message, f"scopes[{i}].{name}")
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
-        self._see_room(len(new), "scopes")
+        self.see_room(new, caller, "scopes")
         for part in new:
-            self.add_scope(part)
+            self.add_scope(part, caller.tenant)
         return p.Initialized(created=created)
 
-    def add_scope(self, geometry: p.ScopeGeometry) -> Scope:
+    def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
         """Make a scope that is not there."""
         scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
+        self.tenants.of_scope[geometry.scope] = tenant
         number = self._numbers[geometry.scope] = 1 + max(self._by_number, default=0)
         self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
 
-    def list_scopes(self) -> p.Scopes:
-        """Every scope, its geometry, its slots by state."""
-        return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self.scopes)])
+    def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
+        """Every scope that is there for the caller, its geometry, its slots by state."""
+        return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))])
 
     def clear(self, request: p.Clear, now: float) -> p.Cleared:
         """Empty scopes, leases included."""
@@ -215,10 +218,13 @@ class MetadataService:
         until = now + self._lease_seconds(request.lease_seconds)
         return self._settled(request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until))
 
-    def unpin(self, request: p.Unpin, now: float) -> None:
-        """Let pins go before their time."""
+    def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
+        """Let pins go before their time. Another tenant's are as unknown as any that was never given."""
         Measure(self.limits).entries(request.pins, "pins")
-        self._let_pins_go(self._pins.remove(request.pins), now)
+        pins = request.pins
+        if not caller.sees_all:
+            pins = [record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)]
+        self._let_pins_go(self._pins.remove(pins), now)
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Count as use."""
@@ -259,10 +265,11 @@ class MetadataService:
         slots = [*request.slots, *map(scope.slot_of, request.keys)]
         return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
 
-    def fsck(self, request: p.Fsck) -> Iterator[p.Checked | None]:
+    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.Checked | None]:
         """Check every invariant, in pieces between which other requests may be served; the last is the answer, the others None."""
         Measure(self.limits).scopes(request.scopes)
-        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)] or list(self.scopes.values())
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        scopes = scopes if request.scopes else [self.scopes[name] for name in self._seen_by(caller)]
         problems = list[str]()
         for scope in scopes:
             for piece in audit(scope):
@@ -297,7 +304,8 @@ class MetadataService:
         changes = Changes(answers=self.answers.added, pins=list(self._pins.added.values()), unpinned=self._pins.removed)
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
         for name, scope in self._made.items():
-            changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until))
+            tenant = self.tenants.of_scope[name]
+            changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until, tenant))
         for name, scope in self._changed.items():
             if scope.changed:
                 changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
@@ -345,6 +353,7 @@ class MetadataService:
             name = record.geometry.scope
             scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
+            self.tenants.of_scope[name] = record.tenant
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
             for number, slots in pin.slots.items():
@@ -376,13 +385,21 @@ class MetadataService:
         """The first of so many new leases, for pages that come from elsewhere."""
         return self._leases.take(count)
 
-    def see_room_for_scope(self, field: str) -> None:
-        """See that another scope may be made."""
-        self._see_room(1, field)
-
-    def _see_room(self, new: int, field: str) -> None:
-        if new and len(self.scopes) + new > self.most_scopes:
+    def see_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
+        """See that a caller may make these scopes, none of which is there."""
+        if new and len(self.scopes) + len(new) > self.most_scopes:
             raise too_large(f"this server keeps {self.most_scopes} scopes", field)
+        self.tenants.see_quota(caller.tenant, self.held_by(caller.tenant), new, field)
+
+    def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
+        """The scopes of one tenant, "" for those of none."""
+        return (self.scopes[name].geometry for name, holder in self.tenants.of_scope.items() if holder == tenant)
+
+    def _seen_by(self, caller: Caller) -> list[str]:
+        return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
+
+    def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
+        return all(may_use(caller, self.tenants.of_scope[self._by_number[number].geometry.scope]) for number in pin.slots)
 
     def _known(self, name: str, field: str) -> Scope:
         scope = self.scopes.get(name)
@@ -425,6 +442,7 @@ class MetadataService:
             scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
             identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
             quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
+            tenant=self.tenants.of_scope[geometry.scope],
         )  # fmt: skip
 
 

@@ -18,7 +18,17 @@ from hicache_metadata_server.stores.blocks import BLOCK, Block, touched
 from hicache_metadata_server.stores.folds import PIECE, Folds, Piece
 from hicache_metadata_server.stores.log import Log
 from hicache_metadata_server.stores.replay import replayed
-from hicache_metadata_server.stores.schema import APPLICATION, BLOCK_MASK, FOLDED, LINEAGE, SCOPE_BITS, TABLES, VERSION
+from hicache_metadata_server.stores.schema import (
+    APPLICATION,
+    BLOCK_MASK,
+    CHANGES,
+    FOLDED,
+    LINEAGE,
+    OLDEST,
+    SCOPE_BITS,
+    TABLES,
+    VERSION,
+)
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -212,8 +222,11 @@ class SqliteStore:
         for record in changes.scopes:
             one = record.geometry
             run(
-                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch, record.cleared_until),
+                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch,
+                    record.cleared_until, record.tenant,
+                ),
             )  # fmt: skip
         run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
@@ -259,8 +272,8 @@ def _prepare(database: sqlite3.Connection) -> None:
     tables = _only(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
-    if tables and version < VERSION:
-        raise StoreError(f"it was written by an earlier version of this server (schema {version}; this one needs {VERSION})")
+    if tables and version < OLDEST:
+        raise StoreError(f"it was written by an earlier version of this server (schema {version}; this one needs {OLDEST})")
     if version > VERSION:
         raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
     if sys.byteorder != "little":
@@ -272,6 +285,9 @@ def _prepare(database: sqlite3.Connection) -> None:
     database.execute("PRAGMA cache_size = -16384")
     # Where it is built in, what is folded would be written once more, as zeros.
     database.execute("PRAGMA secure_delete = OFF")
+    if tables and version < VERSION:
+        steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
+        database.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT;")
     if not tables:
         database.executescript(
             f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"

@@ -18,8 +18,8 @@ from hicache_metadata_server.web.desk import Desk
 from hicache_metadata_server.web.front import Front
 from hicache_metadata_server.web.metrics import Metrics
 from hicache_metadata_server.web.openapi import openapi
+from hicache_metadata_server.web.security import Security
 from hicache_metadata_server.web.status_page import status_page
-from hicache_metadata_server.web.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.service.service import MetadataService
     from hicache_metadata_server.stores.store import Store
+    from hicache_metadata_server.web.tokens import Tokens
 
 TICK_SECONDS: Final = 0.1
 """How often the server looks for what is due where nobody asks for it."""
@@ -40,10 +41,10 @@ _log = structlog.get_logger()
 class Server:
     """A service with its store, while the application runs."""
 
-    def __init__(self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float]) -> None:
+    def __init__(self, service: MetadataService, store: Store, security: Security, clock: Callable[[], float]) -> None:
         self.service, self.store, self.clock = service, store, clock
         self.metrics = Metrics(service)
-        self.tokens = tokens
+        self.security = self.metrics.security = security
         self.desk = Desk(service, clock)
 
     @contextlib.asynccontextmanager
@@ -73,6 +74,7 @@ class Server:
     async def _tick(self) -> None:
         while True:
             try:
+                self.security.reloads.look()
                 more = self.service.settle(self.clock(), TICK_SLOTS)
             except Exception:  # noqa: BLE001 - the clock must go on, and the log must tell
                 _log.exception("tick_failed")
@@ -81,10 +83,11 @@ class Server:
 
 
 def create_app(
-    service: MetadataService, store: Store, *, tokens: Tokens | None = None, clock: Callable[[], float] | None = None
-) -> Front:
-    """The application of one service, which was restored from its store."""
-    server = Server(service, store, tokens or Tokens(), clock or Clock())
+    service: MetadataService, store: Store, *, tokens: Tokens | None = None, security: Security | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Front:  # fmt: skip
+    """The application of one service, which was restored from its store; `tokens` are for where `security` is not needed."""
+    server = Server(service, store, security or Security(service, tokens), clock or Clock())
     version = service.about.server.rpartition(" ")[2]
     app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
     described = openapi(version)

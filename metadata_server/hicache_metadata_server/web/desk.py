@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,6 +15,7 @@ from hicache_metadata_server.service.changes import AnswerRecord
 from hicache_metadata_server.service.compatible import CompatibleService
 from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.service.slices import is_long, joined, pieces_of
+from hicache_metadata_server.service.tenants import ANYBODY, Caller
 from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
 
 if TYPE_CHECKING:
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
 LONG_BODY: Final = 16_384
 """Shorter bodies are not looked at for whether they are long."""
 
+OF_NO_SCOPE: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
+"""Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others are about the whole server."""
+NAMED: Final = (p.Clear, p.Fsck)
+"""Messages that have names of scopes where others have parts."""
+
 Do = Callable[[Any, float], Any]
+DoAs = Callable[[Any, float, Caller], Any]
+Names = Callable[[Any], tuple[Sequence[str], str]]
+"""The scopes that a message names, and its field for them, with `{}` for the number of one."""
 _CODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
     p.JSON: msgspec.json.Encoder(),
     p.MSGPACK: msgspec.msgpack.Encoder(),
@@ -47,6 +56,12 @@ class Endpoint:
     changes: bool = False
     once: bool = False
     """Takes an idempotency key."""
+    names: Names | None = None
+    """None of a route that names no scope."""
+    do_as: DoAs | None = None
+    """In the place of `do` where it matters who asks."""
+    audited: bool = False
+    """An operator wants to know who has done it: all that needs an admin token, and what empties scopes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,8 @@ class Said:
     status: int
     content_type: str
     body: bytes
+    retry_seconds: int = 0
+    """When to ask again; 0 where that is not said."""
 
     @property
     def ends_connection(self) -> bool:
@@ -75,6 +92,7 @@ class Request(NamedTuple):
     """The idempotency key."""
     digest: bytes = b""
     """Of a request that has one."""
+    caller: Caller = ANYBODY
 
 
 class Started(NamedTuple):
@@ -111,21 +129,30 @@ class Desk:
                 self._endpoints[path] = found
         return found
 
-    def read(self, endpoint: Endpoint, body: bytes, content_type: str, once: str) -> Request:
+    def read(self, endpoint: Endpoint, body: bytes, content_type: str, once: str, caller: Caller = ANYBODY) -> Request:
         """What a body asks an endpoint for.
 
         Raises:
-            RefusedError: it cannot be read, or the idempotency key is none.
+            RefusedError: it cannot be read, it is about what is another tenant's, or the idempotency key is none.
         """
         if endpoint.body is None:
             # Whatever a GET says of a body that it has not.
-            return Request(endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON)
+            self._see_tenant(endpoint, None, caller)
+            return Request(endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller)
         message = endpoint.body.decode(body, content_type)
+        self._see_tenant(endpoint, message, caller)
         is_a_long_one = len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
         if not once or not endpoint.once:
-            return Request(endpoint, message, content_type, is_a_long_one)
+            return Request(endpoint, message, content_type, is_a_long_one, caller=caller)
         see_once(once)
-        return Request(endpoint, message, content_type, is_a_long_one, once, digest_of(endpoint.name, content_type, body))
+        # No header has a carriage return in it, so that no tenant finds what another's key has been answered.
+        once = f"{caller.tenant}\r{once}" if caller.tenant else once
+        return Request(endpoint, message, content_type, is_a_long_one, once, digest_of(endpoint.name, content_type, body), caller)
+
+    def names(self, request: Request) -> Sequence[str]:
+        """The scopes that a request names."""
+        names = request.endpoint.names
+        return names(request.message)[0] if names is not None else ()
 
     def start(self, request: Request) -> Started | None:
         """Do what is asked for; None where that has to take turns with others (`in_turns`).
@@ -140,7 +167,11 @@ class Desk:
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
         try:
-            said = self._said(endpoint.do(message, self.clock()), request.content_type)
+            if endpoint.do_as is not None:
+                answer = endpoint.do_as(message, self.clock(), request.caller)
+            else:
+                answer = endpoint.do(message, self.clock())
+            said = self._said(answer, request.content_type)
         except RefusedError as refused:
             # A confirm that is refused has done the rest.
             return Started(refusal(refused, request.content_type), changes)
@@ -155,7 +186,7 @@ class Desk:
             StoreError: it was not written.
         """
         if isinstance(request.message, p.Fsck):
-            return self._said(await self._fsck(request.message), request.content_type)
+            return self._said(await self._fsck(request.message, request.caller), request.content_type)
         try:
             return await self._do_long(request)
         finally:
@@ -175,6 +206,15 @@ class Desk:
             return None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
         return endpoint.body.decode(body, content_type), content_type
 
+    def _see_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
+        if caller.sees_all:
+            return
+        if endpoint.names is not None:
+            self.service.tenants.see(caller, *endpoint.names(message))
+        elif endpoint.name not in OF_NO_SCOPE:
+            message = f"{endpoint.name} is about the whole server, and needs a token without a tenant"
+            raise RefusedError(403, "forbidden", message, "Authorization")
+
     async def _do_long(self, request: Request) -> Said:
         check = request.endpoint.check
         assert check is not None, "what is done in pieces is checked as a whole"
@@ -188,10 +228,10 @@ class Desk:
             self._remember(request.once, request.digest, said)
         return said
 
-    async def _fsck(self, request: p.Fsck) -> p.Checked:
+    async def _fsck(self, request: p.Fsck, caller: Caller) -> p.Checked:
         """Check the invariants, while others are served."""
         checked: p.Checked | None = None
-        for checked in self.service.fsck(request):  # noqa: B007 - the last one is the answer
+        for checked in self.service.fsck(request, caller):  # noqa: B007 - the last one is the answer
             await asyncio.sleep(0)
         assert checked is not None, "the last piece is the answer"
         return checked
@@ -248,12 +288,19 @@ class Desk:
             # Done in pieces by `_fsck`.
             "/v2/fsck": lambda request, now: None,
         }
+        as_caller: dict[str, DoAs] = {
+            "/v2/scopes": lambda _, now, caller: service.list_scopes(caller),
+            "/v2/initialize": service.initialize,
+            "/v2/unpin": service.unpin,
+        }
         do = fixed.get(path) or getattr(service, name)
         changes = route.changes or path == "/v2/unpin"
         checked: Do | None = getattr(service, f"do_{name}", None)
         return Endpoint(
-            path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes
-        )
+            path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes,
+            names=_names_in(route.request) if route.request else None, do_as=as_caller.get(path),
+            audited=route.token is p.Token.ADMIN or name == "clear",
+        )  # fmt: skip
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:
         kind, token = p.COMPATIBLE_ROUTES[operation]
@@ -276,6 +323,12 @@ class Desk:
         def do(request: Any, now: float) -> Any:
             return run(number, request, now)
 
+        def initialize(request: Any, now: float, caller: Caller) -> None:
+            self._compatible.initialize(number, request, now, caller)
+
+        def names(request: Any) -> tuple[Sequence[str], str]:
+            return (f"{number}:{request.namespace}",), "namespace"
+
         def check(request: Any) -> None:
             self._compatible.check(number, request)
 
@@ -288,9 +341,32 @@ class Desk:
             do if can_be_long else None,
             check if can_be_long else None,
             changes,
+            names=names,
+            do_as=initialize if operation == "initialize" else None,
+            audited=operation == "clear",
         )
 
 
 def refusal(refused: RefusedError, content_type: str) -> Said:
     """An answer that says why not."""
-    return Said(refused.status, content_type, p.encode(refused.problem, content_type))
+    return Said(refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds)
+
+
+def _names_in(kind: type[p.Request]) -> Names | None:
+    """How messages of a type name scopes: by `scope`, or by `scopes`, which holds their names or parts that do."""
+    fields = kind.__struct_fields__
+    if "scopes" in fields:
+        return _of_names if kind in NAMED else _of_parts
+    return _of_one if "scope" in fields else None
+
+
+def _of_parts(message: Any) -> tuple[Sequence[str], str]:
+    return [part.scope for part in message.scopes], "scopes[{}].scope"
+
+
+def _of_names(message: Any) -> tuple[Sequence[str], str]:
+    return message.scopes, "scopes[{}]"
+
+
+def _of_one(message: Any) -> tuple[Sequence[str], str]:
+    return (message.scope,), "scope"

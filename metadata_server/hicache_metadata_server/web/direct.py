@@ -112,7 +112,7 @@ class DirectProtocol(HttpToolsProtocol):
         self._tell(front, exchange, said if error is None else front.unwritten(exchange.asked, error))
 
     def _tell(self, front: Front, exchange: _Exchange, said: Said) -> None:
-        front.count(exchange.asked, said, exchange.begin)
+        front.count(exchange.asked, said, exchange.begin, self.client)
         exchange.response_complete = True
         # The client may have gone away meanwhile.
         if exchange.disconnected or self.transport.is_closing():

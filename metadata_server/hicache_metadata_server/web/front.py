@@ -10,18 +10,27 @@ import structlog
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.web.audit import Entry, about, peer_of
 from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from hicache_metadata_server.service.tenants import Caller
     from hicache_metadata_server.web.app import Server
 
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
 """The other paths that are not the protocol's; they take a read token."""
+OPEN_PAGES: Final = ("/openapi.json", "/docs")
+"""Pages that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
+
+UNAUTHORIZED: Final = (401, 403)
+OTHER: Final = "other"
+"""What unknown paths are called in metrics and logs."""
 
 _log = structlog.get_logger()
 
@@ -38,6 +47,9 @@ class Asked(NamedTuple):
     answer_type: str
     once: str
     """Its idempotency key, or empty."""
+    caller: Caller
+    entry: Entry | None
+    """For the audit log, of a request that is written there."""
 
 
 class Front:
@@ -45,7 +57,8 @@ class Front:
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
-        self._desk, self._tokens, self._metrics = server.desk, server.tokens, server.metrics
+        self._desk, self._metrics = server.desk, server.metrics
+        self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
         self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +70,7 @@ class Front:
         begin, asked, path = time.perf_counter(), None, scope["path"]
         try:
             if path in PAGES and scope["method"] in ("GET", "HEAD"):
-                self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
+                self._see_page(path, headers)
                 await self._app(scope, receive, send)
                 return
             asked = self.asked(path, scope["method"], headers)
@@ -66,10 +79,26 @@ class Front:
             said = await self._answer(asked, body)
         except RefusedError as refused:
             said = refusal(refused, _content_type(path, headers)[1])
+            if asked is None and said.status in UNAUTHORIZED:
+                caller = self._tokens.whose(headers.get(b"authorization", b""))
+                self._audit.refused(self._route(path), said.status, refused.problem.code, caller, peer_of(scope["client"]))
         except _GoneError:
             return
-        self.count(asked, said, begin)
+        self.count(asked, said, begin, scope["client"])
         await _send(send, said)
+
+    def _route(self, path: str) -> str:
+        """A path as it may be written down: one that is unknown may have anything in it, a token as well."""
+        try:
+            return path if path in PAGES else self._desk.endpoint(path).name
+        except RefusedError:
+            return OTHER
+
+    def _see_page(self, path: str, headers: dict[bytes, bytes]) -> None:
+        caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
+        if caller.tenant and path not in OPEN_PAGES:
+            message = f"{path} tells of all tenants, and needs a token without one"
+            raise RefusedError(403, "forbidden", message, "Authorization")
 
     # The steps of an answer, for whoever goes them without a task.
 
@@ -85,16 +114,20 @@ class Front:
         except RefusedError:
             self._tokens.check(authorization, p.Token.READ)
             raise
-        self._tokens.check(authorization, endpoint.token)
+        caller = self._tokens.check(authorization, endpoint.token)
         if endpoint.method != method:
             raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
+        self._rates.admit(caller, endpoint.name)
         content_type, answer_type = _content_type(path, headers)
-        return Asked(endpoint, content_type, answer_type, headers.get(b"idempotency-key", b"").decode("latin-1"))
+        once = headers.get(b"idempotency-key", b"").decode("latin-1")
+        return Asked(endpoint, content_type, answer_type, once, caller, Entry() if endpoint.audited else None)
 
     def start(self, asked: Asked, body: bytes) -> Started | Request:
         """Do it, or say what of it has to take turns with others (`in_turns`)."""
         try:
-            request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once)
+            request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once, asked.caller)
+            if asked.entry is not None:
+                asked.entry.about = about(request.message, self._desk.names(request))
             return self._desk.start(request) or request
         except RefusedError as refused:
             return Started(refusal(refused, asked.answer_type), False)
@@ -120,9 +153,19 @@ class Front:
         """The answer where they could not be."""
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
-    def count(self, asked: Asked | None, said: Said, begin: float) -> None:
-        """See to the metrics."""
-        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, time.perf_counter() - begin)
+    def count(self, asked: Asked | None, said: Said, begin: float, client: Sequence[Any] | None) -> None:
+        """See to the metrics, and to the audit log."""
+        if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
+            self._write_down(asked, said, peer_of(client))
+        self._metrics.answered(asked.endpoint.name if asked else OTHER, said.status, time.perf_counter() - begin)
+
+    def _write_down(self, asked: Asked, said: Said, peer: str) -> None:
+        name, caller = asked.endpoint.name, asked.caller
+        if said.status in UNAUTHORIZED:
+            code = p.decode(said.body, p.Problem, said.content_type).code
+            self._audit.refused(name, said.status, code, caller, peer)
+        elif asked.entry is not None:
+            self._audit.request(name, said.status, caller, peer, asked.entry.about)
 
     async def _answer(self, asked: Asked, body: bytes) -> Said:
         started = self.start(asked, body)
@@ -176,6 +219,8 @@ def headers_of(said: Said) -> list[tuple[bytes, bytes]]:
         headers.append((b"connection", b"close"))
     elif said.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    elif said.retry_seconds:
+        headers.append((b"retry-after", b"%d" % said.retry_seconds))
     return headers
 
 

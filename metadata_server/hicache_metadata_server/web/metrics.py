@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.journal import Journal
     from hicache_metadata_server.service.service import MetadataService
+    from hicache_metadata_server.web.security import Security
 
 BUCKETS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -33,6 +34,7 @@ class Metrics:
         )  # fmt: skip
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.journal: Journal | None = None
+        self.security: Security | None = None
         self._service = service
         self._registry.register(_State(self))
         ProcessCollector(registry=self._registry)
@@ -77,6 +79,8 @@ class Metrics:
             if recent:
                 yield GaugeMetricFamily("hicache_metadata_transaction_median_seconds", "Of the last thousand.", value=recent[len(recent) // 2])  # fmt: skip
                 yield GaugeMetricFamily("hicache_metadata_transaction_longest_seconds", "Of the last thousand.", value=recent[-1])
+        if self.security is not None:
+            yield from self.security.families()
 
 
 class _State:

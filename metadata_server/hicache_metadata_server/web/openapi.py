@@ -12,12 +12,13 @@ TEMPLATE: Final = "#/components/schemas/{name}"
 REFUSALS: Final = {
     400: "The body cannot be read.",
     401: "No token, or an unknown one.",
-    403: "The token does not permit this.",
+    403: "The token does not permit this, the scope is another tenant's, or the tenant is at its quota.",
     404: "The scope is not initialized.",
     409: "The scope has another value, or the slot is not reserved for the key.",
     413: "Beyond the limits.",
     415: "Neither JSON nor msgpack.",
     422: "A field is missing, unknown, of the wrong type or out of range.",
+    429: "The tenant sends more requests a second than it may; `Retry-After` says when to come again.",
     503: "The server drains, or its store cannot be written.",
 }
 _SUMMARIES: Final = {

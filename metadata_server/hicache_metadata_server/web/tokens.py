@@ -2,64 +2,108 @@
 
 from __future__ import annotations
 
-import hashlib
-from typing import TYPE_CHECKING, Final
+import time
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.protocol import Token
 from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.service.tenants import ANYBODY, Caller
+from hicache_metadata_server.token_file import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Mapping
+
+    from hicache_metadata_server.token_file import TokenRecord
 
 _RANK: Final = {token: rank for rank, token in enumerate(Token)}
+_HALF: Final = 16
+_NEVER: Final = float("inf")
+
+
+class _Known(NamedTuple):
+    rest: bytes
+    """The half of its digest by which it is not looked up."""
+    rank: int
+    expires: float
+    caller: Caller
 
 
 class Tokens:
-    """Bearer tokens; without any, everything is permitted."""
+    """Bearer tokens by their digests; without any, everything is permitted.
 
-    def __init__(self, tokens: Mapping[str, Token] | None = None) -> None:
-        # By their digest: how long a comparison takes tells nothing about a token.
-        self._by_digest = {_digest(token.encode()): kind for token, kind in (tokens or {}).items()}
+    Args:
+        tokens: that hold until the process ends, by their text.
+        clock: seconds since 1970, by which tokens expire.
+    """
+
+    def __init__(self, tokens: Mapping[str, Token] | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._fixed = dict(
+            _entry(digest(text.encode()), kind, _NEVER, Caller(f"env-{kind}", kind, "", kind is Token.ADMIN))
+            for text, kind in (tokens or {}).items()
+        )
+        self._known = dict(self._fixed)
+        self._wanted = bool(self._fixed)
 
     def __bool__(self) -> bool:
-        return bool(self._by_digest)
+        return self._wanted
 
-    def check(self, authorization: bytes, needed: Token) -> None:
-        """See that a request may be done.
+    def take(self, records: Iterable[TokenRecord]) -> None:
+        """These tokens in the place of those that were taken before. From now on a token is wanted, even if there is none."""
+        self._known = self._fixed | dict(_of_record(record) for record in records)
+        self._wanted = True
+
+    def check(self, authorization: bytes, needed: Token) -> Caller:
+        """See that a request may be done; returns who asks.
 
         Raises:
-            RefusedError: 401 without a known token, 403 with one that permits less.
+            RefusedError: 401 without a known token, or with one that has expired, 403 with one that permits less.
         """
-        if not self._by_digest or needed is Token.NONE:
-            return
-        kind, _, token = authorization.partition(b" ")
-        given = self._by_digest.get(_digest(token.strip())) if kind.lower() == b"bearer" else None
-        if given is None:
+        if not self._wanted or needed is Token.NONE:
+            return ANYBODY
+        known = self._find(authorization)
+        if known is None:
             raise RefusedError(401, "unauthorized", "this server wants a bearer token that it knows", "Authorization")
-        if _RANK[given] < _RANK[needed]:
-            raise RefusedError(403, "forbidden", f"this token permits {given}, and that needs {needed}", "Authorization")
+        if known.expires <= self._clock():
+            raise RefusedError(401, "unauthorized", "this token has expired", "Authorization")
+        if known.rank < _RANK[needed]:
+            message = f"this token permits {known.caller.right}, and that needs {needed}"
+            raise RefusedError(403, "forbidden", message, "Authorization")
+        return known.caller
+
+    def whose(self, authorization: bytes) -> Caller | None:
+        """Whose token this is, whatever it permits; None if nobody's."""
+        known = self._find(authorization) if self._wanted else None
+        return known.caller if known is not None else None
+
+    def counts(self) -> dict[str, int]:
+        """How many there are, by whether they have expired."""
+        now = self._clock()
+        expired = sum(known.expires <= now for known in self._known.values())
+        return {"valid": len(self._known) - expired, "expired": expired}
+
+    def next_expiry(self) -> float | None:
+        """When the next of those that are valid expires; None if none does."""
+        now = self._clock()
+        return min((known.expires for known in self._known.values() if now < known.expires < _NEVER), default=None)
+
+    def _find(self, authorization: bytes) -> _Known | None:
+        kind, _, token = authorization.partition(b" ")
+        if kind.lower() != b"bearer":
+            return None
+        # How long this takes tells something of a digest at most, and a digest does not tell its token.
+        found = digest(token.strip())
+        known = self._known.get(found[:_HALF])
+        return known if known is not None and compare_digest(known.rest, found[_HALF:]) else None
 
 
-def read_token_file(path: Path) -> dict[str, Token]:
-    """Tokens from lines of `read|write|admin TOKEN`; empty lines and those that begin with # say nothing.
-
-    Raises:
-        ValueError: a line is not of that form, or a token stands twice.
-        OSError: the file cannot be read.
-    """
-    found: dict[str, Token] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2 or words[0] not in (Token.READ, Token.WRITE, Token.ADMIN):
-            raise ValueError(f"{path}, line {number}: expected read, write or admin, and a token")
-        if words[1] in found:
-            raise ValueError(f"{path}, line {number}: this token is there already")
-        found[words[1]] = Token(words[0])
-    return found
+def _entry(found: bytes, right: Token, expires: float, caller: Caller) -> tuple[bytes, _Known]:
+    return found[:_HALF], _Known(found[_HALF:], _RANK[right], expires, caller)
 
 
-def _digest(token: bytes) -> bytes:
-    return hashlib.blake2b(token, digest_size=16).digest()
+def _of_record(record: TokenRecord) -> tuple[bytes, _Known]:
+    right = Token(record.right)
+    caller = Caller(record.id, right, record.tenant, right is Token.ADMIN and not record.tenant)
+    expires = _NEVER if record.expires is None else record.expires.timestamp()
+    return _entry(bytes.fromhex(record.sha256), right, expires, caller)

@@ -29,6 +29,12 @@ class PassingError(MetadataError):
     code = "metadata-passing"
 
 
+class TooManyError(MetadataError):
+    """The tenant sends more requests than it may: asked again at once, the server would refuse again."""
+
+    code = "metadata-too-many"
+
+
 def refusal(status: int, code: str, message: str) -> MetadataError:
     """What an answer with a status of 400 or more means."""
     text = f"the metadata server refuses: {message} ({status} {code})"
@@ -36,6 +42,8 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return UnknownScopeError(text)
     if code == "mismatch":
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
-    if status in (408, 429) or (status >= 500 and code != "draining"):
+    if status == 429:
+        return TooManyError(text)
+    if status == 408 or (status >= 500 and code != "draining"):
         return PassingError(text)
     return MetadataError(text)

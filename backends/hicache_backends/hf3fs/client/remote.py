@@ -23,6 +23,7 @@ from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from ssl import SSLContext
 
     from hicache_storage.objects import Call
 
@@ -54,12 +55,13 @@ class RemoteDirectory(Directory):
         url: of the server, `http://` or `https://`.
         token: bearer token, "" for none.
         timeout_seconds: for calls that have no deadline.
+        tls: what is asked of a server at `https://`, and shown to it; by default the system's authorities, and nothing.
 
     Raises:
         ValueError: the address is none.
     """
 
-    def __init__(self, url: str, token: str = "", *, timeout_seconds: float = 10.0) -> None:
+    def __init__(self, url: str, token: str = "", *, timeout_seconds: float = 10.0, tls: SSLContext | None = None) -> None:
         super().__init__()
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -71,7 +73,7 @@ class RemoteDirectory(Directory):
             headers["Authorization"] = f"Bearer {token}"
         # What aiohttp makes of any other mapping, for each request.
         self._headers = CIMultiDict(headers)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._tls = timeout_seconds, tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -205,7 +207,7 @@ class RemoteDirectory(Directory):
 
     def _open_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._tls or True),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

@@ -1,0 +1,36 @@
+"""TLS of a client of the metadata server."""
+
+from __future__ import annotations
+
+import ssl
+
+
+def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
+    """What a client asks of a server, TLS 1.2 and its name in the certificate among it, and shows it.
+
+    Args:
+        ca: PEM file of the authorities that are trusted; "" for the system's.
+        certificate: PEM file of the client's own certificate; "" for none.
+        key: PEM file of its key; "" if it is in the file of the certificate.
+
+    Raises:
+        ValueError: a file cannot be read, or is none of what it must be.
+    """
+    if key and not certificate:
+        raise ValueError("a key needs its certificate")
+    file = ca
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if certificate:
+            file = certificate
+            context.load_cert_chain(certificate, key or None, _no_password)
+    except ssl.SSLError as error:
+        raise ValueError(f"{file} cannot be used for TLS: {error.reason or error}") from error
+    except OSError as error:
+        raise ValueError(f"{file or 'the key'} cannot be read: {error.strerror or error}") from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; there is nobody to ask for its password")

@@ -1,0 +1,1 @@
+"""Commands of `hicache metadata`, each with the modules that only it needs."""

@@ -1,0 +1,79 @@
+"""A right request to every route there is, made from the types of the routes: one that is added is included by itself."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import inspect
+
+from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, ROUTES, ReserveScope, Token
+from hicache_metadata_server.web.front import OPEN_PAGES, PAGES
+
+SCOPE = "0:kv"
+VALUES = {
+    "scope": SCOPE, "slots": [0], "keys": ["live"], "prefixes": [""], "lengths": [1], "checksums": [1], "generations": [1],
+    "enabled": True, "num_pages": 64, "namespace": "kv", "pages_to_release": [], "pin_seconds": 1.0,
+}  # fmt: skip
+"""By field, of a server on which `prepared` was called."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One request."""
+
+    method: str
+    path: str
+    body: dict | None
+    right: Token
+    names_scope: bool
+    open_to_tenants: bool
+
+
+def every_route(*, lease, pin):
+    """A request to each, with a lease and a pin that are out."""
+    values = VALUES | {"leases": [lease], "pins": [pin]}
+    for path, route in ROUTES.items():
+        body = filled(route.request, values) if route.request else None
+        names = body is not None and bool({"scope", "scopes"} & set(body))
+        yield Asked(route.method, path, body, route.token, names, path != "/v2/drain")
+    for operation, (kind, right) in COMPATIBLE_ROUTES.items():
+        body = filled(kind, values)
+        if operation == "reserve_and_allocate_page_indices":
+            body["keys"] = [["new", ""]]
+        if operation == "confirm_write":
+            body["written_keys_to_confirm"] = [["leased", 1]]
+        yield Asked("POST", f"/0/{operation}", body, right, True, True)
+    for path in PAGES:
+        yield Asked("GET", path, None, Token.READ, False, path in OPEN_PAGES)
+
+
+def filled(kind, values):
+    """A message with all of its fields that have a value above, and no other that is optional."""
+    body = {}
+    for field in inspect.type_info(kind).fields:
+        name = field.encode_name
+        if name == "scopes":
+            part = field.type.item_type
+            body[name] = [filled(part.cls, values) if isinstance(part, inspect.StructType) else SCOPE]
+        elif name in values:
+            body[name] = values[name]
+        elif field.required:
+            raise AssertionError(f"{kind.__name__}.{name} is new: give it a value here")
+    if kind.__name__ == "ScopeGeometry":
+        body["slots"] = 64
+    if kind is ReserveScope:
+        body["keys"] = ["new"]
+    return body
+
+
+async def prepared(caller, headers):
+    """A scope with a live page and a leased one; returns a lease and a pin."""
+    made = await caller.post("/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": 64}]}, headers=headers)
+    assert made.status == 200
+    assert (await caller.store(SCOPE, ["live"], headers=headers)).status == 200
+    leased = await caller.post("/v2/reserve", {"scopes": [{"scope": SCOPE, "keys": ["leased"]}]}, headers=headers)
+    found = await caller.post("/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": ["live"]}], "pin_seconds": 30}, headers=headers)
+    return leased.json["scopes"][0]["leases"][0], found.json["pin"]
+
+
+async def ask(caller, asked, headers):
+    body = b"" if asked.body is None else msgspec.json.encode(asked.body)
+    return await caller.send(asked.method, asked.path, body, headers=headers)

@@ -1,0 +1,249 @@
+"""The audit log: who has done what; and that nothing a server writes holds a secret."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hicache_backends.hf3fs.config import Hf3fsConfig
+from hicache_conformance.metadata.wire import Wire
+from hicache_metadata_server.logs import configure_logs
+from hicache_metadata_server.service.tenants import Caller
+from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.token_file import PREFIX, changing, new_token, record_of
+from hicache_metadata_server.web.audit import BURST, Audit
+from tests.metadata_server.certificates import Authority
+from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
+from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.servers import DURABLE, Served
+from tests.metadata_server.test_refusals import bearer, guarded
+
+
+def lines(file):
+    return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+
+
+def test_who_has_done_what(tmp_path):
+    async def scenario():
+        async with running(**guarded(tmp_path, "acme", "")) as caller:
+            lease, pin = await prepared(caller, bearer("write-acme"))
+            assert lines(tmp_path / "audit") == []
+            for asked in every_route(lease=lease, pin=pin):
+                await ask(caller, asked, bearer("admin-"))
+            await caller.post("/v2/clear", {"scopes": ["9:kv"]}, headers=bearer("admin-"))
+            await caller.send("POST", "/v2/drain", b"{", headers=bearer("admin-"))
+            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("admin-acme"))
+            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("read-acme"))
+            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("nobody"))
+
+    run(scenario())
+    found = lines(tmp_path / "audit")
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time")) for line in found)
+    operator = {"token": "admin-", "tenant": "", "peer": "test:1"}
+    assert [line for line in found if line["event"] == "request"] == [
+        {"event": "request", **operator, "route": "/v2/clear", "scopes": [SCOPE], "status": 200},
+        {"event": "request", **operator, "route": "/v2/fsck", "scopes": [SCOPE], "status": 200},
+        {"event": "request", **operator, "route": "/v2/drain", "enabled": True, "status": 200},
+        {"event": "request", **operator, "route": "/{rank}/clear", "scopes": [SCOPE], "status": 204},
+        {"event": "request", **operator, "route": "/v2/clear", "scopes": ["9:kv"], "status": 404},
+        {"event": "request", **operator, "route": "/v2/drain", "status": 400},
+    ]
+    refused = {"event": "refused", "peer": "test:1", "route": "/v2/drain"}
+    assert [line for line in found if line["event"] == "refused"] == [
+        {**refused, "token": "admin-acme", "tenant": "acme", "status": 403, "code": "forbidden"},
+        {**refused, "token": "read-acme", "tenant": "acme", "status": 403, "code": "forbidden"},
+        {**refused, "token": "", "tenant": "", "status": 401, "code": "unauthorized"},
+    ]
+
+
+def test_many_refusals_are_some_lines_and_a_number(tmp_path):
+    now = [0.0]
+    with closing(Audit(tmp_path / "audit", clock=lambda: now[0])) as audit:
+        for port in range(1000):
+            audit.refused("/v2", 401, "unauthorized", None, f"10.0.0.1:{port}")
+        audit.refused("/v2", 401, "unauthorized", None, "10.0.0.2:1")
+        now[0] = 1.0
+        audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
+    found = lines(tmp_path / "audit")
+    assert [line["peer"].partition(":")[0] for line in found] == ["10.0.0.1"] * int(BURST) + ["10.0.0.2", "10.0.0.1"]
+    assert [line.get("not_written", 0) for line in found] == [0] * (int(BURST) + 1) + [1000 - BURST]
+
+
+def test_what_clients_send_is_bounded(tmp_path):
+    async def scenario():
+        async with running(**guarded(tmp_path, "")) as caller:
+            names = [f"{number}:{'x' * 128}" for number in range(64)]
+            await caller.post("/v2/clear", {"scopes": names}, headers=bearer("admin-"))
+            await caller.post("/v2/fsck", {"scopes": ["y" * 100_000]}, headers=bearer("admin-"))
+            await caller.send("GET", "/" + "z" * 100_000)
+
+    run(scenario())
+    first, second, third = (tmp_path / "audit").read_bytes().splitlines()
+    assert msgspec.json.decode(first)["scopes_in_all"] == 64
+    assert len(first) < 3000
+    assert len(second) < 300
+    assert len(third) < 300
+
+
+def test_a_file_is_private_and_survives_its_rotation(tmp_path):
+    file = tmp_path / "audit"
+    with closing(Audit(file)) as audit:
+        audit.write("one")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        file.rename(tmp_path / "audit.1")
+        audit.write("two")
+        audit.reopen()
+        audit.write("three")
+    assert [line["event"] for line in lines(tmp_path / "audit.1")] == ["one", "two"]
+    assert [line["event"] for line in lines(file)] == ["three"]
+
+
+def test_a_line_that_cannot_be_written_is_counted_and_logged(capsys):
+    configure_logs("info", "json")
+    with closing(Audit(Path("/dev/full"))) as audit:
+        audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", {})
+        assert audit.failures == 1
+    told = capsys.readouterr().err
+    assert "audit_failed" in told
+    assert '"token": "operator"' in told
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
+    configure_logs("debug", form)
+
+    async def scenario():
+        async with running(**guarded(tmp_path, "")) as caller:
+            caller.service.tenants.of_scope = None
+            reply = await caller.post("/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": ["k"]}]}, headers=bearer("write-"))
+            assert (reply.status, reply.json["code"]) == (500, "internal")
+
+    run(scenario())
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "Bearer" not in told
+    assert "write-" not in told
+
+
+def test_settings_and_options_do_not_show_tokens():
+    secret = new_token()
+    assert secret not in repr(ServerSettings(admin_token=secret))
+    config = Hf3fsConfig(path="/x", token=secret, metadata_url="http://x")
+    assert secret not in f"{config} {config!r} {[config]}"
+    assert "metadata_url='http://x'" in repr(config)
+
+
+class Given:
+    """A server with every kind of secret, and all that it writes."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.audit, self.tokens = directory / "audit.jsonl", directory / "tokens.json"
+        self.by_name = {name: new_token() for name in ("read", "write", "admin", "env", "acme", "late", "later", "never")}
+        certificate, key = Authority(directory).sign("server")
+        self.secrets = [*self.by_name.values(), *[line for line in key.read_text().splitlines() if "-----" not in line]]
+        with changing(self.tokens) as records:
+            for name in ("read", "write", "admin"):
+                records[name] = record_of(self.by_name[name], name, name=name)
+            records["acme"] = record_of(self.by_name["acme"], "admin", name="acme", tenant="acme")
+        (directory / "quotas").write_text("[default]\nmost_scopes = 3\n")
+        self.place = Served(
+            command=f"{DURABLE} --log-level debug --token-file {self.tokens} --audit-file {self.audit} --tls-certificate {certificate} "
+            f"--tls-key {key} --tenants-file {directory / 'quotas'}"
+        )
+
+    def wire(self, token):
+        wire = Wire(self.place.url.replace("http:", "https:"), token)
+        wire._connection = lambda: trusting(wire, self.directory / "authority.pem")
+        return wire
+
+
+def trusting(wire, authority):
+    import http.client
+
+    from hicache_metadata_server.client_tls import client_context
+
+    connection = http.client.HTTPSConnection(wire._host, wire._port, timeout=20, context=client_context(ca=str(authority)))
+    wire._local.connection = connection
+    wire._open.append(connection)
+    return connection
+
+
+def test_nothing_that_a_server_writes_holds_a_secret(tmp_path, monkeypatch):
+    given = Given(tmp_path)
+    monkeypatch.setenv("HICACHE_METADATA_ADMIN_TOKEN", given.by_name["env"])
+    with given.place as place:
+        answers = list(everything_asked(given))
+        spoil(given)
+        answers += [reply for name in ("env", "later") for reply in asked_by(given, given.by_name[name])]
+        command_line = Path(f"/proc/{place._process.pid}/cmdline").read_text()
+        os.kill(place._process.pid, signal.SIGTERM)
+        place._process.wait(30)
+        texts = [place.log(), given.audit.read_text(), command_line]
+        texts += [reply.body.decode("utf-8", "replace") for reply in answers]
+    statuses = {reply.status for reply in answers}
+    assert statuses >= {200, 204, 400, 401, 403, 404}, statuses
+    assert all(event in texts[0] for event in ("started", "reload_failed", "reloaded", "stopped"))
+    assert {line["event"] for line in lines(given.audit)} == {"request", "refused", "reload"}
+    for text in texts:
+        for secret in given.secrets:
+            assert secret not in text
+            assert secret.removeprefix(PREFIX)[:20] not in text
+
+
+def everything_asked(given):
+    for token in [*given.by_name.values(), "", "Bearer"]:
+        yield from asked_by(given, token)
+
+
+def asked_by(given, token):
+    """All routes, and requests with the token in the wrong place."""
+    with closing(given.wire(token)) as wire:
+        for asked in every_route(lease=1, pin=1):
+            yield wire.send(asked.method, asked.path, None if asked.body is None else msgspec.json.encode(asked.body))
+        for path in (
+            f"/{token}",
+            f"/0/{token}",
+            f"/v2/{token}",
+            f"/v2?token={token}",
+            f"/0/exists?{token}",
+            "/healthz",
+            "/readyz",
+        ):
+            wire.send("GET", path, None)
+            wire.send("POST", path, b"{")
+        yield wire.send("POST", "/v2/lookup", b"{")
+        wire.send("POST", "/v2/lookup", token.encode())
+        wire.send("GET", "/v2", None, headers={"X-Token": token, "Cookie": token, "Idempotency-Key": token})
+
+
+def spoil(given):
+    """Files that are bad, with tokens in them where none belong, then a good one."""
+    good = given.tokens.read_bytes()
+    for bad in (f"write {given.by_name['never']}\n", f'{{"version": 1, "tokens": ["{given.by_name["never"]}"]}}'):
+        until_audited(given, partial(given.tokens.write_text, bad), "failed")
+    given.tokens.write_bytes(good)
+    with changing(given.tokens) as records:
+        records["later"] = record_of(given.by_name["later"], "write", name="later")
+    until_audited(given, lambda: os.kill(given.place._process.pid, signal.SIGHUP), "done")
+
+
+def until_audited(given, change, result):
+    def seen():
+        return sum(line["event"] == "reload" and line["result"] == result for line in lines(given.audit))
+
+    before = seen()
+    change()
+    until = time.monotonic() + 30
+    while seen() == before:
+        assert time.monotonic() < until
+        time.sleep(0.05)

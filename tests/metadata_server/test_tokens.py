@@ -1,0 +1,255 @@
+"""Tokens: the file that holds their digests, the commands that change it, and servers that notice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from hicache_metadata_server.cli import app
+from hicache_metadata_server.protocol import Token
+from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.service.tenants import ANYBODY
+from hicache_metadata_server.token_file import PREFIX, TokenFileError, changing, encoded, read_token_file, record_of
+from hicache_metadata_server.web.audit import Audit
+from hicache_metadata_server.web.reloads import Reloads, Watched
+from hicache_metadata_server.web.tokens import Tokens
+from tests.metadata_server.token_files import write_tokens
+
+
+def command(*arguments, **options):
+    return CliRunner().invoke(app, ["token", *map(str, arguments)], **options)
+
+
+def made(file, *options):
+    done = command("new", "--file", file, *options)
+    assert done.exit_code == 0, done.output
+    return done.stdout.strip()
+
+
+def status(tokens, token, needed=Token.READ):
+    try:
+        tokens.check(f"Bearer {token}".encode(), needed)
+    except RefusedError as refused:
+        return refused.status
+    return 200
+
+
+def test_a_token_is_told_once_and_only_its_digest_is_kept(tmp_path):
+    file = tmp_path / "tokens.json"
+    token = made(file, "--right", "write", "--tenant", "acme", "--id", "engine-1", "--expires", "90d")
+    assert token.startswith(PREFIX)
+    assert len(token) >= 43
+    assert token not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (record,) = read_token_file(file)
+    assert (record.id, record.right, record.tenant) == ("engine-1", "write", "acme")
+    assert record.sha256 == hashlib.sha256(token.encode()).hexdigest()
+    assert timedelta(days=89) < record.expires - datetime.now(UTC) <= timedelta(days=90)
+    assert made(file, "--right", "read") != token
+    listed = command("list", "--file", file, env={"COLUMNS": "200"}).output
+    assert "engine-1" in listed
+    assert "acme" in listed
+    assert token not in listed
+
+
+def test_tokens_are_revoked_at_once_or_after_a_time(tmp_path):
+    file = tmp_path / "tokens.json"
+    for name in ("a", "b", "c"):
+        made(file, "--right", "read", "--id", name)
+    unknown = command("revoke", "a", "nobody", "--file", file)
+    assert unknown.exit_code == 2
+    assert "nothing was revoked" in " ".join(unknown.output.split())
+    assert command("revoke", "a", "--file", file).exit_code == 0
+    assert command("revoke", "b", "--after", "24h", "--file", file).exit_code == 0
+    b, c = read_token_file(file)
+    assert (b.id, c.id, c.expires) == ("b", "c", None)
+    assert timedelta(hours=23) < b.expires - datetime.now(UTC) <= timedelta(hours=24)
+
+
+def test_checking_a_token(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", a="write right", b="read late-expired")
+    assert command("check", "--file", file).output == "2 tokens\n"
+    for token, code, said in (("right", 0, "a: write"), ("late-expired", 1, "which is over"), ("other", 1, "unknown")):
+        by_variable = command("check", "--file", file, env={"HICACHE_METADATA_TOKEN": token})
+        by_input = command("check", "--file", file, "--token-file", "-", input=f"{token}\n")
+        assert (by_variable.exit_code, by_input.exit_code) == (code, code)
+        assert said in by_variable.output
+        assert said in by_input.output
+    file.chmod(0o644)
+    assert "read by everybody" in " ".join(command("check", "--file", file).output.split())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--right", "root"),
+        ("--right", "read", "--tenant", "a b"),
+        ("--right", "read", "--id", "x\n"),
+        ("--right", "read", "--expires", "soon"),
+        ("--right", "read", "--expires", "2020-01-01"),
+        ("--right", "read", "--id", "taken"),
+    ],
+)
+def test_tokens_that_cannot_be_made(tmp_path, options):
+    file = write_tokens(tmp_path / "tokens.json", taken="read x")
+    before = file.read_bytes()
+    assert command("new", "--file", file, *options).exit_code == 2
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["tokens.json"]
+
+
+def test_a_file_in_the_clear_is_refused_with_the_way_out_of_it(tmp_path):
+    plain, file = tmp_path / "plain", tmp_path / "tokens.json"
+    long = "x" * 40
+    plain.write_text(f"# ours\nwrite {long}\n\nadmin {'y' * 40}\n")
+    plain.chmod(0o600)
+    with pytest.raises(TokenFileError, match="hicache metadata token convert") as refused:
+        read_token_file(plain)
+    assert long not in str(refused.value)
+    assert command("convert", plain, "--file", file).exit_code == 0
+    tokens = Tokens()
+    tokens.take(read_token_file(file))
+    assert status(tokens, long, Token.WRITE) == 200
+    assert status(tokens, "y" * 40, Token.ADMIN) == 200
+    assert command("convert", plain, "--file", file).exit_code == 2
+    for line in ("write short", "root " + long, "read", f"read {long}\nwrite {long}"):
+        plain.write_text(line)
+        done = command("convert", plain, "--file", tmp_path / "other.json")
+        assert done.exit_code == 2
+        assert long not in done.output
+    assert not (tmp_path / "other.json").exists()
+
+
+def test_files_that_others_may_change_or_that_mean_nothing_are_refused(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", a="read x")
+    good = msgspec.json.decode(file.read_bytes())
+    for mode in (0o620, 0o602, 0o666):
+        file.chmod(mode)
+        with pytest.raises(TokenFileError, match="chmod go-w"):
+            read_token_file(file)
+    file.chmod(0o640)
+    assert len(read_token_file(file)) == 1
+    record = good["tokens"][0]
+    for tokens in (
+        [record, record], [record, {**record, "id": "b"}], [{**record, "sha256": "abc"}], [{**record, "right": "none"}],
+        [{**record, "more": 1}], [{**record, "tenant": "a\nb"}], 7,
+    ):  # fmt: skip
+        file.write_bytes(msgspec.json.encode({**good, "tokens": tokens}))
+        with pytest.raises(TokenFileError):
+            read_token_file(file)
+    for content in (b"", b"{", b"\xff", b'{"version": 2, "tokens": []}'):
+        file.write_bytes(content)
+        with pytest.raises(TokenFileError):
+            read_token_file(file)
+
+
+def test_a_file_keeps_its_mode_and_an_empty_one_is_filled(tmp_path):
+    file = tmp_path / "tokens.json"
+    file.touch()
+    file.chmod(0o644)
+    made(file, "--right", "read")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert len(read_token_file(file)) == 1
+
+
+def test_changes_of_several_at_once_are_all_kept(tmp_path):
+    file = tmp_path / "tokens.json"
+
+    def add(name):
+        for i in range(5):
+            with changing(file) as tokens:
+                tokens[f"{name}-{i}"] = record_of(f"{name}-{i}", "read", name=f"{name}-{i}")
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_token_file(file)) == 20
+
+
+def test_tokens_expire_while_the_server_runs():
+    now = [1_000.0]
+    tokens = Tokens(clock=lambda: now[0])
+    tokens.take([record_of("t", "read", expires=datetime.fromtimestamp(1_500, UTC))])
+    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (200, 1_500.0, {"valid": 1, "expired": 0})
+    now[0] = 1_500.0
+    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (401, None, {"valid": 0, "expired": 1})
+
+
+def test_who_asks():
+    assert Tokens().check(b"", Token.ADMIN) is ANYBODY
+    tokens = Tokens({"e": Token.ADMIN, "r": Token.READ})
+    tokens.take([record_of("t", "admin", name="a", tenant="acme"), record_of("o", "admin", name="o")])
+    told = {text: tokens.check(b"Bearer " + text.encode(), Token.READ) for text in ("e", "r", "t", "o")}
+    assert {text: (who.token, who.tenant, who.sees_all) for text, who in told.items()} == {
+        "e": ("env-admin", "", True), "r": ("env-read", "", False), "t": ("a", "acme", False), "o": ("o", "", True),
+    }  # fmt: skip
+    for header in (b"", b"Bearer", b"Bearer ", b"Basic t", b"t", b"Bearer t t", b"Bearer \xff", b"Bearer " + b"t" * 10_000):
+        with pytest.raises(RefusedError, match="401"):
+            tokens.check(header, Token.READ)
+    tokens.take([])
+    assert status(tokens, "t") == 401, "no token at all does not mean that none is asked for"
+    only_a_file = Tokens()
+    only_a_file.take([])
+    assert status(only_a_file, "") == 401
+
+
+class Reloading:
+    """A watched file of tokens, looked at by a clock of its own."""
+
+    def __init__(self, file):
+        self.now, self.file, self.tokens = 0.0, file, Tokens()
+        self.audit = Audit(file.parent / "audit")
+        self.watched = Watched("tokens", [file], lambda: self.tokens.take(read_token_file(file)))
+        self.watched.load()
+        self.reloads = Reloads([self.watched], self.audit, clock=lambda: self.now)
+
+    def look(self):
+        self.now += 2
+        self.reloads.look()
+
+
+def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", a="read one")
+    reloading = Reloading(file)
+    with closing(reloading.audit):
+        tokens = reloading.tokens
+        reloading.look()
+        assert reloading.watched.loads == 1
+        write_tokens(file, a="read two")
+        assert status(tokens, "two") == 401
+        reloading.look()
+        assert (status(tokens, "one"), status(tokens, "two")) == (401, 200)
+        for spoil in (lambda: file.write_bytes(b"{"), lambda: file.write_bytes(b""), file.unlink):
+            spoil()
+            reloading.look()
+            assert status(tokens, "two") == 200
+            assert reloading.watched.problem
+        write_tokens(file)
+        reloading.look()
+        assert (status(tokens, "two"), reloading.watched.problem) == (401, "")
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "audit").read_bytes().splitlines()]
+    assert [line["result"] for line in lines] == ["done", "failed", "failed", "failed", "done"]
+
+
+def test_a_file_that_looks_the_same_is_read_again_when_somebody_asks(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", a="read one")
+    reloading = Reloading(file)
+    with closing(reloading.audit):
+        before = file.stat()
+        with file.open("r+b") as opened:
+            opened.write(encoded([record_of("two", "read", name="a")]).ljust(before.st_size))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        reloading.look()
+        reloading.reloads.ask()
+        reloading.reloads.look()
+        assert status(reloading.tokens, "two") == 200
