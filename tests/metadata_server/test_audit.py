@@ -117,6 +117,17 @@ def test_a_line_that_cannot_be_written_is_counted_and_logged(capsys):
     assert '"token": "operator"' in told
 
 
+def test_without_a_file_all_goes_to_the_log(capsys):
+    configure_logs("info", "json")
+    with closing(Audit()) as audit:
+        audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", {"enabled": True})
+        audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
+        audit.write("reload", what="tokens", result="done", reason="")
+    told = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["of"]) for line in told] == [("audit", "request"), ("audit", "refused"), ("audit", "reload")]
+    assert told[2]["what"] == "tokens"
+
+
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
     configure_logs("debug", form)

@@ -66,7 +66,7 @@ class Audit:
                 _log.error("audit_failed", file=str(self._file), reason=str(error))
             else:
                 return
-        _log.info("audit", what=event, **told)
+        _log.info("audit", **{"of": event, **told})
 
     def request(self, route: str, status: int, caller: Caller, peer: str, about: Mapping[str, Any]) -> None:
         """An admin call, or one that has emptied scopes."""

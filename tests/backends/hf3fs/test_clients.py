@@ -250,10 +250,11 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
         assert len(keys) == 1
 
 
-def test_a_refusal_is_not_asked_again():
-    problem = msgspec.msgpack.encode({"code": "invalid", "message": "no", "field": "scopes"})
-    with listening(reply(b"422 No", problem)) as (url, requests), closing(RemoteDirectory(url)) as directory:
-        with pytest.raises(MetadataError, match="422 invalid"):
+@pytest.mark.parametrize(("status", "code"), [(422, "invalid"), (429, "too_many"), (403, "quota")])
+def test_a_refusal_is_not_asked_again(status, code):
+    problem = msgspec.msgpack.encode({"code": code, "message": "no", "field": "scopes"})
+    with listening(reply(b"%d No" % status, problem)) as (url, requests), closing(RemoteDirectory(url)) as directory:
+        with pytest.raises(MetadataError, match=f"{status} {code}"):
             directory.refresh(Call(5))
         assert len(requests) == 1
 

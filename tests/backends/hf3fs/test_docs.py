@@ -11,7 +11,7 @@ from hicache_backends.hf3fs.config import Hf3fsConfig
 
 GUIDE = Path(__file__).parents[3] / "docs" / "hf3fs.md"
 # What the guide puts in words.
-DESCRIBED = {"path", "metadata_url", "token", "threads"}
+DESCRIBED = {"path", "metadata_url", "token", "threads", "metadata_ca", "metadata_certificate", "metadata_key"}
 
 
 def test_the_guide_has_every_option_and_its_default():
