@@ -19,11 +19,15 @@ from tests.metadata_server.test_scope import test_eviction_takes_the_oldest_tail
 SLOTS = 24
 
 
+def make_small(monkeypatch, bits):
+    monkeypatch.setattr(recency, "BITS", bits)
+    monkeypatch.setattr(recency, "CHUNK", 1 << bits)
+    monkeypatch.setattr(leases, "CHUNK", 1 << bits)
+
+
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(recency, "BITS", 2)
-    monkeypatch.setattr(recency, "CHUNK", 4)
-    monkeypatch.setattr(leases, "CHUNK", 4)
+    make_small(monkeypatch, 2)
 
 
 class Model:
@@ -85,6 +89,11 @@ class Model:
         entries = sum(map(len, self.recency._chunks.values()))
         assert entries == self.recency._entries
         assert list(self.recency._chunks) == sorted(self.recency._chunks)
+        head, stamps = self.recency._head, self.table.stamps
+        for number, chunk in self.recency._chunks.items():
+            first = number << recency.BITS
+            current = [stamp for stamp, slot in enumerate(chunk, first) if stamp >= head and stamps[slot] == stamp]
+            assert self.recency._current[number] == len(current)
 
 
 def step(model, chance):
@@ -129,7 +138,8 @@ def test_any_use(chance, steps):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_long_use(seed):
+def test_long_use(seed, monkeypatch):
+    make_small(monkeypatch, 2 + seed % 3)
     model, chance = Model(), random.Random(seed)
     for _ in range(3000):
         step(model, chance)

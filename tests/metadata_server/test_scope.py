@@ -87,6 +87,25 @@ def test_a_large_scope_keeps_some_slots_spare():
     assert len(scope.recency) > 0.9 * 4096
 
 
+def test_a_full_scope_goes_on_evicting_whatever_was_used():
+    """With chunks as large as they are in use: `test_recency.py` has small ones."""
+    chance, pages = random.Random(0), 20 * STEP
+    scope, lease = scope_of(pages), 1 + pages
+    keys = [f"k{i}" for i in range(pages)]
+    for start in range(0, pages, 128):
+        store(scope, keys[start : start + 128], lease=1 + start)
+    for _ in range(800):
+        scope.recency.touch(chance.sample(keys, 128))
+    expected, before = list(scope.recency), scope.evicted
+    for number in range(2 * pages // 128):
+        store(scope, [f"{number}-{i}" for i in range(128)], lease=lease)
+        lease += 128
+        if number % 20 == 0:
+            left = expected[scope.evicted - before :]
+            assert list(scope.recency)[: len(left)] == left
+    assert problems_of(scope) == []
+
+
 @pytest.mark.parametrize("quarantine", [0.0, 3.0])
 def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     pages = 20 * STEP

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.state.slots import LEASED, as_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.state.slots import SlotTable
 
 CHUNK: Final = 512
+RESTORED: Final = 4096
+"""Slots that are looked at together when a server starts."""
 
 
 class LeaseLog:
@@ -36,18 +39,21 @@ class LeaseLog:
 
     def add(self, first: int, slots: Sequence[int]) -> None:
         """Slots that were leased under consecutive numbers, greater than all before."""
-        lease = first
-        for run in _runs_of(slots):
-            self._add(lease, run)
-            lease += len(run)
+        if isinstance(slots, range):
+            self._add((first,), (slots.start,), (len(slots),))
+            return
+        begins = [0, *(i for i, (one, other) in enumerate(pairwise(slots), 1) if other != one + 1)]
+        counts = [end - begin for begin, end in zip(begins, [*begins[1:], len(slots)], strict=True)]
+        self._add([first + begin for begin in begins], [slots[begin] for begin in begins], counts)
 
     def restore(self, leases: Sequence[int], slots: Sequence[int]) -> None:
         """Fill an empty one, in ascending order of leases."""
-        begin = 0
-        for end in range(1, len(leases) + 1):
-            if end == len(leases) or leases[end] != leases[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
-                self._add(leases[begin], range(slots[begin], slots[end - 1] + 1))
-                begin = end
+        for start in range(0, len(slots), RESTORED):
+            part, numbers = slots[start : start + RESTORED], leases[start : start + RESTORED]
+            pairs = zip(pairwise(part), pairwise(numbers), strict=True)
+            begins = [0, *(i for i, ((a, b), (c, d)) in enumerate(pairs, 1) if b != a + 1 or d != c + 1)]
+            counts = [end - begin for begin, end in zip(begins, [*begins[1:], len(part)], strict=True)]
+            self._add([numbers[begin] for begin in begins], [part[begin] for begin in begins], counts)
 
     def slot(self, lease: int) -> int:
         """The slot that this lease was given for last, or -1 if it has had another since."""
@@ -78,16 +84,16 @@ class LeaseLog:
             return 0, range(0)
         return chunk.leases[i], range(chunk.slots[i], chunk.slots[i] + chunk.counts[i])
 
-    def _add(self, lease: int, run: range) -> None:
+    def _add(self, leases: Sequence[int], slots: Sequence[int], counts: Sequence[int]) -> None:
         if not self._chunks or len(self._chunks[-1]) >= CHUNK:
             self._chunks.append(_Runs())
-            self._begins.append(lease)
+            self._begins.append(leases[0])
             # At most one entry a slot is current.
             if self._entries > 2 * len(self._table) + CHUNK:
                 self._tidy()
                 self._tidy()
-        self._entries += 1
-        self._chunks[-1].add(lease, run.start, len(run))
+        self._entries += len(leases)
+        self._chunks[-1].extend(leases, slots, counts)
 
     def _tidy(self) -> None:
         """Forget what is outdated in one of the chunks, and join it with the one before it if they are small."""
@@ -99,7 +105,7 @@ class LeaseLog:
         old, kept = self._chunks[at], self._chunks[at].current(self._table)
         self._entries -= len(old) - len(kept)
         if at and len(self._chunks[at - 1]) + len(kept) <= CHUNK:
-            self._chunks[at - 1].extend(kept)
+            self._chunks[at - 1].extend(kept.leases, kept.slots, kept.counts)
             del self._chunks[at], self._begins[at]
         else:
             self._chunks[at] = kept
@@ -117,22 +123,17 @@ class _Runs:
     def __len__(self) -> int:
         return len(self.leases)
 
-    def add(self, lease: int, slot: int, count: int) -> None:
-        self.leases.append(lease)
-        self.slots.append(slot)
-        self.counts.append(count)
-
-    def extend(self, others: _Runs) -> None:
-        self.leases.extend(others.leases)
-        self.slots.extend(others.slots)
-        self.counts.extend(others.counts)
+    def extend(self, leases: Iterable[int], slots: Iterable[int], counts: Iterable[int]) -> None:
+        self.leases.extend(leases)
+        self.slots.extend(slots)
+        self.counts.extend(counts)
 
     def current(self, table: SlotTable) -> _Runs:
         """Those of which any slot has had no other lease since: each other lease is greater."""
         kept = _Runs()
         for lease, slot, count in zip(self.leases, self.slots, self.counts, strict=True):
             if min(table.leases[slot : slot + count]) < lease + count:
-                kept.add(lease, slot, count)
+                kept.extend((lease,), (slot,), (count,))
         return kept
 
 
@@ -186,15 +187,3 @@ class Leases:
     def forget_all(self) -> None:
         """None is held any longer."""
         self.held, self.owners = 0, {}
-
-
-def _runs_of(slots: Sequence[int]) -> Iterator[range]:
-    """Neighbours in ascending order, together."""
-    if isinstance(slots, range):
-        yield slots
-        return
-    begin = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or slots[end] != slots[end - 1] + 1:
-            yield range(slots[begin], slots[end - 1] + 1)
-            begin = end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter
 from itertools import compress, repeat
 from operator import eq
 from typing import TYPE_CHECKING, Final
@@ -24,8 +23,8 @@ class Recency:
     """A queue of slots, the least recently used first, to which each use of a page appends its slot again.
 
     A slot's stamp is the place of its last use: number of the chunk and place within it. An entry that is not where its slot's stamp
-    points is outdated. A chunk of nothing else is dropped at once; where more than half of all entries are outdated, each new chunk
-    lets two old ones be tidied.
+    points is outdated. With each new chunk those that hold nothing else are dropped, and where more than half of all entries are
+    outdated, two are tidied.
 
     A page that others build upon, or that is pinned, cannot go. Where the search for a victim meets one it sets it aside, by going on
     behind it, so that no later search meets it again before it was used: each eviction is O(log n), amortized. All that was set aside
@@ -96,7 +95,11 @@ class Recency:
             return
         stamps, run = self._table.stamps, as_run(slots)
         if isinstance(run, range):
-            self._outdate(stamps[run.start : run.stop])
+            old, end = stamps[run.start : run.stop], self._end
+            if old[0] == end - 1 and old == array("Q", range(end - 1, end - len(old) - 1, -1)):
+                # Often: who has asked whether pages are there asks where they are.
+                return
+            self._outdate(old)
         else:
             # The first of several is the last to be used.
             run = run if len(set(run)) == len(run) else list(dict.fromkeys(run))
@@ -122,8 +125,8 @@ class Recency:
     def remove(self, slot: int) -> None:
         """A page is live no longer."""
         stamps = self._table.stamps
-        if stamps[slot] >= self._head:
-            self._take(stamps[slot] >> BITS, 1)
+        if (stamp := stamps[slot]) >= self._head:
+            self._current[stamp >> BITS] -= 1
         stamps[slot] = 0
         self._pages -= 1
 
@@ -186,29 +189,39 @@ class Recency:
                 return slot
             if not has_children:
                 held.append((self._head, slot))
-            number = self._head >> BITS
+            self._current[self._head >> BITS] -= 1
             self._head += 1
-            self._take(number, 1)
         return -1
 
     def _front(self) -> int:
         """The slot of the first entry that is current, with `_head` moved there, or -1."""
-        number, stamps = self._head >> BITS, self._table.stamps
-        if number > self._last:
-            return -1
-        if number not in self._chunks:
-            number = next(iter(self._chunks))
-            self._head = number << BITS
-        chunk = self._chunks[number]
-        for place in range(self._head & CHUNK - 1, len(chunk)):
-            if stamps[chunk[place]] == (number << BITS) + place:
-                self._head = (number << BITS) + place
-                return chunk[place]
-        # It is the last: any other without a current entry is dropped.
-        self._head = (number << BITS) + len(chunk)
+        stamps, chunks, head = self._table.stamps, self._chunks, self._head
+        while (number := head >> BITS) <= self._last:
+            if number not in chunks:
+                oldest = next(iter(chunks))
+                if oldest < number:
+                    # It ended where the search stood.
+                    self._drop(oldest)
+                    continue
+                number, head = oldest, oldest << BITS
+            chunk, first = chunks[number], number << BITS
+            for place in range(head - first, len(chunk)):
+                slot = chunk[place]
+                if stamps[slot] == first + place:
+                    self._head = first + place
+                    return slot
+            head = self._head = first + len(chunk)
+            if number == self._last:
+                break
+            self._drop(number)
         return -1
 
     # The queue.
+
+    @property
+    def _end(self) -> int:
+        """The stamp of the next entry, unless it begins a chunk."""
+        return (self._last << BITS) + len(self._chunks[self._last])
 
     def _append(self, slots: Sequence[int]) -> None:
         """Put slots of live pages, each once, behind all others, from the last to the first."""
@@ -217,8 +230,7 @@ class Recency:
             part = slots[max(0, end - CHUNK) : end]
             if len(self._chunks[self._last]) + len(part) > CHUNK:
                 self._begin_chunk()
-            first = (self._last << BITS) + len(self._chunks[self._last])
-            new = range(first + len(part) - 1, first - 1, -1)
+            new = range(self._end + len(part) - 1, self._end - 1, -1)
             if isinstance(part, range):
                 stamps[part.start : part.stop] = array("Q", new)
             else:
@@ -233,29 +245,24 @@ class Recency:
 
     def _outdate(self, stamps: Sequence[int]) -> None:
         """The entries with these stamps."""
-        first, head = min(stamps), self._head
+        first, head, current = min(stamps), self._head, self._current
         if first >= head and first >> BITS == max(stamps) >> BITS:
-            # Nearly always.
-            self._take(first >> BITS, len(stamps))
+            # Often: pages that were used together before.
+            current[first >> BITS] -= len(stamps)
             return
-        for number, count in Counter([stamp >> BITS for stamp in stamps if stamp >= head]).items():
-            self._take(number, count)
-
-    def _take(self, number: int, count: int) -> None:
-        """So many entries of a chunk are outdated, or behind `_head`."""
-        self._current[number] -= count
-        if not self._current[number] and number != self._last:
-            self._drop(number)
+        for stamp in stamps:
+            if stamp >= head:
+                current[stamp >> BITS] -= 1
 
     def _drop(self, number: int) -> None:
         self._entries -= len(self._chunks.pop(number))
         del self._current[number]
 
     def _begin_chunk(self) -> None:
-        before, self._last = self._last, self._last + 1
+        for number in [number for number, count in self._current.items() if not count]:
+            self._drop(number)
+        self._last += 1
         self._chunks[self._last], self._current[self._last] = array("Q"), 0
-        if not self._current[before]:
-            self._drop(before)
         if self._entries > 2 * (self._pages + CHUNK):
             self._tidy()
             self._tidy()
@@ -268,6 +275,7 @@ class Recency:
         chunk = self._chunks.get(number)
         if chunk is None or number == self._last or number <= self._head >> BITS:
             return
+        # It may keep entries of slots that are just being used: they are not counted.
         stamps, first = self._table.stamps, number << BITS
         kept = array("Q", compress(chunk, map(eq, map(stamps.__getitem__, chunk), range(first, first + len(chunk)))))
         self._entries -= len(chunk) - len(kept)
@@ -275,8 +283,8 @@ class Recency:
         if before is not None and self._predecessor > self._head >> BITS and len(before) + len(kept) <= CHUNK:
             first = (self._predecessor << BITS) + len(before)
             before.extend(kept)
-            self._current[self._predecessor] += len(kept)
-            del self._chunks[number], self._current[number]
+            self._current[self._predecessor] += self._current.pop(number)
+            del self._chunks[number]
         else:
             # In its place: the order of the chunks is that of their numbers.
             self._chunks[number] = kept

@@ -80,11 +80,11 @@ class SlotTable:
 
 
 def as_run(slots: Sequence[int]) -> Sequence[int]:
-    """The same as a range if they are neighbours in ascending order: a slice of each column."""
-    if isinstance(slots, range) or not slots or slots[-1] - slots[0] != len(slots) - 1:
+    """The same as a range if they are a list of neighbours in ascending order: a slice of each column."""
+    if not isinstance(slots, list) or not slots or slots[-1] - slots[0] != len(slots) - 1:
         return slots
     run = range(slots[0], slots[-1] + 1)
-    return run if list(slots) == list(run) else slots
+    return run if slots == list(run) else slots
 
 
 def _new_index() -> dict[str, int]:
