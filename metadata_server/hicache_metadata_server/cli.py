@@ -33,10 +33,14 @@ LOCAL: Final = "http://127.0.0.1:18000"
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen at.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="[default: 18000]")] = None,
-    store: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:  [default: memory:]")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:  [default: memory:]")
+    ] = None,
     durability: Annotated[
         str | None,
-        typer.Option(help="What acknowledged changes survive: process (kill -9), machine (loss of power); of a Redis, also none.  [default: process]"),
+        typer.Option(
+            help="What acknowledged changes survive: process (kill -9), machine (loss of power); of a Redis, also none.  [default: process]"
+        ),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")
@@ -161,7 +165,8 @@ def fsck(
 def import_file(
     file: Annotated[Path, typer.Argument(help="The persistence file of SGLang's metadata server.")],
     store: Annotated[
-        str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run, made if it is not there; or a Redis.")
+        str,
+        typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run, made if it is not there; or a Redis."),
     ],
 ) -> None:
     """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""

@@ -151,7 +151,9 @@ class SharedHistory:
         assert (ours.pin > 0, ours.pin_seconds) == (theirs.pin > 0, theirs.pin_seconds)
         if ours.pin:
             self.pins[theirs.pin] = ours.pin
-            slots = {(part.scope, slot) for part, found in zip(parts, ours.scopes, strict=True) for slot in found.slots if slot >= 0}
+            slots = {
+                (part.scope, slot) for part, found in zip(parts, ours.scopes, strict=True) for slot in found.slots if slot >= 0
+            }
             self.pinned[theirs.pin] = slots, self.now + request.pin_seconds
 
     async def unpin(self) -> None:
@@ -185,7 +187,9 @@ class SharedHistory:
                 if slot >= 0:
                     columns[choice].append((key, slot))
             confirms = [*columns["confirm"], *(("other", slot) for _, slot in columns["wrong"])]
-            said.append(p.CompatibleConfirm(written_keys_to_confirm=confirms, pages_to_release=[s for _, s in columns["release"]]))
+            said.append(
+                p.CompatibleConfirm(written_keys_to_confirm=confirms, pages_to_release=[s for _, s in columns["release"]])
+            )
         refused = []
         for do in (new.confirm_write(0, said[0]), None):
             try:
@@ -249,7 +253,9 @@ class SharedHistory:
 
     async def by_use(self, server: SharedService, scope: str) -> list[str]:
         keys = ScopeKeys(scope)
-        names = dict(zip("meta slots live leased leases free expiring order aside".split(), keys.all, strict=False))
+        names = dict(
+            zip(("meta", "slots", "live", "leased", "leases", "free", "expiring", "order", "aside"), keys.all, strict=False)
+        )
         live = await server.link.command("HGETALL", names["live"])
         owner = {slot: key.decode() for key, slot in live.items()}
         uses = [
@@ -288,7 +294,10 @@ class SharedHistory:
         scope = self.chance.choice(SCOPES)
         # Mostly those that may still be held.
         known = [lease for name, lease in self.leases if name == scope][-12:]
-        return scope, [*self.chance.sample(known, min(len(known), self.chance.randint(1, 5))), *self.chance.choice(((), (999_999,)))]
+        return scope, [
+            *self.chance.sample(known, min(len(known), self.chance.randint(1, 5))),
+            *self.chance.choice(((), (999_999,))),
+        ]
 
     async def look_up(self, scope: str, keys: list[str]) -> p.LookedUp:
         return await self.any_server.lookup(p.Lookup(scopes=[p.LookupScope(scope=scope, keys=keys)], touch=False))

@@ -116,9 +116,13 @@ class SharedCompatible:
             found.append(value_of(reply))
         return [slot for slots in reversed(found) for slot in slots]
 
-    async def _confirm(self, name: str, pairs: Sequence[tuple[str, int]], releases: Sequence[int]) -> tuple[list[bool], list[bool]]:
+    async def _confirm(
+        self, name: str, pairs: Sequence[tuple[str, int]], releases: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
         confirmed, released = list[bool](), list[bool]()
-        pieces = [([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)]
+        pieces: list[tuple[list[str], list[int], Sequence[int]]] = [
+            ([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)
+        ]
         pieces += [([], [], some) for some in groups_of(releases)]
         for piece in pieces:
             (reply,) = await self._service.catalog.run([Task("confirm", name, "namespace", piece)])

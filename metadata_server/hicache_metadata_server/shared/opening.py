@@ -39,7 +39,9 @@ async def see_redis(link: Link, wanted: Durability) -> None:
         return
     for policy in policies:
         if policy != "noeviction":
-            raise StoreError(f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: set it to noeviction")
+            raise StoreError(
+                f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: set it to noeviction"
+            )
     for file, fsync in zip(files, fsyncs, strict=True):
         kept = kept_by(file, fsync)
         if _ORDER.index(kept) < _ORDER.index(wanted):

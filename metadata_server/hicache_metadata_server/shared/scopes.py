@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.refused import RefusedError, too_large, unknown_scope
-from hicache_metadata_server.shared.answers import NOT_ONCE, OK, REFUSED, REUSED, UNKNOWN, Once, packed, reused, unpacked, value_of
+from hicache_metadata_server.shared.answers import (
+    NOT_ONCE,
+    OK,
+    REFUSED,
+    REUSED,
+    UNKNOWN,
+    Once,
+    packed,
+    reused,
+    unpacked,
+    value_of,
+)
 from hicache_metadata_server.shared.link import Call
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
 from hicache_metadata_server.shared.scripts import script
@@ -89,7 +100,8 @@ class Scopes:
         if reply[0] == REUSED:
             raise reused()
         if reply[0] == REFUSED:
-            raise _mismatch(parts, *value_of(reply), most)
+            scope, at, known = value_of(reply)
+            raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
         new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
         await self.make(new)
@@ -108,7 +120,9 @@ class Scopes:
         made = await self.link.run([self._call(Task("make", name, "", _record(part)), NOT_ONCE) for name, part in new.items()])
         for part, reply in zip(new.values(), made, strict=True):
             if value_of(reply) != _record(part):
-                raise RefusedError(409, "mismatch", f"the list of scopes was lost, and {part.scope!r} is another than it says", "scopes")
+                raise RefusedError(
+                    409, "mismatch", f"the list of scopes was lost, and {part.scope!r} is another than it says", "scopes"
+                )
 
     async def run(self, tasks: Sequence[Task], once: Once = NOT_ONCE) -> list[list[Any]]:
         """Run scripts on scopes that were found; what each answers.
