@@ -154,7 +154,7 @@ def _single(url: str, answer_seconds: float) -> Redis:
     from redis.backoff import NoBackoff
 
     pool = BlockingConnectionPool.from_url(
-        url.replace("valkey", "redis", 1), max_connections=CONNECTIONS, timeout=answer_seconds, socket_timeout=answer_seconds,
+        "redis" + url.removeprefix("valkey") if url.startswith("valkey") else url, max_connections=CONNECTIONS, timeout=answer_seconds, socket_timeout=answer_seconds,
         socket_connect_timeout=CONNECT_SECONDS,
         # What was sent may have been done: only whoever has an idempotency key may send it again.
         retry=Retry(NoBackoff(), 0),
