@@ -75,6 +75,10 @@ class SharedDesk(Desk):
         """Why it is not ready, or ""."""
         return self.shared.problem or super().problem()
 
+    def store_problem(self) -> str:
+        """Why Redis could not be asked, or ""."""
+        return self.shared.problem
+
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
         endpoint = super()._native_endpoint(path, route)
         special: dict[str, Any] = {"/v2/scopes": self._list, "/v2/fsck": self._check}
