@@ -221,6 +221,30 @@ def test_a_redis_that_hangs_or_is_gone_is_answered_503_and_found_again(tmp_path)
         run(ask(redis))
 
 
+def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
+    scopes = [f"{number}:kv" for number in range(6)]
+
+    async def ask(cluster):
+        async with running_shared(cluster.url, DEFAULTS) as caller:
+            await caller.post("/v2/initialize", {"scopes": [{"scope": scope, "slots": 8} for scope in scopes]})
+            for scope in scopes:
+                assert (await caller.store(scope, ["a"])).status == 200
+            bodies = [{"scopes": [{"scope": scope, "keys": ["a"]}]} for scope in scopes]
+            cluster.nodes[0].kill()
+            statuses = [(await caller.post("/v2/lookup", body)).status for body in bodies]
+            assert set(statuses) <= {200, 503}
+            await asyncio.to_thread(cluster.nodes[0].start)
+            await asyncio.to_thread(cluster.wait)
+            for body in bodies:
+                while (reply := await caller.post("/v2/lookup", body)).status == 503:
+                    await asyncio.sleep(0.05)
+                assert reply.json["scopes"][0]["slots"] == [0]
+            assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+
+    with redis_cluster(tmp_path, appendonly="yes", appendfsync="always") as cluster:
+        run(ask(cluster))
+
+
 def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_path):
     async def ask(redis):
         async with running_shared(redis.url, DEFAULTS) as caller:

@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
+import structlog
+
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ ANSWER_SECONDS: Final = 2.0
 CONNECT_SECONDS: Final = 1.0
 CONNECTIONS: Final = 64
 """At most, of one server process."""
+
+
+_log = structlog.get_logger()
 
 
 class Call(NamedTuple):
@@ -139,6 +144,11 @@ class Link:
         return self._error(error)
 
     def _error(self, error: Exception) -> StoreError:
+        from redis.exceptions import ResponseError
+
+        if isinstance(error, ResponseError):
+            # It was reached and refuses: out of memory, not allowed, or a script of ours at fault.
+            _log.error("store_refuses", store=self.shown, error=str(error))
         return StoreError(f"{self.shown}: {str(error) or type(error).__name__}")
 
 
