@@ -18,6 +18,7 @@ from hicache_metadata_server.allocator import give_back, keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.shared.link import is_shared, shown
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
@@ -61,6 +62,23 @@ def serve(settings: ServerSettings) -> None:
     """
     configure_logs(settings.log_level, settings.log_format)
     keep_large_blocks_apart()
+    app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
+    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
+    gc.collect()
+    give_back()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # A series for each counter's birthday, which nobody asked for.
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    signal.signal(signal.SIGHUP, lambda number, frame: security.reloads.ask())
+    try:
+        _run(app, settings, security.tls_context)
+    finally:
+        security.close()
+
+
+def _app(settings: ServerSettings) -> tuple[Front, Security]:
     clock = Clock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
@@ -77,19 +95,27 @@ def serve(settings: ServerSettings) -> None:
         "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
         tokens=bool(security.tokens), tls=security.tls is not None, recovery_seconds=round(time.perf_counter() - begin, 3),
     )  # fmt: skip
-    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
-    gc.collect()
-    give_back()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 1000)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    # A series for each counter's birthday, which nobody asked for.
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGHUP, lambda number, frame: security.reloads.ask())
-    try:
-        _run(create_app(service, store, security=security, clock=clock), settings, security.tls_context)
-    finally:
-        security.close()
+    return create_app(service, store, security=security, clock=clock), security
+
+
+def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
+    """One server of several on one Redis."""
+    from hicache_metadata_server.shared.starting import see_store, shared_app, shared_service
+
+    see_store(settings.store, settings.durability)
+    service = shared_service(
+        settings.store,
+        settings.limits,
+        settings.durability,
+        name=f"hicache-storage {_version()}",
+        most_scopes=settings.most_scopes,
+    )
+    security = Security.of(settings, service)
+    _log.info(
+        "started", store=shown(settings.store), durability=str(settings.durability), instance=service.about.instance,
+        tokens=bool(security.tokens), tls=security.tls is not None,
+    )  # fmt: skip
+    return shared_app(service, security=security), security
 
 
 def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:

@@ -73,6 +73,17 @@ async def running(store=None, service=None, **options):
         yield Caller(app)
 
 
+@asynccontextmanager
+async def running_shared(url, limits, *, guard=None, **options):
+    """One of several servers on one Redis; `guard` makes what stands before its service."""
+    from hicache_metadata_server.shared.starting import shared_app, shared_service
+
+    service = shared_service(url, limits, Durability.NONE, **options)
+    app = shared_app(service, security=guard(service) if guard else None)
+    async with app.server.running():
+        yield Caller(app)
+
+
 def run(coroutine):
     return asyncio.run(coroutine)
 

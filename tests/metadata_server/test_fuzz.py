@@ -19,7 +19,8 @@ from hicache_metadata_server.token_file import record_of
 from hicache_metadata_server.web.rates import Rates
 from hicache_metadata_server.web.security import Security
 from hicache_metadata_server.web.tokens import Tokens
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import run, running, running_shared
+from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.token_files import EARLIER
 
 KEEP = "5:keep"
@@ -162,13 +163,27 @@ TOKENS = (
 OPERATOR = {"authorization": "Bearer admin-"}
 
 
-async def fuzz(store, seed, requests, *, tokens=False):
-    limits = msgspec.structs.replace(
+def limited():
+    return msgspec.structs.replace(
         DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
     )
+
+
+def kept(path, *, tokens=False):
+    """A server that keeps what it has in a file."""
+    store = SqliteStore(str(path / "m.db"))
+    service = MetadataService(limited(), durability=store.durability, most_scopes=12)
+    return running(store, service, security=guarded(service) if tokens else None)
+
+
+def shared(redis, *, tokens=False):
+    """One of several servers on a Redis."""
+    return running_shared(redis.url, limited(), most_scopes=12, guard=guarded if tokens else None)
+
+
+async def fuzz(opened, seed, requests, *, tokens=False):
     fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
-    service = MetadataService(limits, durability=store.durability, most_scopes=12)
-    async with running(store, service, security=guarded(service) if tokens else None) as caller:
+    async with opened as caller:
         for headers, names in ((OPERATOR, (KEEP, "0:mamba")), ({"authorization": "Bearer write-acme"}, ("0:kv", "1:kv"))):
             await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in names]}, headers=headers)
         assert (await caller.store(KEEP, ["one", "two"], headers=OPERATOR)).status == 200
@@ -194,7 +209,7 @@ async def fuzz(store, seed, requests, *, tokens=False):
         found = looked_up.json["scopes"][0]
         assert (found["slots"], found["checksums"]) == ([0, 1], [2**64 - 1] * 2)
         assert (await caller.post("/v2/fsck", {}, headers=OPERATOR)).json["problems"] == []
-        assert Holding.of(service.held_by("acme")).scopes <= 3 or not tokens
+        assert Holding.of(caller.service.held_by("acme")).scopes <= 3 or not tokens
     return statuses, sizes
 
 
@@ -212,20 +227,37 @@ def see_guarded(statuses, sizes):
 
 
 def test_random_requests(tmp_path):
-    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 2000)))
+    see(*run(fuzz(kept(tmp_path), 1, 2000)))
+
+
+def test_random_requests_to_a_shared_store(tmp_path):
+    with redis_server(tmp_path) as redis:
+        see(*run(fuzz(shared(redis), 1, 2000)))
 
 
 def test_random_requests_of_tenants(tmp_path):
-    see_guarded(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 2, 2000, tokens=True)))
+    see_guarded(*run(fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
+
+
+def test_random_requests_of_tenants_to_a_shared_store(tmp_path):
+    with redis_server(tmp_path) as redis:
+        see_guarded(*run(fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_requests_of_tenants(tmp_path, seed):
-    see_guarded(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 200 + seed, 5000, tokens=True)))
+    see_guarded(*run(fuzz(kept(tmp_path, tokens=True), 200 + seed, 5000, tokens=True)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_requests(tmp_path, seed):
-    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 100 + seed, 5000)))
+    see(*run(fuzz(kept(tmp_path), 100 + seed, 5000)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_requests_to_a_shared_store(tmp_path, seed):
+    with redis_server(tmp_path) as redis:
+        see(*run(fuzz(shared(redis), 100 + seed, 5000)))

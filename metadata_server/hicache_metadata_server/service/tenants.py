@@ -135,6 +135,10 @@ class Tenants:
         quota = self.quotas.of(tenant)
         if quota is NO_QUOTA or not new:
             return
-        why = quota.beyond(Holding.of(held), new)
-        if why:
-            raise RefusedError(403, QUOTA, f"tenant {tenant!r} is at its quota: {why}", field)
+        if quota.beyond(Holding.of(held), new):
+            raise beyond_quota(tenant, quota, Holding.of(held), new, field)
+
+
+def beyond_quota(tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes") -> RefusedError:
+    """Says why a tenant may not have these scopes as well."""
+    return RefusedError(403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field)

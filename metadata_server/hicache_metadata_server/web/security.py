@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,12 +17,13 @@ from hicache_metadata_server.web.tokens import Tokens
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from prometheus_client.core import Metric
 
-    from hicache_metadata_server.service.service import MetadataService
+    from hicache_metadata_server.protocol import ScopeGeometry
+    from hicache_metadata_server.service.tenants import Tenants
     from hicache_metadata_server.settings import ServerSettings
 
 LEAST_CHARACTERS: Final = 16
@@ -31,10 +32,20 @@ LEAST_CHARACTERS: Final = 16
 _log = structlog.get_logger()
 
 
+class Owned(Protocol):
+    """What it asks of a service."""
+
+    tenants: Tenants
+
+    def held_by(self, tenant: str) -> Iterable[ScopeGeometry]:
+        """The scopes of a tenant."""
+        ...
+
+
 class Security:
     """Of one server. Without arguments it asks nobody for anything, and writes its audit lines to the log."""
 
-    def __init__(self, service: MetadataService, tokens: Tokens | None = None, audit: Audit | None = None) -> None:
+    def __init__(self, service: Owned, tokens: Tokens | None = None, audit: Audit | None = None) -> None:
         self._service = service
         self.tokens = tokens or Tokens()
         self.audit = audit or Audit()
@@ -43,7 +54,7 @@ class Security:
         self.reloads = Reloads([], self.audit)
 
     @classmethod
-    def of(cls, settings: ServerSettings, service: MetadataService) -> Self:
+    def of(cls, settings: ServerSettings, service: Owned) -> Self:
         """As the settings say.
 
         Raises:
