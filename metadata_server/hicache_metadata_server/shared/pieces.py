@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.slices import pieces_of
 from hicache_metadata_server.shared.answers import columns_of, exact, pages_of, value_of
 from hicache_metadata_server.shared.scopes import Task
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from hicache_metadata_server.service.slices import Piece
 
 _RESERVED: Final = (p.Reserved.LEASED, p.Reserved.EXISTS, p.Reserved.BUSY, p.Reserved.FULL)
+
+
+def in_order(request: Any) -> list[Piece]:
+    """The pieces of a request: scopes in their order and, where keys count as used from the last to the first, so the pieces of each."""
+    return sorted(pieces_of(request), key=lambda piece: piece.scope)
 
 
 def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) -> Task:

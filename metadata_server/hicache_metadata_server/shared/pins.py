@@ -6,10 +6,11 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.slices import groups_of, pieces_of
+from hicache_metadata_server.service.slices import groups_of
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.answers import EXACT, packed, unpacked
 from hicache_metadata_server.shared.names import pin_key
+from hicache_metadata_server.shared.pieces import in_order
 from hicache_metadata_server.shared.scopes import Task
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Pins:
     async def enter(self, pin: int, request: p.Lookup, seconds: float) -> bool:
         """Write down what a pin is on; False if another pin has that number. One that its server dies with is told to nobody, and ends by itself."""
         names = dict[str, list[str]]()
-        for number, piece in enumerate(pieces_of(request)):
+        for number, piece in enumerate(in_order(request)):
             names.setdefault(piece.request.scopes[0].scope, []).append(f"{pin}.{number}")
         lasts = max(1, round(seconds * 1000))
         return bool(await self._catalog.link.command("SET", pin_key(pin), packed(names), b"NX", b"PX", lasts))

@@ -9,11 +9,11 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure, see_lengths, see_limits
 from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
-from hicache_metadata_server.service.slices import groups_of, joined, pieces_of
+from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
 from hicache_metadata_server.shared.inspecting import statuses_of
-from hicache_metadata_server.shared.pieces import answer_of, empty_answer, task_of
+from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.pins import Pins
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Scopes, Task, is_refused, tasks_of
 from hicache_metadata_server.stores.store import StoreError
@@ -256,7 +256,7 @@ class SharedService:
         self, request: Columns, once: Once, *, pin: int = 0, seconds: float = 0.0, draining: bool = False
     ) -> Any:
         """A script for each scope, or several for one that has many entries."""
-        pieces = pieces_of(request)
+        pieces = in_order(request)
         lasts = round(seconds * MICROSECONDS)
         tasks = [task_of(piece, number, lasts, pin, draining=draining) for number, piece in enumerate(pieces)]
 

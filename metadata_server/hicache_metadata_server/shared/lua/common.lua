@@ -225,28 +225,32 @@ end
 
 -- What clears have left: its slots get their quarantine.
 local function take_apart(most)
-  local first = call('ZRANGE', DETACHED, 0, 0, 'WITHSCORES')
-  if #first == 0 then return 0 end
-  local name, till = DETACHED .. ':' .. first[1], tonumber(first[2])
-  local popped, slots = call('ZPOPMIN', name, most), {}
-  for i = 1, #popped, 2 do slots[#slots + 1] = popped[i] end
-  if #slots < most then call('ZREM', DETACHED, first[1]) end
-  local writes, resting = {}, {}
-  for i, record in ipairs(records_of(slots)) do
-    local rest = {IS_RESTING, record[EPOCH], record[LEASE], till, '', '', '', ''}
-    writes[#writes + 1], writes[#writes + 2] = slots[i], pack_record(rest)
-    resting[#resting + 1], resting[#resting + 2] = till, slots[i]
+  local done = 0
+  while done < most do
+    local first = call('ZRANGE', DETACHED, 0, 0, 'WITHSCORES')
+    if #first == 0 then break end
+    local till = tonumber(first[2])
+    local popped, slots = call('ZPOPMIN', DETACHED .. ':' .. first[1], most - done), {}
+    for i = 1, #popped, 2 do slots[#slots + 1] = popped[i] end
+    if #slots < most - done then call('ZREM', DETACHED, first[1]) end
+    local writes, resting = {}, {}
+    for i, record in ipairs(records_of(slots)) do
+      local rest = {IS_RESTING, record[EPOCH], record[LEASE], till, '', '', '', ''}
+      writes[#writes + 1], writes[#writes + 2] = slots[i], pack_record(rest)
+      resting[#resting + 1], resting[#resting + 2] = till, slots[i]
+    end
+    each('HSET', SLOTS, writes)
+    each('ZADD', RESTING, resting)
+    done = done + math.max(#slots, 1)
   end
-  each('HSET', SLOTS, writes)
-  each('ZADD', RESTING, resting)
-  return math.max(#slots, 1)
+  return done
 end
 
 -- What is due by now, a part of it; returns whether there may be more.
 local function settle()
   local apart, leases, pins = take_apart(BUDGET), end_leases(BUDGET), end_pins(BUDGET)
   local rests = end_rests(BUDGET)
-  return apart > 0 or math.max(leases, pins, rests) >= BUDGET
+  return math.max(apart, leases, pins, rests) >= BUDGET
 end
 
 local function count_resting()
