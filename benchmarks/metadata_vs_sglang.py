@@ -41,7 +41,9 @@ BATCH = 128
 PEER, OURS = "SGLang 0.5.23", "hicache"
 PEER_COMMAND = ["-m", "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server", "--host", "127.0.0.1", "--port"]
 OUR_COMMAND = ["-c", "from hicache_storage.cli.main import main; main()", "metadata", "serve", "--log-level", "warning", "--port"]
-PAGES = 4_000_000
+TUNABLES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+"""Our server is started as deploy/ starts it."""
+PAGES = 10_000_000
 START_SECONDS = 300.0
 GOALS = {"exists, 128 keys": 2.0, "get_page_indices, 128 keys": 2.0, "reserve + confirm, 128 keys": 1.0}
 
@@ -324,6 +326,8 @@ def main() -> None:
 
     def ours(name: str) -> list[str]:
         return [
+            "env",
+            TUNABLES,
             sys.executable,
             *OUR_COMMAND,
             "PORT",
@@ -347,7 +351,7 @@ def main() -> None:
         peer.process.terminate()
         large = million(ours("large"), work / "large.log", options.pages) if options.pages else {}
     text = report([peer, mine], holds, large)
-    facts = {**machine(), "durability": options.durability, "clients": str(options.clients)}
+    facts = {**machine(), "durability": options.durability, "clients": str(options.clients), "our server's environment": TUNABLES}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = {server.name: {"rates": server.rates, "cpu": server.cpu} for server in (peer, mine)}

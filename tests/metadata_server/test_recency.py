@@ -204,8 +204,10 @@ def test_slots_by_their_leases(seed):
         asked = range(max(1, next_lease - 200), next_lease + 5)
         assert [log.slot(lease) for lease in asked] == [slots.get(lease, -1) for lease in asked]
         some = range(begin := chance.choice(asked), begin + chance.randint(1, 6))
-        if (run := log.run(some)) is not None:
-            assert list(run) == [slots.get(lease) for lease in some]
+        if (found := log.slots(some)) is not None:
+            assert list(found) == [slots.get(lease) for lease in some]
+        given_last = range(next_lease - len(given), next_lease)
+        assert list(log.slots(given_last) or ()) == list(given)
     assert len(log) < 4 * SLOTS
     again = LeaseLog(table)
     again.restore(sorted(slots), [slots[lease] for lease in sorted(slots)])

@@ -57,32 +57,36 @@ class LeaseLog:
 
     def slot(self, lease: int) -> int:
         """The slot that this lease was given for last, or -1 if it has had another since."""
-        first, run = self._find(lease)
-        if not first <= lease < first + len(run):
+        chunk, place = self._find(lease)
+        if place < 0 or lease >= chunk.leases[place] + chunk.counts[place]:
             return -1
-        slot = run[lease - first]
+        slot = chunk.slots[place] + lease - chunk.leases[place]
         return slot if self._table.leases[slot] == lease else -1
 
-    def run(self, leases: range) -> range | None:
-        """The same of several at once, if they were given together for neighbours and none has had another since."""
-        first, run = self._find(leases[0])
-        start = leases[0] - first
-        if start < 0 or start + len(leases) > len(run):
+    def slots(self, leases: range) -> Sequence[int] | None:
+        """The same of several at once, if they were given together and none has had another since; else None."""
+        chunk, place = self._find(leases.start)
+        current, slots = self._table.leases, list[int]()
+        if place < 0:
             return None
-        slots = run[start : start + len(leases)]
-        return slots if self._table.leases[slots.start : slots.stop] == array("Q", leases) else None
+        first, slot = chunk.leases[place], chunk.slots[place] + leases.start - chunk.leases[place]
+        if leases.stop <= first + chunk.counts[place]:
+            run = range(slot, slot + len(leases))
+            return run if current[run.start : run.stop] == array("Q", leases) else None
+        for begin, slot, count in zip(chunk.leases[place:], chunk.slots[place:], chunk.counts[place:], strict=True):
+            if begin >= leases.stop:
+                break
+            slots += range(slot, slot + count)
+        slots = slots[leases.start - first :][: len(leases)]
+        return slots if [current[slot] for slot in slots] == list(leases) else None
 
-    def _find(self, lease: int) -> tuple[int, range]:
-        """The last run that begins up to this lease, and its first lease."""
+    def _find(self, lease: int) -> tuple[_Runs, int]:
+        """The last run that begins up to this lease: its place in its chunk, -1 if there is none."""
         at = bisect_right(self._begins, lease) - 1
         if at < 0:
-            return 0, range(0)
-        chunk = self._chunks[at]
-        i = bisect_right(chunk.leases, lease) - 1
-        if i < 0:
-            # What it began with was outdated.
-            return 0, range(0)
-        return chunk.leases[i], range(chunk.slots[i], chunk.slots[i] + chunk.counts[i])
+            return _Runs(), -1
+        # A chunk may have lost what it began with.
+        return self._chunks[at], bisect_right(self._chunks[at].leases, lease) - 1
 
     def _add(self, leases: Sequence[int], slots: Sequence[int], counts: Sequence[int]) -> None:
         if not self._chunks or len(self._chunks[-1]) >= CHUNK:
@@ -161,9 +165,11 @@ class Leases:
     def slots(self, leases: Sequence[int]) -> Sequence[int]:
         """The same of several."""
         numbers = as_run(leases)
-        run = self.log.run(numbers) if numbers and isinstance(numbers, range) else None
-        if run is not None and self._table.states.count(LEASED, run.start, run.stop) == len(run):
-            return run
+        states, slots = self._table.states, self.log.slots(numbers) if isinstance(numbers, range) else None
+        if isinstance(slots, range) and states.count(LEASED, slots.start, slots.stop) == len(slots):
+            return slots
+        if slots is not None:
+            return [slot if states[slot] == LEASED else -1 for slot in slots]
         return [self.slot(lease) for lease in leases]
 
     def are_held(self, slots: Sequence[int], keys: list[str]) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BITS: Final = 12
 CHUNK: Final = 1 << BITS
+_NONE: Final = array("Q")
 
 
 class Recency:
@@ -163,7 +164,7 @@ class Recency:
         for slot, state in enumerate(table.states):
             if state == LIVE:
                 stamp = table.stamps[slot]
-                chunk, place = self._chunks.get(stamp >> BITS, array("Q")), stamp & CHUNK - 1
+                chunk, place = self._chunks.get(stamp >> BITS, _NONE), stamp & CHUNK - 1
                 queued = stamp >= self._head and place < len(chunk) and chunk[place] == slot
                 if not queued and (stamp >= self._head or (not table.children[slot] and (stamp, slot) not in ready)):
                     yield slot
@@ -182,16 +183,20 @@ class Recency:
         return -1
 
     def _oldest_in_order(self, is_pinned: Callable[[int], bool], held: list[tuple[int, int]]) -> int:
-        children = self._table.children
-        while (slot := self._front()) >= 0:
+        children, stamps, chunks = self._table.children, self._table.stamps, self._chunks
+        while True:
+            chunk, place = chunks.get(self._head >> BITS, _NONE), self._head & CHUNK - 1
+            # Nearly always the next entry.
+            slot = chunk[place] if place < len(chunk) and stamps[chunk[place]] == self._head else self._front()
+            if slot < 0:
+                return -1
+            stamp, self._head = self._head, self._head + 1
+            self._current[stamp >> BITS] -= 1
             has_children, pinned = children[slot], is_pinned(slot)
             if not has_children and not pinned:
                 return slot
             if not has_children:
-                held.append((self._head, slot))
-            self._current[self._head >> BITS] -= 1
-            self._head += 1
-        return -1
+                held.append((stamp, slot))
 
     def _front(self) -> int:
         """The slot of the first entry that is current, with `_head` moved there, or -1."""
