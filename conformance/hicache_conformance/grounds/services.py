@@ -88,6 +88,8 @@ class Services:
         """Stop all servers where they are; they keep their ports and their connections, and answer nothing."""
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
+        for process in self._processes.values():
+            stand_still(process)
 
     def resume(self) -> None:
         """Let suspended servers go on."""
@@ -185,6 +187,13 @@ class ServicesGround(Ground):
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def stand_still(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a child that was sent SIGSTOP has stopped in all its threads; some go on for a moment."""
+    if process.returncode is None:
+        # If it ends instead, that stays for `poll` to find.
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def _free_ports(names: Sequence[str]) -> dict[str, int]:
