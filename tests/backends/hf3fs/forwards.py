@@ -64,7 +64,11 @@ class Forward:
         with contextlib.suppress(OSError):
             while True:
                 near = listener.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:
+                    near.close()
+                    continue
                 with self._lock:
                     self._open |= {near, far}
                 threading.Thread(target=self._pump, args=(near, far), kwargs={"asks": True}, daemon=True).start()
