@@ -101,7 +101,7 @@ def test_while_the_server_hangs_everything_is_a_miss(attached, server):
     rank = attached(hybrid(mha_pools))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
     os.killpg(server._process.pid, signal.SIGSTOP)
-    stand_still(server._process)
+    stand_still(server._process.pid)
     try:
         rank.wipe()
         assert rank.prefetch(backup.tokens, windows=MAMBA).hit_tokens == 0

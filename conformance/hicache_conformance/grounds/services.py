@@ -29,6 +29,8 @@ START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
 LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
 """Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""
+_STILL: Final = frozenset("TtZX")
+"""Stopped, traced, or ended."""
 STOP_SECONDS: Final = 5.0
 """How long it may take to end by itself when it is asked to."""
 
@@ -89,7 +91,7 @@ class Services:
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
         for process in self._processes.values():
-            stand_still(process)
+            stand_still(process.pid)
 
     def resume(self) -> None:
         """Let suspended servers go on."""
@@ -189,11 +191,26 @@ class ServicesGround(Ground):
         shutil.rmtree(self._home, ignore_errors=True)
 
 
-def stand_still(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a child that was sent SIGSTOP has stopped in all its threads; some go on for a moment."""
-    if process.returncode is None:
-        # If it ends instead, that stays for `poll` to find.
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+def stand_still(group: int) -> None:
+    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads; some go on for a moment."""
+    while not _STILL.issuperset(_states(group)):
+        time.sleep(0.001)
+
+
+def _states(group: int) -> Generator[str]:
+    """The state of each thread of a group, as ps(1) shows it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # What ends meanwhile has no state.
+        with contextlib.suppress(OSError):
+            if int(_behind_the_name(process / "stat")[2]) == group:
+                for thread in (process / "task").iterdir():
+                    with contextlib.suppress(OSError):
+                        yield _behind_the_name(thread / "stat")[0]
+
+
+def _behind_the_name(stat: Path) -> list[str]:
+    """State, parent, group and so on; the name before them may hold anything."""
+    return stat.read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 def _free_ports(names: Sequence[str]) -> dict[str, int]:

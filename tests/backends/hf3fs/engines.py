@@ -55,6 +55,7 @@ class Engines:
         self.stored_at = dict[Peer, int]()
         """When each has stored something last."""
         self._sets, self._value, self._epoch_until = dict[Peer, int](), 1, 0.0
+        self._began_at = 0
 
     def open(self):
         for number in range(ENGINES):
@@ -75,6 +76,7 @@ class Engines:
 
     def work(self, strikes):
         """Let all work until the strikes are over and every engine has stored something since."""
+        self._began_at = time.monotonic_ns()
         with selectors.DefaultSelector() as selector:
             for peer in self.peers:
                 selector.register(peer.channel, selectors.EVENT_READ, peer)
@@ -134,12 +136,21 @@ class Engines:
         events = [event for peer in self.peers for event in peer.events]
         findings = HistoryChecker([part for event in events for part in excused(event, outages)]).check()
         if findings:
-            raise Story(self.identity, self._book(), events).violation(findings, "SET-1")
+            violation = Story(self.identity, self._book(), events).violation(findings, "SET-1")
+            for finding in findings:
+                told = [f"{event.call} at {self._at(event.began_at)}" for event in (*finding.witnesses, finding.answer)]
+                violation.add_note(f"{finding.kind} {finding.key}: {', '.join(told)}")
+            away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
+            violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
+            raise violation
         late = [event for event in events if _seconds(event) > DEADLINE_SECONDS + GRACE_SECONDS]
         assert not late, [(event.call, round(_seconds(event), 2)) for event in late]
         stats = [peer.stats() for peer in self.peers if not peer.ended]
         assert sum(pool.pages_damaged + pool.pages_evicted for pool in stats) == 0
         return Tally.of(events, outages)
+
+    def _at(self, moment):
+        return f"{(moment - self._began_at) / NANOSECONDS:.2f} s"
 
     def _book(self):
         book = PageBook()

@@ -7,72 +7,75 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from hicache_conformance.grounds.services import stand_still
 from hicache_metadata_server.remote import Remote, RemoteError
 
 PATIENCE_SECONDS = 60.0
+PAUSE_SECONDS = 0.4
+"""Between strikes, and until what was killed is started again."""
+SUSPENDED_SECONDS = 1.0
 
 
 class Strikes(threading.Thread):
-    """Strikes every server in turn until its time is over, and once at least.
+    """Strikes one after another until its time is over, and each of them once at least.
 
     Args:
-        servers: metadata servers, on one store; there is always one that serves.
-        stores: processes of the store, each of which takes all or a part of it away.
+        servers: metadata servers on one store.
+        is_whole: waits until the store has come back.
         seconds: after which no further round begins.
-        pause_seconds: between a server's return and the next strike.
     """
 
-    def __init__(self, servers, stores, *, seconds, pause_seconds=0.5):
+    def __init__(self, servers, is_whole, *, seconds):
         super().__init__(name="strikes")
-        self._servers, self._stores = servers, stores
-        self._seconds, self._pause = seconds, pause_seconds
+        self._servers, self._is_whole, self._seconds = servers, is_whole, seconds
+        self.plan = list[Callable[[], None]]()
+        """What is to be done in a round; methods of this one."""
         self.outages = list[tuple[int, int]]()
-        """When the store was away: from its end until every server says that it is ready, by `time.monotonic_ns()`."""
+        """When the store was away: from its end until it and every server say that they are ready, by `time.monotonic_ns()`."""
         self.log = list[str]()
         self.over_at = 0
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._begin = time.monotonic()
 
     def run(self):
         try:
             self._begin = time.monotonic()
             while not self.log or time.monotonic() - self._begin < self._seconds:
-                for server in self._servers:
-                    self._strike_server(server)
-                for store in self._stores:
-                    self._strike_store(store)
+                for strike in self.plan:
+                    time.sleep(PAUSE_SECONDS)
+                    strike()
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
-            self.error = error
+            self._error = error
         self.over_at = time.monotonic_ns()
 
     def finish(self):
         """Wait for the end; raise what went wrong."""
         self.join()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
-    def _strike_server(self, server):
-        time.sleep(self._pause)
-        self._note(f"kill -9 {server.url}")
+    def kill_server(self, server):
+        self._note(f"kill -9 server {server.port}")
         server.kill()
-        time.sleep(self._pause)
+        time.sleep(PAUSE_SECONDS)
         server.start()
         self._wait_until_ready()
-        time.sleep(self._pause)
-        self._note(f"suspend {server.url}")
+
+    def suspend_server(self, server):
+        self._note(f"suspend server {server.port}")
         with suspended(server):
-            time.sleep(2 * self._pause)
+            time.sleep(SUSPENDED_SECONDS)
         self._wait_until_ready()
 
-    def _strike_store(self, store):
-        time.sleep(self._pause)
+    def kill_store(self, store):
         self._note(f"kill -9 store {store.port}")
         begin = time.monotonic_ns()
         store.kill()
-        time.sleep(self._pause)
+        time.sleep(PAUSE_SECONDS)
         store.start()
+        self._is_whole()
         self._wait_until_ready()
         self.outages.append((begin, time.monotonic_ns()))
         self._note("the store is back")
@@ -90,7 +93,7 @@ class Strikes(threading.Thread):
 @contextlib.contextmanager
 def suspended(server):
     os.killpg(server._process.pid, signal.SIGSTOP)
-    stand_still(server._process)
+    stand_still(server._process.pid)
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ LONGEST_REST_SECONDS: Final = 16.0
 class Server:
     """One address, and how it fares. For the event loop's thread alone."""
 
-    __slots__ = ("failures", "resting", "rests_until", "routes", "silent_since", "url", "watcher")
+    __slots__ = ("failures", "left", "resting", "rests_until", "routes", "silent_since", "url", "watcher")
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -44,6 +44,8 @@ class Server:
         self.resting = False
         """It has failed, and is asked by its watcher alone while there is another one."""
         self.rests_until = 0.0
+        self.left = False
+        """The log says that it was left, and is to say when it is back."""
         self.silent_since: float | None = None
         """When the first request began since it has last said anything."""
         self.watcher: asyncio.Task[None] | None = None
@@ -119,6 +121,7 @@ class Servers:
         server.resting = True
         server.watcher = asyncio.get_running_loop().create_task(self._watch(server))
         if not self.first.resting:
+            server.left = True
             self._left()
             logger.warning("metadata server %s is left for %s: %s", server.url, self.first.url, why)
 
@@ -146,7 +149,9 @@ class Servers:
 
     def _well(self, server: Server) -> None:
         server.resting, server.silent_since = False, None
-        logger.info("metadata server %s serves again", server.url)
+        if server.left:
+            server.left = False
+            logger.info("metadata server %s serves again", server.url)
 
 
 class Tour:
