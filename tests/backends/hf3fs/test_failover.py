@@ -120,6 +120,16 @@ def test_one_server_never_rests():
     assert asyncio.run(fail()) == (False, servers_module.ATTEMPT_SECONDS)
 
 
+def test_nobody_is_watched_after_the_close():
+    async def fail():
+        some = servers()
+        some.close()
+        some.fails(some.first, "gone")
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(fail()) == set()
+
+
 def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
     """Up to a limit, and drawn from a range, so that not all clients come back at once; until a request is answered."""
     now, rests = 100.0, list[float]()
@@ -135,6 +145,10 @@ def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
             now = server.rests_until
             # Its watcher finds it ready.
             server.resting = False
+        server.failures = 5000
+        some.fails(server, "gone")
+        rests.append(server.rests_until - now)
+        server.resting = False
         some.serves(server)
         some.fails(server, "gone")
         rests.append(server.rests_until - now)

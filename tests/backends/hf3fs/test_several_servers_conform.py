@@ -1,5 +1,5 @@
-"""The conformance suite on two metadata servers and a Redis. `make servers` runs all of it; here are the cases about servers that
-go away and come back, and one of each other kind."""
+"""The conformance suite on two metadata servers and a Redis. `make servers` runs all of it, here are cases about servers and engines
+that are killed or hang."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ SERVICES = [
 ]
 URLS = "http://127.0.0.1:{port:a},http://127.0.0.1:{port:b}"
 CASES = [
-    "test_a_store_that_is_gone[services]",
+    "test_a_trouble_is_a_miss[services-killed]",
     "test_a_hung_store[services]",
-    "test_a_hung_store[network]",
     "test_the_engine_is_killed_while_it_sets",
-    "test_the_engine_is_killed_while_it_deletes",
+    "test_pages_outlive_their_process",
 ]
 
 
@@ -33,4 +32,4 @@ def test_the_driver_conforms_on_two_servers_and_a_redis():
     ran = run("hf3fs", {"metadata_url": URLS}, settings, services=SERVICES, cases=CASES)
     assert ran.stream.finished, ran.log[-3000:]
     assert [(case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS] == []
-    assert len(ran.stream.outcomes) >= len(CASES)
+    assert len(ran.stream.outcomes) == len(CASES)

@@ -29,6 +29,8 @@ LEAST_PATIENCE_SECONDS: Final = 0.25
 answered half of its lookups in 2 ms, and all but one in a thousand in 234 ms."""
 FIRST_REST_SECONDS: Final = 0.25
 LONGEST_REST_SECONDS: Final = 16.0
+MOST_DOUBLINGS: Final = 10
+"""A server that is away for a day fails thousands of times."""
 
 
 class Server:
@@ -76,6 +78,7 @@ class Servers:
         self._all = [Server(url) for url in urls]
         chance.shuffle(self._all)
         self._chance, self._is_ready, self._left = chance, is_ready, left
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._all)
@@ -115,7 +118,7 @@ class Servers:
 
     def fails(self, server: Server, why: object) -> None:
         """Let a server rest."""
-        if server.resting or len(self._all) == 1:
+        if server.resting or len(self._all) == 1 or self._closed:
             return
         self._rest(server)
         server.resting = True
@@ -126,14 +129,15 @@ class Servers:
             logger.warning("metadata server %s is left for %s: %s", server.url, self.first.url, why)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Watch no more; from now on no server rests."""
+        self._closed = True
         for server in self._all:
             if server.watcher is not None:
                 server.watcher.cancel()
                 server.watcher = None
 
     def _rest(self, server: Server) -> None:
-        longest = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2**server.failures)
+        longest = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2 ** min(server.failures, MOST_DOUBLINGS))
         server.failures += 1
         server.rests_until = time.monotonic() + self._chance.uniform(longest / 2, longest)
 
