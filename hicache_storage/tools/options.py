@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
     """Host and port of each server that options name, as URL or `host:port`, by option; several are separated by commas, or a list."""
     found = dict[str, list[tuple[str, int]]]()
     for name, value in options.items():
-        several: Sequence[object] = value if isinstance(value, (list, tuple)) else [value]
+        several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
         parts = [part for text in several if isinstance(text, str) for part in text.split(",")]
         addresses = [address for part in parts if (address := _address(part.strip()))]
         if addresses:
