@@ -25,6 +25,7 @@ from hicache_backends.hf3fs.client.failures import (
     PassingError,
     ScopeMismatchError,
     SilentError,
+    TooManyError,
     UnknownScopeError,
 )
 from hicache_backends.hf3fs.client.remote import RemoteDirectory
@@ -390,7 +391,8 @@ def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
         (409, "mismatch", ScopeMismatchError, 1),
         (413, "too_large", MetadataError, 1),
         (422, "invalid", MetadataError, 1),
-        (429, "quota", BusyError, ATTEMPTS + 1),
+        (429, "too_many", TooManyError, 1),
+        (408, "late", BusyError, ATTEMPTS + 1),
     ],
 )
 def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts):

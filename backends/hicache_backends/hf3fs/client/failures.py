@@ -47,6 +47,12 @@ class DrainingError(MetadataError):
     code = "metadata-draining"
 
 
+class TooManyError(MetadataError):
+    """The tenant sends more requests than it may: asked again at once, the server would refuse again."""
+
+    code = "metadata-too-many"
+
+
 def refusal(status: int, code: str, message: str) -> MetadataError:
     """What an answer with a status of 400 or more means."""
     text = f"the metadata server refuses: {message} ({status} {code})"
@@ -54,7 +60,9 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return UnknownScopeError(text)
     if code == "mismatch":
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
-    if status in (408, 429):
+    if status == 429:
+        return TooManyError(text)
+    if status == 408:
         return BusyError(text)
     if code == "draining":
         return DrainingError(text)
