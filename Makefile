@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance audit dist interop matrix benchmark soak fuzz races clean
+.PHONY: demo test lint types unit conformance audit dist interop matrix benchmark soak fuzz races servers clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -52,6 +52,10 @@ races: $(VENV)/.installed
 # Known weaknesses of the packages in this environment; red for one that scripts/accepted-findings.toml does not accept.
 audit: $(VENV)/.installed
 	$(PYTHON) scripts/audit_dependencies.py
+
+# Two metadata servers on one Redis, and on a cluster of three, killed under the load of eight engines for a minute each.
+servers: $(VENV)/.installed
+	HICACHE_SERVERS_SECONDS=60 $(PYTHON) -m pytest -s tests/backends/hf3fs/test_several_servers.py
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

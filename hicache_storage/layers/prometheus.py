@@ -50,7 +50,7 @@ class StorageCollector(Collector):
 
     def _conditions(self, stats: StorageStats) -> Iterable[Metric]:
         names, values = ["driver", *self._labels], [stats.driver, *self._labels.values()]
-        for counter in ("faults", "deadlines_missed", "breaker_refusals"):
+        for counter in ("faults", "deadlines_missed", "breaker_refusals", "failovers"):
             family = CounterMetricFamily(f"hicache_storage_{counter}", counter.replace("_", " "), labels=names)
             family.add_metric(values, getattr(stats, counter))
             yield family

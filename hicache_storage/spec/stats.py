@@ -69,3 +69,5 @@ class StorageStats:
     breaker_refusals: int = 0
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
+    failovers: int = 0
+    """Servers that failed and were left for others of the same store; a call that went on elsewhere is no fault."""

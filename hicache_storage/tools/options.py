@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hicache_storage.hookspecs import DriverSpec
 
@@ -61,13 +61,14 @@ def directories(options: Mapping[str, object]) -> dict[str, Path]:
 
 
 def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
-    """Host and port of each server that options name, as URL or `host:port`, by option; lists are separated by commas."""
+    """Host and port of each server that options name, as URL or `host:port`, by option; several are separated by commas, or a list."""
     found = dict[str, list[tuple[str, int]]]()
     for name, value in options.items():
-        if isinstance(value, str):
-            addresses = [address for part in value.split(",") if (address := _address(part.strip()))]
-            if addresses:
-                found[name] = addresses
+        several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
+        parts = [part for text in several if isinstance(text, str) for part in text.split(",")]
+        addresses = [address for part in parts if (address := _address(part.strip()))]
+        if addresses:
+            found[name] = addresses
     return found
 
 

@@ -510,6 +510,23 @@ def test_a_suspended_server_answers_when_it_goes_on(services):
     ground.close()
 
 
+def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
+    busy = "import socket, sys, threading; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    busy += "def turn():\n    while True: pass\n"
+    busy += "for _ in range(8): threading.Thread(target=turn).start()\n"
+    services = Services([(sys.executable, "-S", "-c", busy, "{port:a}")], tmp_path)
+    try:
+        services.start()
+        [server] = services._processes.values()
+        for _ in range(20):
+            services.suspend()
+            stats = [stat.read_text() for stat in Path(f"/proc/{server.pid}/task").glob("*/stat")]
+            assert {text.rpartition(")")[2].split()[0] for text in stats} == {"T"}
+            services.resume()
+    finally:
+        services.close()
+
+
 def test_a_stopped_server_s_files_can_be_damaged(services):
     ground = ServicesGround(services)
     told(services, b"a")

@@ -54,6 +54,11 @@ def is_gone(peer):
     return not Path(f"/proc/{peer.pid}").exists()
 
 
+def threads_of(pid):
+    """The state of each thread of a process, as ps(1) shows it."""
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
 def test_what_one_process_sets_another_reads(start):
     one, two = start(), start(fresh=True)
     assert one.set(KEYS, 5) == [True] * 8
@@ -151,6 +156,9 @@ def test_a_driver_that_ends_the_process_is_found(start):
 def test_a_call_that_hangs_is_ended(start, monkeypatch):
     one = start()
     os.kill(one.pid, signal.SIGSTOP)
+    # It is the nursery's child, which waits for it.
+    while set(threads_of(one.pid)) != {"T"}:
+        time.sleep(0.001)
     monkeypatch.setattr(peers, "SILENCE_SECONDS", 0.5)
     with pytest.raises(Violation, match=r"^FT-3: process p0 has not come back from"):
         one.get(KEYS)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from hicache_conformance.grounds.services import stand_still
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
 from tests.interop.metadata import live
 
@@ -100,6 +101,7 @@ def test_while_the_server_hangs_everything_is_a_miss(attached, server):
     rank = attached(hybrid(mha_pools))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
     os.killpg(server._process.pid, signal.SIGSTOP)
+    stand_still(server._process.pid)
     try:
         rank.wipe()
         assert rank.prefetch(backup.tokens, windows=MAMBA).hit_tokens == 0

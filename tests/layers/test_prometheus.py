@@ -20,6 +20,7 @@ def test_exported_text(kit):
     assert f"hicache_storage_pages_written_total{labels} 2.0" in text
     assert f"hicache_storage_pages_missed_total{labels} 1.0" in text
     assert 'hicache_storage_faults_total{driver="dict",tp_rank="3"} 0.0' in text
+    assert 'hicache_storage_failovers_total{driver="dict",tp_rank="3"} 0.0' in text
     assert 'hicache_storage_breaker_open{driver="dict",tp_rank="3"} 0.0' in text
     infinite = 'hicache_storage_call_seconds_bucket{driver="dict",le="+Inf",operation="get",pool="kv",tp_rank="3"} 1.0'
     assert infinite in text

@@ -30,6 +30,8 @@ def test_what_is_no_pair(text):
         ("localhost:7000", [("localhost", 7000)]),
         ("[::1]:7000", [("::1", 7000)]),
         ("a:1, b:2", [("a", 1), ("b", 2)]),
+        (["http://a:1", "b:2"], [("a", 1), ("b", 2)]),
+        ([3, "x"], None),
         ("p2p://meta", None),
         ("10GiB", None),
         ("a:99999", None),

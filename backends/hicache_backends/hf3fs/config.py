@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from typing import Annotated, Final, Literal
-from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from hicache_backends.hf3fs.client.addresses import addresses
 from hicache_storage.spec import DriverConfig, parse_bytes
 
 TOKEN_VARIABLE: Final = "HICACHE_METADATA_TOKEN"
@@ -26,10 +26,10 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         str, Meta(min_length=1, description="Directory of the files, on a mount that all clients see; made if missing.")
     ]
     metadata_url: Annotated[
-        str | None,
+        str | tuple[str, ...] | None,
         Meta(
-            description="Address of the metadata server, such as http://meta:18000. Without it, or empty, the map is kept in this process: "
-            "one process for each directory, and nothing outlives it."
+            description="Address of the metadata server, such as http://meta:18000; or of several on one store, as a list or separated by "
+            "commas. Without it, or empty, the map is kept in this process: one process for each directory, and nothing outlives it."
         ),
     ] = None
     token: Annotated[
@@ -111,10 +111,10 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         for name in ("file_size", "usrbio_buffer"):
             if not parse_bytes(getattr(self, name)):
                 raise ValueError(f"{name} must not be 0")
-        if self.metadata_url:
-            parts = urlsplit(self.metadata_url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"metadata_url {self.metadata_url!r} is no http or https address")
+        try:
+            _ = self.metadata_urls
+        except ValueError as error:
+            raise ValueError(f"metadata_url: {error}") from error
         self._see_tls()
 
     def __repr__(self) -> str:
@@ -131,8 +131,13 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
 
     @property
     def is_secure(self) -> bool:
-        """Whether the metadata server is spoken to by TLS."""
-        return (self.metadata_url or "").startswith("https:")
+        """Whether a metadata server is spoken to by TLS."""
+        return any(url.startswith("https:") for url in self.metadata_urls)
+
+    @property
+    def metadata_urls(self) -> tuple[str, ...]:
+        """The addresses of the metadata servers; none for a map in this process."""
+        return () if self.metadata_url in (None, "") else addresses(self.metadata_url)
 
     @property
     def file_bytes(self) -> int:

@@ -67,7 +67,7 @@ class Hf3fsStorage(ObjectStorage):
         return self._store
 
     def connect(self) -> None:
-        store = self._store = Store(self._config)
+        store = self._store = Store(self._config, self.recorder.count_failover)
         self._reader = PageReader(store)
         self._writer = PageWriter(store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}")
         durability = self._capabilities.durability
@@ -87,7 +87,8 @@ class Hf3fsStorage(ObjectStorage):
         about = self.store.directory.refresh(Call(self._config.timeout_seconds))
         stuck = self.store.engine.stuck()
         hanging = f"; {stuck} reads hang" if stuck else ""
-        return Health(ok=True, detail=f"{about.server}, engine {self.store.engine.name}{hanging}")
+        where = f" at {self.store.directory.where}" if self.store.directory.where else ""
+        return Health(ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}")
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])

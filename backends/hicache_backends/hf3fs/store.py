@@ -15,7 +15,7 @@ from hicache_storage.objects import Call
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from ssl import SSLContext
 
     from hicache_backends.hf3fs.client.directory import Directory
@@ -33,12 +33,16 @@ NETWORK_BYTES_PER_THREAD: Final = 4 << 20
 class Store:
     """One directory and its metadata, opened by one storage.
 
+    Args:
+        config: the driver's.
+        count_failover: called for each metadata server that is left for another one; in a thread of the store's.
+
     Raises:
         ConfigError: the path is no directory.
         StorageUnavailableError: the directory cannot be used, or the metadata server does not answer.
     """
 
-    def __init__(self, config: Hf3fsConfig) -> None:
+    def __init__(self, config: Hf3fsConfig, count_failover: Callable[[], None]) -> None:
         self.config = config
         self.path = os.path.abspath(config.path)
         self._create()
@@ -46,7 +50,7 @@ class Store:
         self.is_local = mount.is_local
         self._scopes: dict[str, ScopeOfSlots] = {}
         self._lock = threading.Lock()
-        self.directory = self._open_directory()
+        self.directory = self._open_directory(count_failover)
         try:
             self.directory.refresh(Call(config.timeout_seconds))
             self.engine = self._open_engine()
@@ -86,15 +90,16 @@ class Store:
         except OSError as error:
             raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error
 
-    def _open_directory(self) -> Directory:
-        if not self.config.metadata_url:
+    def _open_directory(self, count_failover: Callable[[], None]) -> Directory:
+        config, urls = self.config, self.config.metadata_urls
+        if not urls:
             from hicache_backends.hf3fs.client.local import LocalDirectory
 
-            return LocalDirectory(self.path, quarantine_seconds=self.config.quarantine_seconds)
+            return LocalDirectory(self.path, quarantine_seconds=config.quarantine_seconds)
         from hicache_backends.hf3fs.client.remote import RemoteDirectory
 
         return RemoteDirectory(
-            self.config.metadata_url, self.config.bearer, timeout_seconds=self.config.timeout_seconds, tls=self._tls()
+            urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), left=count_failover
         )
 
     def _tls(self) -> SSLContext | None:

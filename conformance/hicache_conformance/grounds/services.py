@@ -29,6 +29,8 @@ START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
 LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
 """Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""
+_STILL: Final = frozenset("TtZX")
+"""Stopped, traced, or ended."""
 STOP_SECONDS: Final = 5.0
 """How long it may take to end by itself when it is asked to."""
 
@@ -88,6 +90,8 @@ class Services:
         """Stop all servers where they are; they keep their ports and their connections, and answer nothing."""
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
+        for process in self._processes.values():
+            stand_still(process.pid)
 
     def resume(self) -> None:
         """Let suspended servers go on."""
@@ -185,6 +189,28 @@ class ServicesGround(Ground):
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def stand_still(group: int) -> None:
+    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads; some go on for a moment."""
+    while not _STILL.issuperset(_states(group)):
+        time.sleep(0.001)
+
+
+def _states(group: int) -> Generator[str]:
+    """The state of each thread of a group, as ps(1) shows it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # What ends meanwhile has no state.
+        with contextlib.suppress(OSError):
+            if int(_behind_the_name(process / "stat")[2]) == group:
+                for thread in (process / "task").iterdir():
+                    with contextlib.suppress(OSError):
+                        yield _behind_the_name(thread / "stat")[0]
+
+
+def _behind_the_name(stat: Path) -> list[str]:
+    """State, parent, group and so on; the name before them may hold anything."""
+    return stat.read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 def _free_ports(names: Sequence[str]) -> dict[str, int]:

@@ -40,3 +40,10 @@ def server():
     """A metadata server in a process of its own."""
     with Served(command=SERVE) as served:
         yield served
+
+
+@pytest.fixture
+def server_two():
+    """Another one, with a store of its own."""
+    with Served(command=SERVE) as served:
+        yield served

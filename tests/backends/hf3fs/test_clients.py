@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,11 +15,13 @@ import pytest
 from hicache_backends.hf3fs.client.failures import MetadataError, ScopeMismatchError
 from hicache_backends.hf3fs.client.local import LocalDirectory
 from hicache_backends.hf3fs.client.pieces import joined, pieces
-from hicache_backends.hf3fs.client.remote import ATTEMPTS, RemoteDirectory
+from hicache_backends.hf3fs.client.remote import RemoteDirectory
+from hicache_backends.hf3fs.client.servers import ATTEMPTS
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from tests.backends.hf3fs.listening import listening, reply
 
 SCOPE = "0:kv-test"
 
@@ -178,44 +180,6 @@ def test_a_server_that_kept_its_memory_is_gone_on_with(server):
 
 
 # Servers that misbehave.
-
-
-@contextmanager
-def listening(answer):
-    """A server that answers every connection by a function of its own; yields its address and the requests it has read."""
-    requests = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
-
-        def one(connection):
-            with connection:
-                data = b""
-                while chunk := connection.recv(65536):
-                    data += chunk
-                    head, _, body = data.partition(b"\r\n\r\n")
-                    length = next(
-                        (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
-                    )
-                    if b"\r\n\r\n" in data and len(body) >= length:
-                        requests.append(data)
-                        data = b""
-                        answer(connection)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def reply(status, body, content_type=b"application/msgpack"):
-    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (status, content_type, len(body))
-    return lambda connection: connection.sendall(head + body)
 
 
 def hang(connection):

@@ -6,16 +6,19 @@ import multiprocessing
 import os
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
+from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
-from hicache_storage.spec import ConfigError, StorageUnavailableError
+from hicache_storage.spec import ConfigError, StorageUnavailableError, parse_config
 from tests.backends.file.harness import identity
+from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
 
 
@@ -294,11 +297,61 @@ def test_a_killed_server_loses_nothing(rig, server):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"file_size": 0}, "file_size"), ({"metadata_url": "meta:18000"}, "metadata_url"), ({"engine": "magic"}, "engine")],
+    [
+        ({"file_size": 0}, "file_size"),
+        ({"metadata_url": "meta:18000"}, "metadata_url: 'meta:18000' is no"),
+        ({"metadata_url": "http://a:1,b:1"}, "metadata_url: 'b:1' is no"),
+        ({"metadata_url": "http://a:1,"}, "metadata_url: '' is no"),
+        ({"metadata_url": "http://a:none"}, "metadata_url: 'http://a:none' is no"),
+        ({"metadata_url": ["http://a:1", "http://b:1", "http://a:1/"]}, "metadata_url: 'http://a:1' is named twice"),
+        ({"metadata_url": []}, "metadata_url: an empty list"),
+        ({"metadata_url": ["http://a:1", 2]}, "metadata_url"),
+        ({"engine": "magic"}, "engine"),
+    ],
 )
 def test_bad_options_are_named(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         create_storage("hf3fs", identity(), {"path": str(tmp_path), **options})
+
+
+def test_a_password_in_an_address_is_refused_and_not_told(tmp_path):
+    with pytest.raises(ConfigError, match="meta:18000' is given with a user") as refused:
+        create_storage("hf3fs", identity(), {"path": str(tmp_path), "metadata_url": "http://me:secret@meta:18000"})
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", ["http://a:1, https://b/", ["http://a:1/", "https://b"], ("http://a:1", "https://b")])
+def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given):
+    config = parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given})
+    assert config.metadata_urls == ("http://a:1", "https://b")
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_without_an_address_there_is_no_server(tmp_path, given):
+    assert parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given}).metadata_urls == ()
+
+
+def test_health_names_the_server(rig, server):
+    one = rig(metadata_url=[server.url])
+    one.storage.open()
+    health = one.storage.health()
+    assert health.ok
+    assert f"at {server.url}, engine" in health.detail
+
+
+def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):
+    with closing(Forward(server.port)) as one_way, closing(Forward(server.port)) as other_way:
+        one = rig(metadata_url=f"{one_way.url},{other_way.url}", lease_seconds=1.0)
+        keys = chain("a", 8)
+        assert all(one.put(keys))
+        # Whichever it uses.
+        for way in (one_way, other_way):
+            way.manner = Manner.REFUSES
+            one.expect(keys)
+            way.manner = Manner.WELL
+        stats = one.storage.get_stats()
+        assert (stats.failovers >= 1, stats.faults) == (True, 0)
+        assert one.storage.health().ok
 
 
 def test_usrbio_without_its_library_says_what_is_missing(rig):

@@ -41,6 +41,11 @@ class Directory(ABC):
     def about(self) -> p.About:
         """What the server has said of itself when it was last asked."""
 
+    @property
+    def where(self) -> str:
+        """Which server is used, for people; empty without one."""
+        return ""
+
     @abstractmethod
     def refresh(self, call: Call) -> p.About:
         """Ask the server who it is."""

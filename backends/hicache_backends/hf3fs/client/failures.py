@@ -24,9 +24,27 @@ class ScopeMismatchError(MetadataError):
 
 
 class PassingError(MetadataError):
-    """Asked again, the server may answer."""
+    """Asked again, the server may answer; or another one of its store."""
 
     code = "metadata-passing"
+
+
+class SilentError(PassingError):
+    """The server has not answered in time."""
+
+    code = "metadata-silent"
+
+
+class BusyError(PassingError):
+    """Asked again, the server may answer; another one would say the same."""
+
+    code = "metadata-busy"
+
+
+class DrainingError(MetadataError):
+    """The server gives no new leases, because it is about to end; another one of its store may."""
+
+    code = "metadata-draining"
 
 
 class TooManyError(MetadataError):
@@ -44,6 +62,10 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
     if status == 429:
         return TooManyError(text)
-    if status == 408 or (status >= 500 and code != "draining"):
+    if status == 408:
+        return BusyError(text)
+    if code == "draining":
+        return DrainingError(text)
+    if status >= 500:
         return PassingError(text)
     return MetadataError(text)

@@ -1,48 +1,61 @@
-"""A metadata server somewhere in the network, spoken to from one event loop in a thread of the client's own."""
+"""Metadata servers somewhere in the network, spoken to from one event loop in a thread of the client's own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import secrets
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 from multidict import CIMultiDict
-from yarl import URL
 
+from hicache_backends.hf3fs.client.addresses import addresses
 from hicache_backends.hf3fs.client.directory import Directory
-from hicache_backends.hf3fs.client.failures import MetadataError, PassingError, refusal
+from hicache_backends.hf3fs.client.failures import (
+    DrainingError,
+    MetadataError,
+    PassingError,
+    SilentError,
+    UnknownScopeError,
+    refusal,
+)
+from hicache_backends.hf3fs.client.servers import Servers
 from hicache_metadata_server import protocol as p
 from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from ssl import SSLContext
 
+    from hicache_backends.hf3fs.client.servers import Server
     from hicache_storage.objects import Call
 
 A = TypeVar("A", bound=p.Answer)
 T = TypeVar("T")
 
-ATTEMPTS: Final = 3
-"""Each with the same idempotency key."""
+logger = logging.getLogger(__name__)
+
 PAUSE_SECONDS: Final = 0.02
-"""Before the second attempt, at most; doubled for each further one."""
+"""Before a server is asked a second time, at most; doubled for each further one."""
 LONGEST_PAUSE_SECONDS: Final = 0.2
-ATTEMPT_SECONDS: Final = 2.0
-"""A server that was restarted is asked again, though the one before it does not answer any more."""
 CONNECTIONS: Final = 32
+"""To one server."""
+PROBE_SECONDS: Final = 1.0
+"""How long a server that has failed may take to say that it is ready."""
 ANSWER_BYTES: Final = 256 << 20
 """What a longer body holds is no answer."""
 CLOSE_SECONDS: Final = 2.0
 LATER_SECONDS: Final = 2.0
 """How long a request may take that nobody waits for."""
+INITIALIZE: Final = "/v2/initialize"
+READY: Final = "/readyz"
 EMPTY: Final = msgspec.msgpack.encode({})
 MARGIN_SECONDS: Final = 0.25
 """How long after its own deadline the event loop may take to say so."""
@@ -51,23 +64,34 @@ MARGIN_SECONDS: Final = 0.25
 class RemoteDirectory(Directory):
     """A client of the native part. Its thread starts with the first request and ends with `close`.
 
+    Of several servers, all on one store, it uses one. A request that this one does not answer goes to the next, within the
+    call's deadline and under the same idempotency key.
+
     Args:
-        url: of the server, `http://` or `https://`.
+        urls: of the server, or of several (a list, or separated by commas), `http://` or `https://`.
         token: bearer token, "" for none.
         timeout_seconds: for calls that have no deadline.
+        left: told of each server that is left for another one, in the client's thread.
+        chance: draws which server is used, and pauses.
         tls: what is asked of a server at `https://`, and shown to it; by default the system's authorities, and nothing.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: there is no address, or one is none.
     """
 
-    def __init__(self, url: str, token: str = "", *, timeout_seconds: float = 10.0, tls: SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        token: str = "",
+        *,
+        timeout_seconds: float = 10.0,
+        tls: SSLContext | None = None,
+        left: Callable[[], None] = lambda: None,
+        chance: random.Random | None = None,
+    ) -> None:
         super().__init__()
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http or https address")
-        self._url = url.rstrip("/")
-        self._routes = {path: (route.method, URL(self._url + path)) for path, route in p.ROUTES.items()}
+        self._chance = chance or random.Random()
+        self._servers = Servers(addresses(urls), chance=self._chance, is_ready=self._is_ready, left=left)
         headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
@@ -80,22 +104,28 @@ class RemoteDirectory(Directory):
         self._state = threading.Lock()
         self._closed = False
         self._about: p.About | None = None
+        self._made_at = ""
+        """Server that has made scopes last."""
 
     @property
     def about(self) -> p.About:
         """What the server has said of itself; a client that has not asked yet is told to `refresh`."""
         if self._about is None:
-            raise MetadataError(f"the metadata server {self._url} has not answered yet")
+            raise MetadataError(f"the metadata server {self.where} has not answered yet")
         return self._about
 
+    @property
+    def where(self) -> str:
+        return self._servers.describe()
+
     def refresh(self, call: Call) -> p.About:
-        self._about = self._wait(self._request("/v2", None, p.About), call)
+        self._about = self._wait("/v2", None, p.About, call)
         if self._about.protocol != p.PROTOCOL:
-            raise MetadataError(f"{self._url} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}")
+            raise MetadataError(f"{self.where} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}")
         return self._about
 
     def send(self, path: str, request: p.Request, kind: type[A], call: Call) -> A:
-        return self._wait(self._request(path, request, kind), call)
+        return self._wait(path, request, kind, call)
 
     def send_later(self, path: str, request: p.Request) -> None:
         loop = self._running()
@@ -113,14 +143,11 @@ class RemoteDirectory(Directory):
 
     # In the caller's thread.
 
-    def _wait(self, work: Coroutine[Any, Any, T], call: Call) -> T:
+    def _wait(self, path: str, request: p.Request | None, kind: type[T], call: Call) -> T:
         left = call.remaining()
         seconds = self._timeout_seconds if left is None else left
-        try:
-            loop = self._running()
-        except BaseException:
-            work.close()
-            raise
+        loop = self._running()
+        work = self._request(path, request, kind, seconds)
         awaited = _Awaited(work, seconds)
         try:
             loop.call_soon_threadsafe(awaited.start)
@@ -135,7 +162,7 @@ class RemoteDirectory(Directory):
             # The client may have been closed meanwhile.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(awaited.cancel)
-            raise StorageTimeoutError(f"the metadata server {self._url} has not answered within {seconds:.3g} s") from error
+            raise StorageTimeoutError(f"the metadata server {self.where} has not answered within {seconds:.3g} s") from error
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._state:
@@ -161,6 +188,7 @@ class RemoteDirectory(Directory):
 
     async def _end(self) -> None:
         """Let those finish that nobody waits for, for a moment; then end what is left, and the connections."""
+        self._servers.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
@@ -174,40 +202,75 @@ class RemoteDirectory(Directory):
 
     async def _unheard(self, path: str, request: p.Request) -> None:
         try:
-            await _within(self._request(path, request, p.Answer), LATER_SECONDS)
+            await _within(self._request(path, request, p.Answer, LATER_SECONDS), LATER_SECONDS)
         except (MetadataError, TimeoutError):
             return
 
-    async def _request(self, path: str, request: p.Request | None, kind: type[T]) -> T:
+    async def _request(self, path: str, request: p.Request | None, kind: type[T], seconds: float) -> T:
         headers = self._headers
         if p.ROUTES[path].changes:
             headers = headers.copy()
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
-        longest = PAUSE_SECONDS
-        for _ in range(ATTEMPTS - 1):
+        until, tour, longest = time.monotonic() + seconds, self._servers.tour(), PAUSE_SECONDS
+        while True:
             try:
-                return await self._once(path, body, headers, kind)
-            except PassingError:
-                await asyncio.sleep(random.uniform(0, longest))
+                return await self._once(tour.server, path, body, headers, kind, tour.patience(until - time.monotonic()))
+            except (PassingError, DrainingError) as error:
+                if not tour.goes_on(error):
+                    raise
+            except UnknownScopeError:
+                self._ask_whether_one_store(tour.server)
+                raise
+            if tour.waits:
+                await asyncio.sleep(self._chance.uniform(0, longest))
                 longest = min(2 * longest, LONGEST_PAUSE_SECONDS)
-        return await self._once(path, body, headers, kind)
 
-    async def _once(self, path: str, body: bytes | None, headers: CIMultiDict[str], kind: type[T]) -> T:
-        session, (method, url) = self._session or self._open_session(), self._routes[path]
+    async def _once(
+        self, server: Server, path: str, body: bytes | None, headers: CIMultiDict[str], kind: type[T], seconds: float
+    ) -> T:
+        session, (method, url) = self._session or self._open_session(), server.routes[path]
+        if server.silent_since is None:
+            server.silent_since = time.monotonic()
         try:
             async with (
-                asyncio.timeout(ATTEMPT_SECONDS),
+                asyncio.timeout(seconds),
                 session.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
             ):
-                return _decoded(response, await _body(response), kind)
+                server.silent_since = None
+                answer = _decoded(response, await _body(response), kind)
+        except TimeoutError as error:
+            raise SilentError(f"the metadata server {server.url} has not answered within {seconds:.3g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # TimeoutError is an OSError. A ValueError is an answer that is none.
-            raise PassingError(f"the metadata server {self._url} does not answer: {type(error).__name__}: {error}") from error
+            # A ValueError is an answer that is none.
+            raise PassingError(f"the metadata server {server.url} does not answer: {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:
+            self._servers.is_silent(server)
+            raise
+        if server.failures:
+            self._servers.serves(server)
+        if path == INITIALIZE:
+            self._made_at = server.url
+        return answer
+
+    def _ask_whether_one_store(self, server: Server) -> None:
+        """Say what cannot be told from a store that has lost its memory: that these servers have a store each."""
+        if self._made_at not in ("", server.url):
+            logger.warning(
+                "metadata server %s does not know the scopes that %s has made: are they one store?", server.url, self._made_at
+            )
+
+    async def _is_ready(self, server: Server) -> bool:
+        session = self._session or self._open_session()
+        try:
+            async with asyncio.timeout(PROBE_SECONDS), session.get(server.url + READY, allow_redirects=False) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, ValueError):
+            return False
 
     def _open_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._tls or True),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS, ssl=self._tls or True),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

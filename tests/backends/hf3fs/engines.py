@@ -1,0 +1,236 @@
+"""Eight engines in processes of their own, on one directory, whose load goes on while servers are killed; and what is said of it.
+
+Each makes calls with a deadline, of pages whose bytes tell which set wrote them, and tells both ends of every call. What the calls
+answered is judged by the history checker of the conformance suite.
+"""
+
+from __future__ import annotations
+
+import random
+import selectors
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event
+from hicache_conformance.history.story import Story
+from hicache_conformance.history.workload import Workload
+from hicache_conformance.pages import Page, PageBook
+from hicache_conformance.peers.messages import PoolShape
+from hicache_conformance.peers.peer import Peer
+from hicache_storage.layers import StorageOptions
+from hicache_storage.spec import PoolName, StorageIdentity
+
+ENGINES = 8
+DEADLINE_SECONDS = 3.0
+GRACE_SECONDS = 1.0
+"""What FT-3 allows beyond the deadline."""
+RETURN_SECONDS = 30.0
+"""After this long with all servers back, an engine that has stored nothing has not come back."""
+CHUNK = 8
+"""Calls that an engine is told to make at a time."""
+EPOCH_KEYS, EPOCH_SECONDS = 64, 2.0
+"""All engines work on the same few keys for a while, then on others, so that pages of every time are read at the end."""
+MIX = {Call.SET: 5, Call.GET: 6, Call.EXISTS: 1, Call.DELETE: 1}
+# The pages are small, because what is tried is the metadata, and the engines share two cores with the servers.
+PAGES = {PoolName.KV: PoolShape(pages=48, components=(1_500, 2_500))}
+NANOSECONDS = 1_000_000_000
+
+
+class Engines:
+    """The processes, and what they did."""
+
+    def __init__(self, path, urls, seed=1):
+        self._seed, self._random = seed, random.Random(seed)
+        self.identity = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt=f"servers-{seed}")
+        self._config = {
+            "path": str(path), "metadata_url": ",".join(urls), "file_size": "64MiB", "lease_seconds": 1.0, "wait_seconds": 0.2,
+            "timeout_seconds": DEADLINE_SECONDS,
+        }  # fmt: skip
+        self.peers = list[Peer]()
+        self.keys = list[str]()
+        self.stored_at = dict[Peer, int]()
+        """When each has stored something last."""
+        self._sets, self._value, self._epoch_until = dict[Peer, int](), 1, 0.0
+        self._began_at = 0
+
+    def open(self):
+        for number in range(ENGINES):
+            self.open_one(f"engine{number}")
+
+    def open_one(self, name):
+        peer = Peer.open(
+            name, "hf3fs", self._config, self.identity, pools=PAGES, seed=f"{self._seed}/{name}", fresh=False,
+            # Without a circuit breaker, so that every call reaches the servers.
+            options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
+        )  # fmt: skip
+        self.peers.append(peer)
+        return peer
+
+    def close(self):
+        for peer in self.peers:
+            peer.kill()
+
+    def work(self, strikes):
+        """Let all work until the strikes are over and every engine has stored something since."""
+        self._began_at = time.monotonic_ns()
+        with selectors.DefaultSelector() as selector:
+            for peer in self.peers:
+                selector.register(peer.channel, selectors.EVENT_READ, peer)
+                peer.start(self._chunk())
+            while selector.get_map():
+                for chosen, _ in selector.select(1.0):
+                    peer = chosen.data
+                    self._listen(peer)
+                    if not peer.busy:
+                        if self._is_over(strikes):
+                            selector.unregister(peer.channel)
+                        else:
+                            peer.start(self._chunk())
+
+    def _listen(self, peer):
+        for message in peer.channel.pending():
+            peer.note(message)
+            if isinstance(message, Begun) and message.call is Call.SET:
+                self._sets[peer] = message.number
+            elif isinstance(message, Ended) and message.number == self._sets.get(peer) and any(message.done):
+                self.stored_at[peer] = message.at
+
+    def _is_over(self, strikes):
+        if strikes.is_alive():
+            return False
+        late = [peer.name for peer in self.peers if self.stored_at.get(peer, 0) < strikes.over_at]
+        assert not late or time.monotonic_ns() < strikes.over_at + RETURN_SECONDS * NANOSECONDS, f"{late} do not come back"
+        return not late
+
+    def _chunk(self):
+        if time.monotonic() > self._epoch_until:
+            self._epoch_until = time.monotonic() + EPOCH_SECONDS
+            first = len(self.keys)
+            self.keys += [f"{self._seed}-{number}" for number in range(first, first + EPOCH_KEYS)]
+        value, self._value = self._value, self._value + CHUNK
+        assert self._value < VALUES, "more sets than the checker can tell apart"
+        # Mostly of this time; what is older has to be there, too.
+        keys = self.keys[-EPOCH_KEYS:] if self._random.random() < 0.8 else self._random.sample(self.keys, EPOCH_KEYS)
+        return Workload(
+            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, longest=8
+        )  # fmt: skip
+
+    def read_all(self):
+        """A new engine asks for every key; its answers are the last of the history."""
+        reader = self.open_one("reader")
+        for start in range(0, len(self.keys), 32):
+            reader.get(self.keys[start : start + 32])
+        return reader
+
+    def judge(self, outages):
+        """What happened, as numbers.
+
+        Raises:
+            Violation: something was answered that cannot be: a page lost, or delivered after its removal, or a wrong byte.
+            AssertionError: a call took too long, or an engine saw a damaged page.
+        """
+        events = [event for peer in self.peers for event in peer.events]
+        findings = HistoryChecker([part for event in events for part in excused(event, outages)]).check()
+        if findings:
+            violation = Story(self.identity, self._book(), events).violation(findings, "SET-1")
+            for finding in findings:
+                told = [f"{event.call} at {self._at(event.began_at)}" for event in (*finding.witnesses, finding.answer)]
+                violation.add_note(f"{finding.kind} {finding.key}: {', '.join(told)}")
+            away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
+            violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
+            raise violation
+        late = [event for event in events if _seconds(event) > DEADLINE_SECONDS + GRACE_SECONDS]
+        assert not late, [(event.call, round(_seconds(event), 2)) for event in late]
+        stats = [peer.stats() for peer in self.peers if not peer.ended]
+        assert sum(pool.pages_damaged + pool.pages_evicted for pool in stats) == 0
+        return Tally.of(events, outages)
+
+    def _at(self, moment):
+        return f"{(moment - self._began_at) / NANOSECONDS:.2f} s"
+
+    def _book(self):
+        book = PageBook()
+        for key in self.keys:
+            book.render(Page(self.identity, str(PoolName.KV), key), 1)
+        return book
+
+
+@dataclass
+class Tally:
+    """What the engines were answered."""
+
+    calls: int
+    stored: int
+    """Pages."""
+    delivered: int
+    excused: int
+    """Pages that were missed, or not deleted, while the store was away."""
+    longest: float
+    each_second: list[int]
+    """Calls that were answered in each second of the run."""
+
+    @classmethod
+    def of(cls, events, outages):
+        begin = min(event.began_at for event in events)
+        seconds = Counter((event.ended_at - begin) // NANOSECONDS for event in events)
+        return cls(
+            calls=len(events),
+            stored=sum(sum(event.ended.done) for event in events if event.call is Call.SET),
+            delivered=sum(found is not None for event in events for found in event.ended.found),
+            excused=sum(_missed(event) for event in events if overlaps(event, outages)),
+            longest=max(map(_seconds, events)),
+            each_second=[seconds[second] for second in range(max(seconds) + 1)],
+        )
+
+
+def overlaps(event, outages):
+    """Whether the store was away at some moment of a call."""
+    return any(event.began_at <= end and event.ended_at >= begin for begin, end in outages)
+
+
+def excused(event, outages):
+    """A call as it is judged. While the store is away, pages may be missed, and a delete that says `False` may be made later,
+    or never."""
+    if not overlaps(event, outages):
+        return [event]
+    begun, ended = event.begun, event.ended
+    match event.call:
+        case Call.GET:
+            return [_only(event, [found is not None for found in ended.found])]
+        case Call.EXISTS:
+            keys = begun.keys[: ended.hit]
+            return [Event(msgspec.structs.replace(begun, keys=keys), ended)]
+        case Call.DELETE:
+            not_done = [not ok for ok in ended.done]
+            return [_only(event, ended.done), Event(_only(event, not_done).begun)]
+        case _:
+            return [event]
+
+
+def _only(event, wanted):
+    """A call as if it had been made for some of its keys alone."""
+
+    def some(column):
+        return tuple(entry for entry, ok in zip(column, wanted, strict=True) if ok)
+
+    begun, ended = event.begun, event.ended
+    columns = {name: some(getattr(ended, name)) for name in ("done", "found") if getattr(ended, name)}
+    return Event(msgspec.structs.replace(begun, keys=some(begun.keys)), msgspec.structs.replace(ended, **columns))
+
+
+def _missed(event):
+    match event.call:
+        case Call.GET:
+            return event.ended.found.count(None)
+        case Call.EXISTS:
+            return len(event.keys) - event.ended.hit
+        case _:
+            return event.ended.done.count(False)
+
+
+def _seconds(event):
+    return (event.ended_at - event.began_at) / NANOSECONDS

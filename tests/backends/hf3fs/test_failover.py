@@ -1,0 +1,437 @@
+"""A client of several servers: which it asks, what it does when they fail, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_backends.hf3fs.client import servers as servers_module
+from hicache_backends.hf3fs.client.failures import (
+    BusyError,
+    DrainingError,
+    MetadataError,
+    PassingError,
+    ScopeMismatchError,
+    SilentError,
+    TooManyError,
+    UnknownScopeError,
+)
+from hicache_backends.hf3fs.client.remote import RemoteDirectory
+from hicache_backends.hf3fs.client.servers import (
+    ATTEMPTS,
+    FIRST_REST_SECONDS,
+    LEAST_PATIENCE_SECONDS,
+    LONGEST_REST_SECONDS,
+    Servers,
+)
+from hicache_conformance.metadata.server import Served
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.remote import Remote
+from hicache_storage.objects import Call
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from tests.backends.hf3fs.conftest import SERVE
+from tests.backends.hf3fs.forwards import Forward, Manner
+from tests.backends.hf3fs.listening import listening, reply
+
+URLS = ("http://a", "http://b", "http://c")
+
+
+def servers(urls=URLS, *, seed=0, left=lambda: None):
+    async def never(server):
+        return False
+
+    return Servers(urls, chance=random.Random(seed), is_ready=never, left=left)
+
+
+def eventually(what, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it does not come"
+        time.sleep(0.01)
+
+
+# Whose turn it is.
+
+
+def test_clients_are_spread_over_the_servers():
+    firsts = Counter(servers(seed=seed).first.url for seed in range(300))
+    assert set(firsts) == set(URLS)
+    assert min(firsts.values()) > 60
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from([PassingError, SilentError, BusyError, DrainingError]), max_size=12))
+def test_no_server_is_asked_again_before_all_others(count, failures):
+    async def travel():
+        some = servers(URLS[:count] if count < 4 else (*URLS, "http://d"))
+        tour = some.tour()
+        visited, said = [tour.server.url], list[type[MetadataError]]()
+        for failure in failures:
+            said.append(failure)
+            if not tour.goes_on(failure("")):
+                break
+            again = failure is BusyError
+            assert tour.server.url == visited[-1] if again else tour.server.url not in visited or len(set(visited)) == count
+            assert tour.waits == (tour.server.url in visited)
+            visited.append(tour.server.url)
+        some.close()
+        return visited, said
+
+    visited, said = asyncio.run(travel())
+    assert len(visited) <= ATTEMPTS + count - 1
+    if len(visited) == len(said) and said[-1] is not DrainingError:
+        assert len(visited) == ATTEMPTS + count - 1
+
+
+@given(st.floats(0.001, 60.0))
+def test_the_deadline_is_split_among_those_that_were_not_asked(left):
+    async def travel():
+        some = servers()
+        tour, parts = some.tour(), []
+        for _ in URLS:
+            parts.append(tour.patience(left - sum(parts)))
+            tour.goes_on(PassingError(""))
+        some.close()
+        return parts
+
+    first, second, last = asyncio.run(travel())
+    assert last == servers_module.ATTEMPT_SECONDS
+    if left > 3 * LEAST_PATIENCE_SECONDS:
+        assert first + second <= left * 2 / 3 + 1e-9
+    assert min(first, second) >= LEAST_PATIENCE_SECONDS
+
+
+def test_one_server_never_rests():
+    async def fail():
+        some = servers(URLS[:1])
+        some.fails(some.first, "gone")
+        return some.first.resting, some.tour().patience(0.5)
+
+    assert asyncio.run(fail()) == (False, servers_module.ATTEMPT_SECONDS)
+
+
+def test_nobody_is_watched_after_the_close():
+    async def fail():
+        some = servers()
+        some.close()
+        some.fails(some.first, "gone")
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(fail()) == set()
+
+
+def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
+    """Up to a limit, and drawn from a range, so that not all clients come back at once; until a request is answered."""
+    now, rests = 100.0, list[float]()
+    monkeypatch.setattr(servers_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def fail():
+        nonlocal now
+        some = servers(seed=1)
+        server = some.first
+        for _ in range(12):
+            some.fails(server, "gone")
+            rests.append(server.rests_until - now)
+            now = server.rests_until
+            # Its watcher finds it ready.
+            server.resting = False
+        server.failures = 5000
+        some.fails(server, "gone")
+        rests.append(server.rests_until - now)
+        server.resting = False
+        some.serves(server)
+        some.fails(server, "gone")
+        rests.append(server.rests_until - now)
+        some.close()
+
+    asyncio.run(fail())
+    *growing, after_an_answer = rests
+    for number, rest in enumerate(growing):
+        most = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2**number)
+        assert most / 2 <= rest <= most
+    assert growing[-1] >= LONGEST_REST_SECONDS / 2
+    assert after_an_answer <= FIRST_REST_SECONDS
+
+
+def test_with_no_server_well_the_one_that_rests_least_is_asked():
+    async def fail():
+        some = servers()
+        order = []
+        for _ in URLS:
+            order.append(some.first)
+            some.fails(some.first, "gone")
+        order[1].rests_until = 0.0
+        first = some.first
+        some.close()
+        return first is order[1], len({id(server) for server in order})
+
+    assert asyncio.run(fail()) == (True, 3)
+
+
+# Two addresses of one real server.
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all cases, each of which has a scope of its own."""
+    with Served(command=SERVE) as served:
+        yield served
+
+
+@pytest.fixture
+def ways(server):
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Forward(server.port))) for _ in range(2)]
+
+
+def geometry(scope="0:kv-test"):
+    return p.ScopeGeometry(scope=scope, slots=16, slot_bytes=8192)
+
+
+class Client:
+    """A directory on some addresses, with a scope of its own; which server it asks first is known."""
+
+    numbers = itertools.count()
+
+    def __init__(self, ways):
+        self.left = 0
+        self.scope = f"{next(self.numbers)}:kv-test"
+        self.directory = RemoteDirectory([way.url for way in ways], left=self._count, chance=random.Random(1))
+        self.directory.declare(geometry(self.scope))
+        [self.home] = [way for way in ways if way.url == self.directory.where]
+        self.other = next(way for way in ways if way is not self.home)
+
+    def _count(self):
+        self.left += 1
+
+    def lookup(self, keys=("a",), seconds=5.0):
+        return self.directory.lookup([p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)).scopes[0]
+
+    def reserve(self, keys, seconds=5.0):
+        asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
+        return self.directory.reserve(asked, Call(seconds), owner="me", lease_seconds=30.0).scopes[0]
+
+    def leased(self, server):
+        scopes = Remote(server.url).call("/v2/scopes", None, p.Scopes).scopes
+        return next(status.leased for status in scopes if status.scope == self.scope)
+
+
+@pytest.fixture
+def client(ways):
+    made = Client(ways)
+    with closing(made.directory):
+        made.directory.refresh(Call(10))
+        made.lookup()
+        yield made
+
+
+@pytest.mark.parametrize("manner", [Manner.REFUSES, Manner.RESETS, Manner.MUTE, Manner.HANGS])
+def test_another_server_is_asked_within_the_deadline(client, manner, caplog):
+    assert client.other.asked == 0
+    client.home.manner = manner
+    with caplog.at_level(logging.INFO, servers_module.__name__):
+        assert client.lookup().slots == [-1]
+        assert client.other.asked
+        assert (client.left, caplog.text.count("is left for")) == (1, 1)
+        assert client.directory.where == f"{client.other.url}, 1 of 2 servers away"
+        # While it rests, no request goes there.
+        for _ in range(20):
+            client.lookup()
+        assert client.left == 1
+        client.home.manner = Manner.WELL
+        eventually(lambda: client.directory.where == client.home.url)
+        asked = client.other.asked
+        client.lookup()
+        assert client.other.asked == asked
+    assert caplog.text.count("serves again") == 1
+
+
+def test_a_hanging_server_costs_no_second_call_a_part_of_its_deadline(client):
+    client.home.manner = Manner.HANGS
+    client.lookup(seconds=2.0)
+    # What is left of the deadline is more than the hanging server could be given again.
+    for _ in range(5):
+        client.lookup(seconds=2 * LEAST_PATIENCE_SECONDS)
+
+
+def test_a_change_that_two_servers_have_seen_is_done_once(client, server):
+    client.home.manner = Manner.MUTE
+    leased = client.reserve(["x", "y"])
+    assert leased.states == [p.Reserved.LEASED] * 2
+    assert (client.leased(server), client.left) == (2, 1)
+
+
+def test_calls_with_short_deadlines_leave_a_hanging_server_too(client):
+    """None of them waits long enough to conclude something; together they do."""
+    client.home.manner = Manner.HANGS
+
+    def answered():
+        try:
+            return client.lookup(seconds=0.05).slots == [-1]
+        except StorageTimeoutError:
+            return False
+
+    eventually(answered)
+    assert client.left == 1
+
+
+def test_one_slow_answer_is_no_failure(client):
+    """A deadline that is too short for any server says nothing about this one."""
+    with pytest.raises(StorageUnavailableError):
+        client.lookup(seconds=1e-5)
+    assert (client.left, client.directory.where) == (0, client.home.url)
+
+
+def test_with_all_servers_away_calls_fail_and_come_back_by_themselves(client):
+    client.home.manner = client.other.manner = Manner.REFUSES
+    for _ in range(3):
+        with pytest.raises(MetadataError):
+            client.lookup()
+    # The first to fail was left; there was nobody to leave the second for.
+    assert client.left == 1
+    client.other.manner = Manner.WELL
+    client.lookup()
+    assert client.directory.where.startswith(client.other.url)
+    client.home.manner = Manner.WELL
+    eventually(lambda: client.directory.where == client.home.url)
+
+
+def test_what_nobody_waits_for_goes_to_the_other_server_too(client, server):
+    leased = client.reserve(["x"])
+    client.home.manner = Manner.REFUSES
+    client.directory.abort([p.LeaseScope(scope=client.scope, leases=leased.leases)])
+    eventually(lambda: client.leased(server) == 0)
+
+
+def test_many_threads_leave_a_server_once(client):
+    client.home.manner = Manner.HANGS
+    gate, failed = threading.Barrier(8), list[Exception]()
+
+    def ask():
+        gate.wait()
+        try:
+            client.lookup()
+        except StorageUnavailableError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (failed, client.left) == ([], 1)
+
+
+def test_a_client_that_waits_for_a_server_closes_at_once(client):
+    client.home.manner = Manner.HANGS
+    client.lookup()
+    begin = time.monotonic()
+    client.directory.close()
+    # Less than what `close` grants to requests that nobody waits for.
+    assert time.monotonic() - begin < 1.9
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-metadata-client"]
+
+
+# What servers answer.
+
+
+def problem(status, code):
+    return reply(f"{status} No".encode(), msgspec.msgpack.encode({"code": code, "message": "no", "field": ""}))
+
+
+class Pair:
+    """A client of two servers that answer alike."""
+
+    def __init__(self, stack, answer):
+        self._servers = [stack.enter_context(listening(answer)) for _ in range(2)]
+        urls = [url for url, _ in self._servers]
+        self.directory = stack.enter_context(closing(RemoteDirectory(urls, chance=random.Random(1))))
+
+    def send(self, path, request, kind):
+        return self.directory.send(path, request, kind, Call(5))
+
+    @property
+    def asked(self):
+        """How many requests each of them has read; questions whether it is ready are none."""
+        return sorted(sum(b"/v2/" in data for data in requests) for _, requests in self._servers)
+
+    @property
+    def keys(self):
+        lines = [line for _, requests in self._servers for data in requests for line in data.lower().split(b"\r\n")]
+        return {line for line in lines if line.startswith(b"idempotency-key")}
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
+    with ExitStack() as stack:
+        pair = Pair(stack, problem(status, "unavailable"))
+        with pytest.raises(PassingError):
+            pair.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized)
+        assert (pair.asked, len(pair.keys)) == ([2, 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "attempts"),
+    [
+        (400, "malformed", MetadataError, 1),
+        (401, "unauthorized", MetadataError, 1),
+        (403, "forbidden", MetadataError, 1),
+        (404, "unknown_scope", UnknownScopeError, 1),
+        (409, "mismatch", ScopeMismatchError, 1),
+        (413, "too_large", MetadataError, 1),
+        (422, "invalid", MetadataError, 1),
+        (429, "too_many", TooManyError, 1),
+        (408, "late", BusyError, ATTEMPTS + 1),
+    ],
+)
+def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts):
+    with ExitStack() as stack:
+        pair = Pair(stack, problem(status, code))
+        with pytest.raises(error):
+            pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
+        assert pair.asked == [0, attempts]
+
+
+def test_each_server_that_drains_is_asked_once():
+    with ExitStack() as stack:
+        pair = Pair(stack, problem(503, "draining"))
+        with pytest.raises(DrainingError):
+            pair.send("/v2/reserve", p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]), p.Leases)
+        assert (pair.asked, len(pair.keys)) == ([1, 1], 1)
+
+
+def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two):
+    """These two have a store each; the client makes its scope in both."""
+    client = Client([server, server_two])
+    with closing(client.directory):
+        client.directory.refresh(Call(10))
+        client.reserve(["a"])
+        Remote(client.home.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
+        assert client.reserve(["b"]).states == [p.Reserved.LEASED]
+        assert client.left == 1
+        assert client.directory.where.startswith(client.other.url)
+        assert (client.leased(client.home), client.leased(client.other)) == (1, 1)
+        Remote(client.home.url).call("/v2/drain", p.Drain(enabled=False), p.Draining)
+        eventually(lambda: client.directory.where == client.home.url)
+
+
+def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(server, server_two, caplog):
+    """Nothing can prove that addresses belong to one store. A scope that is not there is made anew."""
+    client = Client([server, server_two])
+    with closing(client.directory), caplog.at_level(logging.WARNING):
+        client.directory.refresh(Call(10))
+        client.reserve(["a"])
+        client.directory._servers._all[0].resting = True
+        assert client.lookup(["a"]).slots == [-1]
+        assert "are they one store?" in caplog.text

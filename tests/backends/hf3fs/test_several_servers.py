@@ -1,0 +1,142 @@
+"""Two metadata servers on one Redis, or on a cluster of three, under the load of eight engines: all are killed, one after another.
+
+While one server is away no page may be missed: calls go on with the other one, within their deadline. While the store is away they
+may be, and nothing is lost. `make servers` runs it for a minute each.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.events import Begun, Call, Ended, Event
+from hicache_conformance.history.findings import Kind
+from hicache_conformance.metadata.server import Served
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.remote import Remote
+from tests.backends.hf3fs.conftest import SERVE
+from tests.backends.hf3fs.engines import ENGINES, Engines, excused
+from tests.backends.hf3fs.strikes import Strikes
+from tests.metadata_server.redis_servers import RedisServer, redis_cluster, redis_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECONDS = float(os.environ.get("HICACHE_SERVERS_SECONDS", "0"))
+"""How long servers are struck; each of them is once at least."""
+DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+
+
+@dataclass
+class Store:
+    url: str
+    processes: list[RedisServer]
+    wait: Callable[[], None]
+    """Until it has come back."""
+
+
+@pytest.fixture(params=["one Redis", "a cluster of three"])
+def store(request, tmp_path):
+    if request.param == "one Redis":
+        with redis_server(tmp_path, **DURABLE) as one:
+            yield Store(one.url, [one], lambda: None)
+    else:
+        with redis_cluster(tmp_path, **DURABLE) as cluster:
+            yield Store(cluster.url, cluster.nodes, cluster.wait)
+
+
+@pytest.fixture
+def servers(store):
+    with ExitStack() as stack:
+        command = SERVE.replace("sqlite:///{tmp}/m.db", store.url)
+        yield [stack.enter_context(Served(command=command)) for _ in range(2)]
+
+
+@pytest.fixture
+def engines(tmp_path, servers):
+    made = Engines(tmp_path / "store", [server.url for server in servers])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def strikes(servers, store):
+    """Not begun. Without more time than for one round, of a cluster the node is struck that has the pages."""
+    made = Strikes(servers, store.wait, seconds=SECONDS)
+    short = len(store.processes) > 1 and not SECONDS
+    made.plan = [partial(made.kill_server, server) for server in servers[: 1 if short else 2]]
+    made.plan += [partial(made.suspend_server, server) for server in servers[: 2 if SECONDS else 1]]
+    if short:
+        made.plan.append(lambda: made.kill_store(max(store.processes, key=_keys)))
+    else:
+        made.plan += [partial(made.kill_store, process) for process in store.processes]
+    return made
+
+
+def _keys(node):
+    with node.client() as client:
+        return client.dbsize()
+
+
+@pytest.mark.timeout(300 + 6 * SECONDS)
+def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes):
+    """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a second; all come back."""
+    engines.open()
+    strikes.start()
+    try:
+        engines.work(strikes)
+    finally:
+        strikes.finish()
+    engines.read_all()
+    print(*strikes.log, sep="\n")
+    tally = engines.judge(strikes.outages)
+    print(tally)
+    assert tally.stored > 10 * ENGINES
+    assert tally.delivered > 10 * ENGINES
+    for server in servers:
+        assert Remote(server.url).call("/v2/fsck", p.Fsck(), p.Checked).problems == []
+
+
+# What is excused, and what is not.
+
+KEYS = ("a", "b", "c")
+SET = Event(
+    Begun(number=0, lane="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1), Ended(number=0, at=2, done=(True, True, True))
+)
+
+
+def made(call, at, **answer):
+    return Event(Begun(number=1, lane="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
+
+
+def findings(*events, outages=()):
+    judged = [part for event in (SET, *events) for part in excused(event, outages)]
+    return [(finding.kind, finding.key) for finding in HistoryChecker(judged).check()]
+
+
+def test_a_miss_is_a_loss_unless_the_store_was_away():
+    miss = made(Call.GET, 10, found=(1, None, 1))
+    assert findings(miss) == [(Kind.LOST, "b")]
+    assert findings(miss, outages=[(5, 9)]) == [(Kind.LOST, "b")]
+    assert findings(miss, outages=[(5, 10)]) == []
+    denial = made(Call.EXISTS, 10, hit=1)
+    assert findings(denial) == [(Kind.DENIED, "b")]
+    assert findings(denial, outages=[(11, 20)]) == []
+
+
+def test_wrong_bytes_are_never_excused():
+    wrong = made(Call.GET, 10, found=(1, None, b"x"))
+    assert findings(wrong, outages=[(5, 20)]) == [(Kind.FOREIGN, "c")]
+
+
+def test_a_delete_that_failed_while_the_store_was_away_may_have_been_made_or_not():
+    failed, later = made(Call.DELETE, 10, done=(True, False, False)), made(Call.GET, 30, found=(None, None, 1))
+    assert findings(failed, later) == [(Kind.REMOVED, "c")]
+    assert findings(failed, later, outages=[(5, 20)]) == []
+    assert findings(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [(Kind.REMOVED, "a")]

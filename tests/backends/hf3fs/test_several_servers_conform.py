@@ -1,0 +1,35 @@
+"""The conformance suite on two metadata servers and a Redis. `make servers` runs all of it, here are cases about servers and engines
+that are killed or hang."""
+
+from __future__ import annotations
+
+import sys
+
+from hicache_conformance.manifest import Level
+from hicache_conformance.outcomes import Outcome
+from hicache_conformance.runner import run
+from hicache_conformance.settings import Settings
+
+SERVE = (
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port:PORT}}'
+    " --store redis://127.0.0.1:{port:redis}/0 --quarantine-seconds 0.02 --lease-seconds 1"
+)
+SERVICES = [
+    "redis-server --port {port:redis} --bind 127.0.0.1 --dir {tmp} --save '' --appendonly yes --appendfsync always",
+    *(SERVE.replace("PORT", name) for name in "ab"),
+]
+URLS = "http://127.0.0.1:{port:a},http://127.0.0.1:{port:b}"
+CASES = [
+    "test_a_trouble_is_a_miss[services-killed]",
+    "test_a_hung_store[services]",
+    "test_the_engine_is_killed_while_it_sets",
+    "test_pages_outlive_their_process",
+]
+
+
+def test_the_driver_conforms_on_two_servers_and_a_redis():
+    settings = Settings.fresh(1, "smoke", tuple(Level))
+    ran = run("hf3fs", {"metadata_url": URLS}, settings, services=SERVICES, cases=CASES)
+    assert ran.stream.finished, ran.log[-3000:]
+    assert [(case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS] == []
+    assert len(ran.stream.outcomes) == len(CASES)
