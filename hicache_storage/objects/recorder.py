@@ -22,6 +22,8 @@ class StatsRecorder:
         self.enabled = enabled
         self.faults = 0
         """Calls into the driver that have failed so far."""
+        self.failovers = 0
+        """Servers that were left for others so far."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
         self._lock = threading.Lock()
 
@@ -38,6 +40,11 @@ class StatsRecorder:
         """Count a driver call that failed; faults are counted even where metrics are off, because they hide otherwise."""
         with self._lock:
             self.faults += 1
+
+    def count_failover(self) -> None:
+        """Count a server that failed and was left for another one; counted as faults are."""
+        with self._lock:
+            self.failovers += 1
 
     def observe(self, operation: str, pools: Iterable[PoolName], started: float) -> None:
         """Record the latency of a call that began at `started` on `time.perf_counter()`."""
@@ -62,7 +69,7 @@ class StatsRecorder:
     def snapshot(self) -> StorageStats:
         """A copy of the counters."""
         with self._lock:
-            self._stats.faults = self.faults
+            self._stats.faults, self._stats.failovers = self.faults, self.failovers
             return copy.deepcopy(self._stats)
 
     def _pool(self, pool: PoolName) -> PoolStats:

@@ -44,6 +44,8 @@ class PoolStats:
     bytes_written: int = 0
     pages_hit: int = 0
     """Found by an exists."""
+    pages_absent: int = 0
+    """Asked for by an exists and not found."""
     pages_missed: int = 0
     """Asked for by a get and not delivered, for whatever reason."""
     pages_damaged: int = 0
@@ -69,3 +71,5 @@ class StorageStats:
     breaker_refusals: int = 0
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
+    failovers: int = 0
+    """Servers that failed and were left for others of the same store; a call that went on elsewhere is no fault."""

@@ -379,6 +379,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     misses: Natural = 0
     evicted: Natural = 0
     """Pages that went to make room."""
+    expired_leases: Natural = 0
+    """Leases that were neither committed nor given back in time."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

@@ -426,6 +426,7 @@ class MetadataService:
             scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
             identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
             quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
+            expired_leases=scope.expired,
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Server:
 
     def __init__(self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float]) -> None:
         self.service, self.store, self.clock = service, store, clock
-        self.metrics = Metrics(service)
+        self.metrics = Metrics(service, self.problem)
         self.tokens = tokens
         self.desk = Desk(service, clock)
 
@@ -81,7 +81,12 @@ class Server:
 
 
 def create_app(
-    service: MetadataService, store: Store, *, tokens: Tokens | None = None, clock: Callable[[], float] | None = None
+    service: MetadataService,
+    store: Store,
+    *,
+    tokens: Tokens | None = None,
+    clock: Callable[[], float] | None = None,
+    slow_seconds: float = 0.0,
 ) -> Front:
     """The application of one service, which was restored from its store."""
     server = Server(service, store, tokens or Tokens(), clock or Clock())
