@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 REQUEST_ID: Final = "hicache.request_id"
 ROUTE: Final = "http.route"
 STATUS: Final = "http.response.status_code"
+FLUSH_MILLISECONDS: Final = 5000
 CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
 """Headers that a server may take a context from."""
 
@@ -30,7 +31,14 @@ class Spans:
     """Begins spans; `provider` takes them."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
         self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
+
+    def flush(self) -> None:
+        """Send what was not sent yet; for some seconds at most. The global provider is its owner's to flush."""
+        flush = getattr(self._provider, "force_flush", None)
+        if flush is not None:
+            flush(FLUSH_MILLISECONDS)
 
     @contextmanager
     def call(self, operation: str, request_id: str, pools: Sequence[str], pages: int) -> Generator[Span]:
@@ -71,7 +79,7 @@ def end_answer(span: Span, status: int, scopes: int, entries: int) -> None:
 
 def provider_from_environment(service: str) -> SdkTracerProvider:
     """A provider that exports as OpenTelemetry's environment variables say: `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default,
-    `console`, or any installed one), `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on. `shutdown()` sends what is left.
+    `console`, or any installed one), `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
 
     Args:
         service: name of the service, unless `OTEL_SERVICE_NAME` says another.

@@ -142,6 +142,10 @@ class Journal:
         self.groups += 1
         self.durations.observe(seconds)
         self._last_write = self._loop.time()
+        if error is not None and self.error is None:
+            _log.error("store_failing", error=str(error))
+        elif error is None and self.error is not None:
+            _log.info("store_serving")
         self.error = error
         if error is not None:
             self._service.put_back(changes)

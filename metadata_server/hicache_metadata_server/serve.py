@@ -20,6 +20,7 @@ from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
 from hicache_metadata_server.web.tokens import Tokens
+from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     from hicache_metadata_server.settings import ServerSettings
@@ -53,6 +54,8 @@ def serve(settings: ServerSettings) -> None:
     """
     configure_logs(settings.log_level, settings.log_format)
     tokens = Tokens(settings.tokens())
+    if settings.traces:
+        _trace()
     keep_large_blocks_apart()
     clock = Clock()
     begin = time.perf_counter()
@@ -77,12 +80,22 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # A series for each counter's birthday, which nobody asked for.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    app = create_app(service, store, tokens=tokens, clock=clock, slow_seconds=settings.slow_seconds)
     uvicorn.run(
-        create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
+        app, host=settings.host, port=settings.port, log_config=None, access_log=False,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
         server_header=False, date_header=False, lifespan="on", http=DirectProtocol, ws="none",
         proxy_headers=False,
     )  # fmt: skip
+
+
+def _trace() -> None:
+    """Trace all requests. What was not sent by the end is sent then, by the application."""
+    try:
+        from hicache_storage.observability.otel import provider_from_environment
+    except ImportError as error:
+        raise ValueError(f"traces need more packages: pip install 'hicache-storage[otel]' ({error})") from error
+    tracing.enable(provider_from_environment("hicache-metadata"))
 
 
 def _version() -> str:

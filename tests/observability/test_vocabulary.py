@@ -91,7 +91,7 @@ def test_a_controller_exports_its_vocabulary():
 
 
 def test_a_cache_exports_its_vocabulary():
-    world = World(StandInController(SIZES, 2))
+    world = World(StandInController(SIZES, 2, states=True))
     collector = CacheCollector(world.cache)
     world.start(tuple(range(10, 27)))
     assert 'hicache_cache_tokens{tier="device"} 0.0' in exposition(collector)

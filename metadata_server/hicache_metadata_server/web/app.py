@@ -20,6 +20,8 @@ from hicache_metadata_server.web.metrics import Metrics
 from hicache_metadata_server.web.openapi import openapi
 from hicache_metadata_server.web.status_page import status_page
 from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.web.watch import Watch
+from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -40,11 +42,15 @@ _log = structlog.get_logger()
 class Server:
     """A service with its store, while the application runs."""
 
-    def __init__(self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float], slow_seconds: float = 0.0
+    ) -> None:
         self.service, self.store, self.clock = service, store, clock
         self.metrics = Metrics(service, self.problem)
         self.tokens = tokens
         self.desk = Desk(service, clock)
+        spans = tracing.spans()
+        self.watch = Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
@@ -61,6 +67,8 @@ class Server:
             if self.desk.journal is not None:
                 await self.desk.journal.close()
             await asyncio.to_thread(self.store.close)
+            if (spans := tracing.spans()) is not None:
+                await asyncio.to_thread(spans.flush)
             _log.info("stopped", scopes=len(self.service.scopes))
 
     def problem(self) -> str:
@@ -88,8 +96,8 @@ def create_app(
     clock: Callable[[], float] | None = None,
     slow_seconds: float = 0.0,
 ) -> Front:
-    """The application of one service, which was restored from its store."""
-    server = Server(service, store, tokens or Tokens(), clock or Clock())
+    """The application of one service, which was restored from its store. Requests are traced if tracing is enabled before."""
+    server = Server(service, store, tokens or Tokens(), clock or Clock(), slow_seconds)
     version = service.about.server.rpartition(" ")[2]
     app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
     described = openapi(version)

@@ -11,6 +11,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
+from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from hicache_metadata_server.web.app import Server
+    from hicache_metadata_server.web.watch import Watched
 
+REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
 """The other paths that are not the protocol's; they take a read token."""
@@ -38,6 +41,9 @@ class Asked(NamedTuple):
     answer_type: str
     once: str
     """Its idempotency key, or empty."""
+    request_id: str
+    """The client's, or a new one; answers and log lines have it."""
+    watched: Watched | None
 
 
 class Front:
@@ -46,6 +52,7 @@ class Front:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
         self._desk, self._tokens, self._metrics = server.desk, server.tokens, server.metrics
+        self._watch = server.watch
         self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +61,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
+        request_id = adopt(headers.get(REQUEST_ID))
+        headers[REQUEST_ID] = request_id.encode()
         begin, asked, path = time.perf_counter(), None, scope["path"]
         try:
             if path in PAGES and scope["method"] in ("GET", "HEAD"):
@@ -69,7 +78,7 @@ class Front:
         except _GoneError:
             return
         self.count(asked, said, begin)
-        await _send(send, said)
+        await _send(send, said, request_id)
 
     # The steps of an answer, for whoever goes them without a task.
 
@@ -79,7 +88,7 @@ class Front:
         Raises:
             RefusedError: nobody answers that, or not for this token.
         """
-        authorization = headers.get(b"authorization", b"")
+        request_id, authorization = adopt(headers.get(REQUEST_ID)), headers.get(b"authorization", b"")
         try:
             endpoint = self._desk.endpoint(path)
         except RefusedError:
@@ -89,12 +98,16 @@ class Front:
         if endpoint.method != method:
             raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
         content_type, answer_type = _content_type(path, headers)
-        return Asked(endpoint, content_type, answer_type, headers.get(b"idempotency-key", b"").decode("latin-1"))
+        once = headers.get(b"idempotency-key", b"").decode("latin-1")
+        watched = self._watch.begin(method, endpoint.name, request_id, headers) if self._watch is not None else None
+        return Asked(endpoint, content_type, answer_type, once, request_id, watched)
 
     def start(self, asked: Asked, body: bytes) -> Started | Request:
         """Do it, or say what of it has to take turns with others (`in_turns`)."""
         try:
             request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once)
+            if asked.watched is not None:
+                asked.watched.message = request.message
             return self._desk.start(request) or request
         except RefusedError as refused:
             return Started(refusal(refused, asked.answer_type), False)
@@ -121,8 +134,11 @@ class Front:
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
     def count(self, asked: Asked | None, said: Said, begin: float) -> None:
-        """See to the metrics."""
-        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, time.perf_counter() - begin)
+        """See to the metrics, and to what is to be seen of a single request."""
+        seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else "other"
+        self._metrics.answered(route, said.status, seconds)
+        if asked is not None and asked.watched is not None and self._watch is not None:
+            self._watch.end(asked.watched, route, said.status, seconds)
 
     async def _answer(self, asked: Asked, body: bytes) -> Said:
         started = self.start(asked, body)
@@ -137,7 +153,7 @@ class Front:
         return started.said
 
     def _fault(self, asked: Asked) -> Said:
-        _log.exception("request_failed", path=asked.endpoint.name)
+        _log.exception("request_failed", route=asked.endpoint.name, request_id=asked.request_id)
         problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
         return Said(500, asked.answer_type, p.encode(problem, asked.answer_type))
 
@@ -167,11 +183,12 @@ class Front:
         return too_large(f"a body of more than {self.most_body} bytes", "body")
 
 
-def headers_of(said: Said) -> list[tuple[bytes, bytes]]:
+def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
     """An answer's head."""
+    named = (REQUEST_ID, request_id.encode())
     if said.status == 204:
-        return []
-    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body))]
+        return [named]
+    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body)), named]
     if said.ends_connection:
         headers.append((b"connection", b"close"))
     elif said.status == 401:
@@ -188,6 +205,6 @@ def _content_type(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     return said, p.MSGPACK if said == p.MSGPACK else p.JSON
 
 
-async def _send(send: Send, said: Said) -> None:
-    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said)})
+async def _send(send: Send, said: Said, request_id: str) -> None:
+    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said, request_id)})
     await send({"type": "http.response.body", "body": said.body})

@@ -18,6 +18,7 @@ from yarl import URL
 
 from hicache_backends.hf3fs.client.directory import Directory
 from hicache_backends.hf3fs.client.failures import MetadataError, PassingError, refusal
+from hicache_backends.hf3fs.client.tracing import name, traced
 from hicache_metadata_server import protocol as p
 from hicache_storage.spec import StorageTimeoutError
 
@@ -176,10 +177,11 @@ class RemoteDirectory(Directory):
         except (MetadataError, TimeoutError):
             return
 
+    @traced
     async def _request(self, path: str, request: p.Request | None, kind: type[T]) -> T:
-        headers = self._headers
+        headers = self._headers.copy()
+        name(headers)
         if p.ROUTES[path].changes:
-            headers = headers.copy()
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
         longest = PAUSE_SECONDS
