@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
+.PHONY: alerts metrics demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -47,6 +47,15 @@ fuzz: $(VENV)/.installed
 # The 3FS driver's races and its killed server, ten seconds each.
 races: $(VENV)/.installed
 	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py
+
+# Makes the dashboard, the alert rules and the tables of docs/observability.md anew out of the declared metrics.
+metrics: $(VENV)/.installed
+	$(VENV)/bin/hicache metrics write .
+
+# What each alert fires on. Needs promtool, of Debian's package `prometheus`.
+alerts:
+	promtool check rules deploy/prometheus-alerts.yaml
+	promtool test rules tests/observability/alert_rules.yaml
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

@@ -19,6 +19,7 @@ def main() -> None:
     from hicache_storage.cli.bench import bench
     from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
+    from hicache_storage.cli.metrics import metrics
     from hicache_storage.cli.new import new
 
     app = typer.Typer(
@@ -27,6 +28,7 @@ def main() -> None:
     app.callback()(_hicache)
     for command in (drivers, new, doctor, bench):
         app.command()(command)
+    app.add_typer(metrics, name="metrics")
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             app.add_typer(point.load(), name=point.name)

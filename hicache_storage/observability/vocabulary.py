@@ -79,7 +79,9 @@ BACKUP_RETRIES: Final = _counter("hicache_controller_backup_retries_total", "Bac
 STORAGE_ERRORS: Final = _counter("hicache_controller_storage_errors_total", "Calls of the storage that have raised; the contract forbids it.", source="storage_errors")  # fmt: skip
 INVALID_ANSWERS: Final = _counter("hicache_controller_invalid_answers_total", "Answers of the storage that are none.", source="storage_garbage")  # fmt: skip
 ABANDONED_CALLS: Final = _counter("hicache_controller_abandoned_calls_total", "Calls of the storage that were left behind.", source="abandoned_calls")  # fmt: skip
-STUCK_CALLS: Final = _gauge("hicache_controller_stuck_calls", "Of those, the ones that have not come back yet.", source="stuck_calls")
+STUCK_CALLS: Final = _gauge(
+    "hicache_controller_stuck_calls", "Of those, the ones that have not come back yet.", source="stuck_calls"
+)
 
 # Of each radix cache: `hicache_storage.hybrid.prometheus.CacheCollector`.
 
@@ -119,7 +121,9 @@ STORE_FAILING: Final = _gauge("hicache_metadata_store_failing", "1 while the sto
 
 # Of the metadata server's process, in the words of prometheus_client, which exports them; Linux only.
 
-PROCESS_CPU_SECONDS: Final = _counter("process_cpu_seconds_total", "Total user and system CPU time spent in seconds.", unit="seconds")
+PROCESS_CPU_SECONDS: Final = _counter(
+    "process_cpu_seconds_total", "Total user and system CPU time spent in seconds.", unit="seconds"
+)
 PROCESS_RESIDENT_BYTES: Final = _gauge("process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes")
 PROCESS_VIRTUAL_BYTES: Final = _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes")
 PROCESS_START_SECONDS: Final = _gauge("process_start_time_seconds", "Start time of the process since unix epoch in seconds.", unit="seconds")  # fmt: skip

@@ -148,7 +148,7 @@ def test_the_server_answers_with_the_id_and_never_with_more():
         assert ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
         assert ask(url, "GET", "/nothing", X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
         odd = ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id='{"a": 1}' + "x" * 100)[1]["x-request-id"]
-        assert odd == '__a_:_1_' + "x" * 56
+        assert odd == "__a_:_1_" + "x" * 56
         drawn = {ask(url, "POST", "/v2/initialize", SCOPE)[1]["x-request-id"] for _ in range(3)}
         assert len(drawn) == 3
 
@@ -206,13 +206,13 @@ def test_nothing_is_logged_of_a_request_that_is_not_slow():
 
 def test_a_fault_of_the_server_is_logged_with_the_id():
     """Also in lines that know nothing of requests."""
-    command = f'''{sys.executable} -c "
+    command = f"""{sys.executable} -c "
 import hicache_metadata_server.web.desk as desk, logging
 def broken(self, request):
     logging.getLogger('elsewhere').warning('deep')
     raise RuntimeError('bug')
 desk.Desk.start = broken
-from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'''
+from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}"""
     with Served(command=command) as place:
         status, headers, _ = ask(place.url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")
         lines = [json.loads(line) for line in stopped(place).splitlines()]

@@ -181,7 +181,7 @@ def test_no_name_is_declared_twice():
     ],
 )
 def test_what_is_no_metric_cannot_be_declared(name, kind, rest):
-    with pytest.raises(ValueError, match="^a"):
+    with pytest.raises(ValueError, match=r"^a"):
         Metric(name, kind, "Nothing.", **rest)
 
 

@@ -59,6 +59,7 @@ ALLOWED = {
         "hicache_storage.spec",
         "hicache_storage.plugins",
         "hicache_storage.hookspecs",
+        "hicache_storage.observability",
         "hicache_storage.tools",
     },
     # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
