@@ -27,6 +27,24 @@ CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
 """Headers that a server may take a context from."""
 
 
+class ServerSpan:
+    """The server's part of a request, until it is answered."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, status: int, scopes: int, entries: int) -> None:
+        """The request, which was about so many scopes and entries, is answered."""
+        self._span.set_attribute(STATUS, status)
+        self._span.set_attribute("hicache.scopes", scopes)
+        self._span.set_attribute("hicache.entries", entries)
+        if status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
 class Spans:
     """Begins spans; `provider` takes them."""
 
@@ -54,27 +72,17 @@ class Spans:
         with self._tracer.start_as_current_span(f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes):
             yield
 
-    def answer(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> Span:
-        """Begin the server's part of a request, below the span that its `traceparent` names; ended by `end_answer`."""
+    def answer(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> ServerSpan:
+        """Begin the server's part of a request, below the span that its `traceparent` names."""
         carried = {name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers}
         attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
         context = propagate.extract(carried)
-        return self._tracer.start_span(f"{method} {route}", context, SpanKind.SERVER, attributes=attributes)
+        return ServerSpan(self._tracer.start_span(f"{method} {route}", context, SpanKind.SERVER, attributes=attributes))
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
     """Add the current span's `traceparent` to a request's headers."""
     propagate.inject(headers)
-
-
-def end_answer(span: Span, status: int, scopes: int, entries: int) -> None:
-    """End what `Spans.answer` has begun."""
-    span.set_attribute(STATUS, status)
-    span.set_attribute("hicache.scopes", scopes)
-    span.set_attribute("hicache.entries", entries)
-    if status >= 500:
-        span.set_status(Status(StatusCode.ERROR))
-    span.end()
 
 
 def provider_from_environment(service: str) -> SdkTracerProvider:

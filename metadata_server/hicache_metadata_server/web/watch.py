@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from msgspec import Struct, structs
@@ -12,10 +12,8 @@ from hicache_metadata_server import protocol as p
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from opentelemetry.trace import Span
-
     from hicache_metadata_server.web.metrics import Metrics
-    from hicache_storage.observability.otel import Spans
+    from hicache_storage.observability.otel import ServerSpan, Spans
 
 _log = structlog.get_logger()
 
@@ -25,7 +23,7 @@ class Watched:
 
     __slots__ = ("message", "request_id", "span")
 
-    def __init__(self, request_id: str, span: Span | None) -> None:
+    def __init__(self, request_id: str, span: ServerSpan | None) -> None:
         self.request_id, self.span = request_id, span
         self.message: Any = None
         """What is asked for, once it was read."""
@@ -54,9 +52,7 @@ class Watch:
             return
         scopes, entries = extent(watched.message)
         if watched.span is not None:
-            from hicache_storage.observability.otel import end_answer
-
-            end_answer(watched.span, status, scopes, entries)
+            watched.span.end(status, scopes, entries)
         if slow:
             self._metrics.was_slow(route)
             _log.warning(
@@ -71,6 +67,7 @@ def extent(message: object) -> tuple[int, int]:
         return 0, 0
     parts: list[Any] | None = getattr(message, "scopes", None)
     if parts is None:
-        return 1, sum(len(value) for value in structs.astuple(message) if isinstance(value, list))
+        columns_of_one = (cast("list[object]", value) for value in structs.astuple(message) if isinstance(value, list))
+        return 1, sum(map(len, columns_of_one))
     columns = p.COLUMNS.get(type(message))
     return len(parts), sum(len(getattr(part, columns[0])) for part in parts) if columns else len(parts)

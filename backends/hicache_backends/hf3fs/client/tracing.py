@@ -33,7 +33,7 @@ def traced(
     """Put a span around a request, whose first argument is its path, where calls are traced."""
 
     @functools.wraps(request)
-    def asked(self: S, path: str, *args: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
+    def asked(self: S, path: str, /, *args: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         spans = tracing.spans()
         if spans is None:
             return request(self, path, *args, **named)
