@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance audit dist interop matrix benchmark soak fuzz races servers clean
+.PHONY: demo test lint types unit conformance audit alerts dist interop matrix metrics benchmark soak fuzz races servers clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -56,6 +56,15 @@ audit: $(VENV)/.installed
 # Two metadata servers on one Redis, and on a cluster of three, killed under the load of eight engines for a minute each.
 servers: $(VENV)/.installed
 	HICACHE_SERVERS_SECONDS=60 $(PYTHON) -m pytest -s tests/backends/hf3fs/test_several_servers.py
+
+# Makes the dashboard, the alert rules and the tables of docs/observability.md anew out of the declared metrics.
+metrics: $(VENV)/.installed
+	$(VENV)/bin/hicache metrics write .
+
+# What each alert fires on. Needs promtool, of Debian's package `prometheus`.
+alerts:
+	promtool check rules deploy/prometheus-alerts.yaml
+	promtool test rules tests/observability/alert_rules.yaml
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

@@ -19,6 +19,7 @@ def main() -> None:
     from hicache_storage.cli.bench import bench
     from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
+    from hicache_storage.cli.metrics import metrics
     from hicache_storage.cli.new import new
     from hicache_storage.cli.root import root
 
@@ -28,6 +29,7 @@ def main() -> None:
     app.callback()(root)
     for command in (drivers, new, doctor, bench):
         app.command()(command)
+    app.add_typer(metrics, name="metrics")
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             app.add_typer(point.load(), name=point.name)

@@ -117,7 +117,11 @@ class SGLangBridge(EngineStorage):
             InvalidPoolError: the KV pool cannot be served.
         """
         identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
-        options = StorageOptions(deadline_seconds=self._config.deadline_seconds, metrics=self._engine.enable_storage_metrics)
+        options = StorageOptions(
+            deadline_seconds=self._config.deadline_seconds,
+            metrics=self._engine.enable_storage_metrics,
+            traces=self._config.traces,
+        )
         storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
         logical = is_logical(mem_pool_host)
         try:

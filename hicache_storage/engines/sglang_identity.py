@@ -50,6 +50,9 @@ class BridgeConfig(DriverConfig, frozen=True):
             "The default stays below the 10 seconds after which SGLang gives up stopping a thread",
         ),
     ] = 8.0
+    traces: Annotated[bool, Meta(description="a span for each call, by OpenTelemetry and the process' own tracer provider")] = (
+        False
+    )
 
 
 class EngineConfig(Protocol):

@@ -6,12 +6,14 @@ import logging
 import os
 import threading
 import time
+from contextvars import copy_context
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import Misses
 from hicache_storage.layers.base import StorageLayer
+from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import Caller, Health, HiCacheStorageExtraInfo, PoolName, StorageTimeoutError, StuckReads
 
 if TYPE_CHECKING:
@@ -141,7 +143,9 @@ class DeadlineLayer(StorageLayer):
         if not self.capabilities.may_hang:
             return ask(info)
         caller = Caller()
-        job = _Job(lambda: ask(replace(info, caller=caller)))
+        # Drawn here at the latest: the line about a call that is late has to tell which one.
+        told = replace(info, caller=caller, request_id=call_request_id(info.request_id))
+        job = _Job(lambda: ask(told))
         if self._workers.run(job, info.deadline_seconds or self._seconds):
             self._answers = True
             return job.result()
@@ -150,17 +154,22 @@ class DeadlineLayer(StorageLayer):
         self._missed += 1
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
-        logger.log(level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds)
+        logger.log(
+            level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds,
+            extra={"request_id": told.request_id, "seconds": info.deadline_seconds},
+        )  # fmt: skip
         return miss()
 
 
 class _Job(Generic[AnswerT]):
     """A call on its way. `done` is released when it has been run and its worker is free again."""
 
-    __slots__ = ("_answer", "_ask", "_error", "abandoned", "done", "finished")
+    __slots__ = ("_answer", "_ask", "_context", "_error", "abandoned", "done", "finished")
 
     def __init__(self, ask: Callable[[], AnswerT]) -> None:
         self._ask = ask
+        # Of its caller: the id and the span that it is about.
+        self._context = copy_context()
         self._answer: list[AnswerT] = []
         self._error: BaseException | None = None
         self.finished = False
@@ -170,7 +179,7 @@ class _Job(Generic[AnswerT]):
 
     def run(self) -> None:
         try:
-            self._answer.append(self._ask())
+            self._answer.append(self._context.run(self._ask))
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
             self._error = error
 

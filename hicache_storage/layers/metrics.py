@@ -48,7 +48,7 @@ class MetricsLayer(StorageLayer):
         started = time.perf_counter()
         result = super().batch_exists_v2(keys, pool_transfers, extra_info)
         for pool, pages in result.extra_pool_hit_pages.items():
-            self._recorder.count(pool, pages_hit=pages)
+            self._recorder.count(pool, pages_hit=pages, pages_absent=len(keys) - pages)
         self._recorder.observe("exists", result.extra_pool_hit_pages, started)
         return result
 

@@ -23,6 +23,8 @@ class StorageOptions:
     """Time until one call is let through again to try."""
     metrics: bool = True
     """Count pages, bytes and latencies; SGLang calls this `enable_storage_metrics`. Faults are always counted."""
+    traces: bool = False
+    """A span for each call, by OpenTelemetry and the process' own tracer provider (`hicache-storage[otel]`)."""
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None and self.deadline_seconds <= 0:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, PoolStats
+from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability.families import add_latency, histogram, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
     from hicache_storage.spec import HiCacheStorage, StorageStats
 
-COUNTERS = tuple(field.name for field in fields(PoolStats) if field.name != "latency")
-"""`hicache_storage_<name>_total`, with the labels `driver` and `pool` and those given to the collector."""
+POOL_COUNTERS = tuple(metric for metric in v.STORAGE if metric.source and "pool" in metric.labels)
+CONDITIONS = tuple(metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels)
 
 
 class StorageCollector(Collector):
@@ -33,40 +32,36 @@ class StorageCollector(Collector):
         self._storage = storage
         self._labels = dict(labels or {})
 
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: a storage is not asked before it is open."""
+        return []
+
     def collect(self) -> Iterable[Metric]:
-        """One family for each counter, for faults, deadlines and breaker, and for latencies."""
+        """The families of `vocabulary.STORAGE`."""
         stats = self._storage.get_stats()
         yield from self._counters(stats)
         yield from self._conditions(stats)
         yield self._latencies(stats)
 
     def _counters(self, stats: StorageStats) -> Iterable[Metric]:
-        names, values = ["driver", "pool", *self._labels], self._labels.values()
-        for counter in COUNTERS:
-            family = CounterMetricFamily(f"hicache_storage_{counter}", counter.replace("_", " "), labels=names)
+        for metric in POOL_COUNTERS:
+            family = scalars(metric, self._labels)
             for pool, pool_stats in stats.pools.items():
-                family.add_metric([stats.driver, pool, *values], getattr(pool_stats, counter))
+                family.add_metric([stats.driver, pool, *self._labels.values()], getattr(pool_stats, metric.source))
             yield family
 
     def _conditions(self, stats: StorageStats) -> Iterable[Metric]:
-        names, values = ["driver", *self._labels], [stats.driver, *self._labels.values()]
-        for counter in ("faults", "deadlines_missed", "breaker_refusals", "failovers"):
-            family = CounterMetricFamily(f"hicache_storage_{counter}", counter.replace("_", " "), labels=names)
-            family.add_metric(values, getattr(stats, counter))
+        values = [(metric, float(getattr(stats, metric.source))) for metric in CONDITIONS]
+        values.append((v.BREAKER_OPEN, float(stats.breaker_state != "closed")))
+        values.append((v.CHECKSUMS_OFF, float(not stats.verifies_checksums)))
+        for metric, value in values:
+            family = scalars(metric, self._labels)
+            family.add_metric([stats.driver, *self._labels.values()], value)
             yield family
-        open_breaker = GaugeMetricFamily("hicache_storage_breaker_open", "1 while calls are refused", labels=names)
-        open_breaker.add_metric(values, float(stats.breaker_state != "closed"))
-        yield open_breaker
 
     def _latencies(self, stats: StorageStats) -> Metric:
-        names, values = ["driver", "pool", "operation", *self._labels], self._labels.values()
-        family = HistogramMetricFamily("hicache_storage_call_seconds", "duration of calls", labels=names)
-        bounds = [*map(str, LATENCY_BOUNDS_SECONDS), "+Inf"]
+        family = histogram(v.CALL_SECONDS, self._labels)
         for pool, pool_stats in stats.pools.items():
             for operation, latency in pool_stats.latency.items():
-                total, buckets = 0, list[tuple[str, float]]()
-                for bound, calls in zip(bounds, latency.buckets, strict=True):
-                    total += calls
-                    buckets.append((bound, total))
-                family.add_metric([stats.driver, pool, operation, *values], buckets, latency.seconds)
+                add_latency(family, v.CALL_SECONDS, [stats.driver, pool, operation, *self._labels.values()], latency)
         return family

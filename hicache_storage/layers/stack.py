@@ -8,6 +8,7 @@ from hicache_storage.layers.breaker import CircuitBreaker, CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
 from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.objects import ObjectStorage
+from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     from hicache_storage.layers.options import StorageOptions
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
-    """Put metrics, deadline and circuit breaker around a driver, from the inside out.
+    """Put metrics, deadline, circuit breaker and traces around a driver, from the inside out.
 
-    The breaker is outermost, so that a missed deadline counts as a fault for it.
+    The breaker is outside of the deadline, so that a missed one counts as a fault for it.
+
+    Raises:
+        ConfigError: traces are asked for, and OpenTelemetry is not installed.
     """
     storage = driver
     if isinstance(driver, ObjectStorage):
@@ -28,4 +32,8 @@ def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
         storage = DeadlineLayer(storage, options.deadline_seconds)
     if options.breaker_threshold:
         storage = CircuitBreakerLayer(storage, CircuitBreaker(options.breaker_threshold, options.breaker_cooldown_seconds))
+    if options.traces:
+        from hicache_storage.layers.tracing import TracingLayer
+
+        storage = TracingLayer(storage, tracing.spans() or tracing.enable())
     return storage

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
 from hicache_storage.objects.namespace import Namespace, key_digest
+from hicache_storage.observability.request_ids import call_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,8 @@ class Call:
         self._caller = caller
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
-        self.request_id = request_id
+        self.request_id = call_request_id(request_id)
+        """For logs, and for servers: the engine's, or one that was drawn."""
 
     def remaining(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""

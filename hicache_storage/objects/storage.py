@@ -14,6 +14,8 @@ from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import PoolRequest, RegisteredPool, pool_requests
+from hicache_storage.observability.logs import fields
+from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
     Capabilities,
@@ -178,14 +180,16 @@ class ObjectStorage(HiCacheStorage):
         # Geometry of the policies is checked here, before any I/O.
         for transfer in transfers:
             PoolPresence.of(transfer, absent)
-        with self._lifecycle:
+        call = _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
-            found = self._lookup([(pool, keys) for pool in pools], _call(extra_info)) if keys else [absent] * len(pools)
+            found = self._lookup([(pool, keys) for pool in pools], call) if keys else [absent] * len(pools)
             present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
             self.recorder.observe("exists", present, started)
             for pool, pages in present.items():
-                self.recorder.count(pool, pages_hit=pages.count(True))
+                hits = pages.count(True)
+                self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
         return common_hit(
             present.get(PoolName.KV, absent),
             [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in transfers],
@@ -194,20 +198,22 @@ class ObjectStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        with self._lifecycle:
+        call = _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
-            delivered = self._read([request for request in requests.values() if request.keys], _call(extra_info))
+            delivered = self._read([request for request in requests.values() if request.keys], call)
             self.recorder.observe("get", requests, started)
         return {name: delivered.get(name, []) for name in requests}
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        with self._lifecycle:
+        call = _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=False)
-            stored = self._write([request for request in requests.values() if request.keys], _call(extra_info))
+            stored = self._write([request for request in requests.values() if request.keys], call)
             self.recorder.observe("set", requests, started)
         return {name: stored.get(name, []) for name in requests}
 
@@ -323,6 +329,7 @@ class ObjectStorage(HiCacheStorage):
         logger.warning(
             "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
             self._driver_name, len(keys), pool, keys[0],
+            extra=fields(driver=self._driver_name, pool=pool, pages=len(keys)),
         )  # fmt: skip
         if self._attempt("discard", lambda: self.discard_objects([damaged], call)):
             self._forget_damage(damaged.namespace, keys)
@@ -401,7 +408,7 @@ class ObjectStorage(HiCacheStorage):
         # On a full disk lookups go on serving: only what has failed ends an episode.
         if operation in self._faulty and (proves is None or proves(answer)):
             self._faulty = set()
-            logger.info("%s: serving again", self._driver_name)
+            logger.info("%s: serving again", self._driver_name, extra=fields(driver=self._driver_name, operation=operation))
         return answer
 
     def _disconnect(self) -> None:
@@ -417,7 +424,10 @@ class ObjectStorage(HiCacheStorage):
         begins = not self._faulty
         self._faulty.add(operation)
         if begins:
-            logger.warning("%s: answering misses: %s", self._driver_name, error, exc_info=None if expected else error)
+            logger.warning(
+                "%s: answering misses: %s", self._driver_name, error, exc_info=None if expected else error,
+                extra=fields(driver=self._driver_name, operation=operation),
+            )  # fmt: skip
 
     def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
         with self._damaged_lock:

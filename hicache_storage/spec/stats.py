@@ -44,6 +44,8 @@ class PoolStats:
     bytes_written: int = 0
     pages_hit: int = 0
     """Found by an exists."""
+    pages_absent: int = 0
+    """Asked for by an exists and not found."""
     pages_missed: int = 0
     """Asked for by a get and not delivered, for whatever reason."""
     pages_damaged: int = 0

@@ -120,6 +120,6 @@ class HiCacheStorageExtraInfo:
     deadline_seconds: float | None = None
     """Time the call may take from now; None leaves it to the storage's own deadline."""
     request_id: str | None = None
-    """For logs and traces."""
+    """For logs and traces; at most 64 characters of it. None takes that of the context (`RequestScope`), or draws one."""
     caller: Caller | None = None
     """Whoever may stop waiting before the call ends, such as the deadline layer; None for one who never does."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from hicache_metadata_server.stores.store import StoreError
+from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +50,8 @@ class Journal:
         self.error: StoreError | None = None
         """Why the last group could not be written."""
         self.groups = 0
-        self.recent_seconds: deque[float] = deque(maxlen=1024)
-        """How long the last groups took."""
+        self.durations = Latency()
+        """How long the groups took."""
         self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
 
     def join(self) -> asyncio.Future[None] | None:
@@ -140,8 +140,12 @@ class Journal:
 
     def _done(self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float) -> None:
         self.groups += 1
-        self.recent_seconds.append(seconds)
+        self.durations.observe(seconds)
         self._last_write = self._loop.time()
+        if error is not None and self.error is None:
+            _log.error("store_failing", error=str(error))
+        elif error is None and self.error is not None:
+            _log.info("store_serving")
         self.error = error
         if error is not None:
             self._service.put_back(changes)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
+
+from hicache_storage.observability.logs import FIELDS
+from hicache_storage.observability.request_ids import current_request_id
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, WrappedLogger
 
 
 def configure_logs(level: str, form: str) -> None:
     """Send everything, uvicorn's own lines included, to standard error."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        add_request_id,
         structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     # Not structlog's own way to show an exception, which shows variables, and tokens are among them.
@@ -29,10 +37,18 @@ def configure_logs(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(allow=FIELDS)],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, renderer],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def add_request_id(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    """The id of the request that a line is about, unless the line says one itself."""
+    request_id = current_request_id()
+    if request_id:
+        event.setdefault("request_id", request_id)
+    return event

@@ -381,6 +381,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     """Pages that went to make room."""
     tenant: str = ""
     """Whose token has made it; empty for none."""
+    expired_leases: Natural = 0
+    """Leases that were neither committed nor given back in time."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

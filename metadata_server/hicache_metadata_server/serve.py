@@ -23,6 +23,7 @@ from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
 from hicache_metadata_server.web.security import Security
+from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     import ssl
@@ -61,6 +62,8 @@ def serve(settings: ServerSettings) -> None:
         ValueError: a setting is not as it must be.
     """
     configure_logs(settings.log_level, settings.log_format)
+    if settings.traces:
+        _trace()
     keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
     # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
@@ -95,7 +98,7 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
         "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
         tokens=bool(security.tokens), tls=security.tls is not None, recovery_seconds=round(time.perf_counter() - begin, 3),
     )  # fmt: skip
-    return create_app(service, store, security=security, clock=clock), security
+    return create_app(service, store, security=security, clock=clock, slow_seconds=settings.slow_seconds), security
 
 
 def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
@@ -115,7 +118,7 @@ def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
         "started", store=shown(settings.store), durability=str(settings.durability), instance=service.about.instance,
         tokens=bool(security.tokens), tls=security.tls is not None,
     )  # fmt: skip
-    return shared_app(service, security=security), security
+    return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security
 
 
 def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
@@ -131,6 +134,15 @@ def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> No
         server.run()
     if not server.started:
         sys.exit(NOT_STARTED)
+
+
+def _trace() -> None:
+    """Trace all requests. What was not sent by the end is sent then, by the application."""
+    try:
+        from hicache_storage.observability.otel import provider_from_environment
+    except ImportError as error:
+        raise ValueError(f"traces need more packages: pip install 'hicache-storage[otel]' ({error})") from error
+    tracing.enable(provider_from_environment("hicache-metadata"))
 
 
 def _version() -> str:

@@ -49,6 +49,10 @@ class ServerSettings(BaseSettings):
     """How long requests that were accepted may take after a SIGTERM."""
     log_level: str = "info"
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
+    slow_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Requests that take so long are logged; 0 for none."""
+    traces: bool = False
+    """A span for each request, exported as OpenTelemetry's own variables say."""
 
     @model_validator(mode="after")
     def _see_order(self) -> Self:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from hicache_storage.layers.prometheus import COUNTERS, StorageCollector
+from hicache_storage.layers.prometheus import POOL_COUNTERS, StorageCollector
 
 
 def test_exported_text(kit):
     storage, pool = kit.dict_storage()
     storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
     storage.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])])
+    storage.batch_exists_v2(["a", "x", "y"])
     registry = CollectorRegistry()
     registry.register(StorageCollector(storage, {"tp_rank": "3"}))
     text = generate_latest(registry).decode()
     labels = '{driver="dict",pool="kv",tp_rank="3"}'
-    for name in COUNTERS:
-        assert f"hicache_storage_{name}_total{labels}" in text
-    assert f"hicache_storage_pages_written_total{labels} 2.0" in text
-    assert f"hicache_storage_pages_missed_total{labels} 1.0" in text
+    for metric in POOL_COUNTERS:
+        assert f"{metric.name}{labels}" in text
+    assert f"hicache_storage_written_pages_total{labels} 2.0" in text
+    assert f"hicache_storage_written_bytes_total{labels} {2 * pool.geometry.page_bytes}.0" in text
+    assert f"hicache_storage_missed_pages_total{labels} 1.0" in text
+    assert f"hicache_storage_hit_pages_total{labels} 1.0" in text
+    assert f"hicache_storage_absent_pages_total{labels} 2.0" in text
     assert 'hicache_storage_faults_total{driver="dict",tp_rank="3"} 0.0' in text
     assert 'hicache_storage_failovers_total{driver="dict",tp_rank="3"} 0.0' in text
     assert 'hicache_storage_breaker_open{driver="dict",tp_rank="3"} 0.0' in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,6 +19,8 @@ class Reply:
     status: int
     headers: dict[str, str]
     body: bytes
+    request_id: str = field(default="", compare=False)
+    """From the headers, apart: two answers to one question differ in nothing else."""
 
     @property
     def json(self):
@@ -51,7 +53,8 @@ class Caller:
         }  # fmt: skip
         await self.app(scope, receive, send)
         found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
-        return Reply(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]))
+        request_id = found.pop("x-request-id", "")
+        return Reply(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]), request_id)
 
     async def post(self, path, message, **options):
         return await self.send("POST", path, msgspec.json.encode(message), **options)

@@ -24,9 +24,8 @@ from hicache_metadata_server.shared.starting import open_link
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from hicache_metadata_server.state.recency import Recency
 
 UNIT = 100.0
 """Seconds. Redis' clock goes on by itself: what a test takes must not count."""
@@ -232,13 +231,13 @@ class SharedHistory:
         for scope in SCOPES:
             state = self.reference.scopes[scope]
             assert await self.by_use(server, scope) == list(state.recency)
-            await self.see_slots(server, scope, state.recency, state.leases.by_key)
+            await self.see_slots(server, scope, state.table.by_key)
         assert (await fsck(server, p.Fsck())).problems == []
 
-    async def see_slots(self, server: SharedService, scope: str, recency: Recency, leased: dict[str, int]) -> None:
+    async def see_slots(self, server: SharedService, scope: str, by_key: Mapping[str, int]) -> None:
         found = (await server.inspect(p.Inspect(scope=scope, slots=list(range(self.slots))))).slots
         owned = {one.slot: one.key for one in found if one is not None and one.key}
-        assert sorted(owned.values()) == sorted([*recency, *leased]), "a slot belongs to two keys, or to none"
+        assert sorted(owned.values()) == sorted(by_key), "a slot belongs to two keys, or to none"
         for slot, key in self.owned.get(scope, {}).items():
             if owned.get(slot) != key:
                 self.left[scope, slot] = self.now

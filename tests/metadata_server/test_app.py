@@ -360,7 +360,7 @@ def test_what_was_asked_for_is_counted_as_hits_and_misses():
             told = (await caller.send("GET", "/v2/scopes")).json["scopes"][0]
             assert (told["hits"], told["misses"], told["evicted"]) == (5, 4, 0)
             text = (await caller.send("GET", "/metrics")).body.decode()
-            assert 'hicache_metadata_lookups_total{result="hit",scope="0:kv"} 5.0' in text
+            assert 'hicache_metadata_lookup_keys_total{result="hit",scope="0:kv"} 5.0' in text
 
     run(scenario())
 

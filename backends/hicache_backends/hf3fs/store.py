@@ -98,9 +98,7 @@ class Store:
             return LocalDirectory(self.path, quarantine_seconds=config.quarantine_seconds)
         from hicache_backends.hf3fs.client.remote import RemoteDirectory
 
-        return RemoteDirectory(
-            urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), left=count_failover
-        )
+        return RemoteDirectory(urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), left=count_failover)
 
     def _tls(self) -> SSLContext | None:
         config = self.config

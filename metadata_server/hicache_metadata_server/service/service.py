@@ -433,6 +433,7 @@ class MetadataService:
             identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
             quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
             tenant=self.tenants.of_scope[geometry.scope],
+            expired_leases=scope.expired,
         )  # fmt: skip
 
 

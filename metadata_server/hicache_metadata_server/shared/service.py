@@ -241,10 +241,11 @@ class SharedService:
 
     def _status(self, name: str, numbers: list[int]) -> p.ScopeStatus:
         geometry = self.catalog.known[name].geometry
-        free, leased, live, quarantined, hits, misses, evicted = numbers
+        free, leased, live, quarantined, hits, misses, evicted, expired = numbers
         return p.ScopeStatus(
             scope=name, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry, identity=geometry.identity,
-            free=free, leased=leased, live=live, quarantined=quarantined, hits=hits, misses=misses, evicted=evicted,
+            free=free, leased=leased, live=live, quarantined=quarantined, hits=hits, misses=misses, evicted=evicted, expired_leases=expired,
+            tenant=self.catalog.known[name].tenant,
         )  # fmt: skip
 
     async def _check(self, request: Columns) -> None:

@@ -31,10 +31,10 @@ def shared_service(
     return SharedService(open_link(url), limits, durability=durability, name=name, most_scopes=most_scopes)
 
 
-def shared_app(service: SharedService, *, security: Security | None = None) -> Front:
+def shared_app(service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0) -> Front:
     """The application of one server of several."""
     # No process keeps anything for itself.
-    return create_app(cast("Any", service), MemoryStore(), security=security, desk=SharedDesk(service))
+    return create_app(cast("Any", service), MemoryStore(), security=security, desk=SharedDesk(service), slow_seconds=slow_seconds)
 
 
 def see_store(url: str, durability: p.Durability) -> None:

@@ -56,6 +56,8 @@ class Scope:
         """Pages evicted since the start."""
         self.hits = self.misses = 0
         """Keys that were asked for since the start, by whether they were live."""
+        self.expired = 0
+        """Leases that ended by themselves since the start."""
         self._detached: list[tuple[float, dict[str, int]]] = []
         """What clears have left to be taken apart, and when its quarantine ends."""
 
@@ -87,7 +89,9 @@ class Scope:
         self.free.add(free)
         if expired:
             # A lease that was renewed is due several times.
-            self._let_go(list(dict.fromkeys(expired)), now, remember=False)
+            slots = list(dict.fromkeys(expired))
+            self.expired += len(slots)
+            self._let_go(slots, now, remember=False)
         return done
 
     def next_time(self) -> float | None:

@@ -21,6 +21,8 @@ from hicache_metadata_server.web.metrics import Metrics
 from hicache_metadata_server.web.openapi import openapi
 from hicache_metadata_server.web.security import Security
 from hicache_metadata_server.web.status_page import status_page
+from hicache_metadata_server.web.watch import Watch
+from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -43,14 +45,17 @@ class Server:
     """A service with its store, while the application runs."""
 
     def __init__(
-        self, service: MetadataService, store: Store, security: Security, clock: Callable[[], float], desk: Desk | None = None
-    ) -> None:
+        self, service: MetadataService, store: Store, security: Security, clock: Callable[[], float], desk: Desk | None = None,
+        slow_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
         self.service, self.store, self.clock = service, store, clock
-        self.metrics = Metrics(service)
+        self.metrics = Metrics(service, self.problem)
         self.security = self.metrics.security = security
         self.desk = desk or Desk(service, clock)
         if desk is not None:
             self.metrics.store_problem = desk.store_problem
+        spans = tracing.spans()
+        self.watch = Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
@@ -66,6 +71,8 @@ class Server:
                 await ticking
             await self.desk.close()
             await asyncio.to_thread(self.store.close)
+            if (spans := tracing.spans()) is not None:
+                await asyncio.to_thread(spans.flush)
             _log.info("stopped", scopes=len(self.service.scopes))
 
     def problem(self) -> str:
@@ -88,13 +95,13 @@ class Server:
 
 def create_app(
     service: MetadataService, store: Store, *, tokens: Tokens | None = None, security: Security | None = None,
-    clock: Callable[[], float] | None = None, desk: Desk | None = None,
+    clock: Callable[[], float] | None = None, desk: Desk | None = None, slow_seconds: float = 0.0,
 ) -> Front:  # fmt: skip
     """The application of one service, which was restored from its store; of the desk in front of it, where that is another than `Desk`.
 
-    `tokens` are for where `security` is not needed.
+    `tokens` are for where `security` is not needed. Requests are traced if tracing is enabled before.
     """
-    server = Server(service, store, security or Security(service, tokens), clock or Clock(), desk)
+    server = Server(service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds)
     version = service.about.server.rpartition(" ")[2]
     app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
     described = openapi(version)

@@ -117,7 +117,7 @@ class DirectProtocol(HttpToolsProtocol):
         # The client may have gone away meanwhile.
         if exchange.disconnected or self.transport.is_closing():
             return
-        headers = headers_of(said)
+        headers = headers_of(said, exchange.asked.request_id)
         ends = not exchange.keep_alive or said.ends_connection
         if not exchange.keep_alive and not said.ends_connection:
             headers.append((b"connection", b"close"))

@@ -12,6 +12,7 @@ from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.audit import Entry, about, peer_of
 from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
+from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.service.tenants import Caller
     from hicache_metadata_server.web.app import Server
+    from hicache_metadata_server.web.watch import Watched
 
+REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
 """The other paths that are not the protocol's; they take a read token."""
@@ -50,6 +53,9 @@ class Asked(NamedTuple):
     caller: Caller
     entry: Entry | None
     """For the audit log, of a request that is written there."""
+    request_id: str
+    """The client's, or a new one; answers and log lines have it."""
+    watched: Watched | None
 
 
 class Front:
@@ -57,7 +63,7 @@ class Front:
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
-        self._desk, self._metrics = server.desk, server.metrics
+        self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
         self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
         self.most_body = server.service.limits.body_bytes
 
@@ -67,6 +73,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
+        request_id = adopt(headers.get(REQUEST_ID))
+        headers[REQUEST_ID] = request_id.encode()
         begin, asked, path = time.perf_counter(), None, scope["path"]
         try:
             if path in PAGES and scope["method"] in ("GET", "HEAD"):
@@ -85,7 +93,7 @@ class Front:
         except _GoneError:
             return
         self.count(asked, said, begin, scope["client"])
-        await _send(send, said)
+        await _send(send, said, request_id)
 
     def _route(self, path: str) -> str:
         """A path as it may be written down: one that is unknown may have anything in it, a token as well."""
@@ -108,7 +116,7 @@ class Front:
         Raises:
             RefusedError: nobody answers that, or not for this token.
         """
-        authorization = headers.get(b"authorization", b"")
+        request_id, authorization = adopt(headers.get(REQUEST_ID)), headers.get(b"authorization", b"")
         try:
             endpoint = self._desk.endpoint(path)
         except RefusedError:
@@ -120,12 +128,16 @@ class Front:
         self._rates.admit(caller, endpoint.name)
         content_type, answer_type = _content_type(path, headers)
         once = headers.get(b"idempotency-key", b"").decode("latin-1")
-        return Asked(endpoint, content_type, answer_type, once, caller, Entry() if endpoint.audited else None)
+        watched = self._watch.begin(method, endpoint.name, request_id, headers) if self._watch is not None else None
+        entry = Entry() if endpoint.audited else None
+        return Asked(endpoint, content_type, answer_type, once, caller, entry, request_id, watched)
 
     def start(self, asked: Asked, body: bytes) -> Started | Request:
         """Do it, or say what of it has to take turns with others (`in_turns`)."""
         try:
             request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once, asked.caller)
+            if asked.watched is not None:
+                asked.watched.message = request.message
             if asked.entry is not None:
                 asked.entry.about = about(request.message, self._desk.names(request))
             return self._desk.start(request) or request
@@ -154,10 +166,13 @@ class Front:
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
     def count(self, asked: Asked | None, said: Said, begin: float, client: Sequence[Any] | None) -> None:
-        """See to the metrics, and to the audit log."""
+        """See to the metrics, to the audit log, and to what is to be seen of a single request."""
         if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
             self._write_down(asked, said, peer_of(client))
-        self._metrics.answered(asked.endpoint.name if asked else OTHER, said.status, time.perf_counter() - begin)
+        seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else OTHER
+        self._metrics.answered(route, said.status, seconds)
+        if asked is not None and asked.watched is not None and self._watch is not None:
+            self._watch.end(asked.watched, route, said.status, seconds)
 
     def _write_down(self, asked: Asked, said: Said, peer: str) -> None:
         name, caller = asked.endpoint.name, asked.caller
@@ -180,7 +195,7 @@ class Front:
         return started.said
 
     def _fault(self, asked: Asked) -> Said:
-        _log.exception("request_failed", path=asked.endpoint.name)
+        _log.exception("request_failed", route=asked.endpoint.name, request_id=asked.request_id)
         problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
         return Said(500, asked.answer_type, p.encode(problem, asked.answer_type))
 
@@ -210,11 +225,12 @@ class Front:
         return too_large(f"a body of more than {self.most_body} bytes", "body")
 
 
-def headers_of(said: Said) -> list[tuple[bytes, bytes]]:
+def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
     """An answer's head."""
+    named = (REQUEST_ID, request_id.encode())
     if said.status == 204:
-        return []
-    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body))]
+        return [named]
+    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body)), named]
     if said.ends_connection:
         headers.append((b"connection", b"close"))
     elif said.status == 401:
@@ -233,6 +249,6 @@ def _content_type(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     return said, p.MSGPACK if said == p.MSGPACK else p.JSON
 
 
-async def _send(send: Send, said: Said) -> None:
-    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said)})
+async def _send(send: Send, said: Said, request_id: str) -> None:
+    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said, request_id)})
     await send({"type": "http.response.body", "body": said.body})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
 from hicache_metadata_server.protocol import SlotState
+from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability.families import add_latency, histogram, scalar, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,27 +19,32 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from hicache_metadata_server.journal import Journal
+    from hicache_metadata_server.protocol import ScopeStatus
     from hicache_metadata_server.service.service import MetadataService
     from hicache_metadata_server.web.security import Security
 
-BUCKETS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+RESULTS: Final = ("hit", "miss")
 
 
 class Metrics:
     """Requests as they are answered, and the state of the service when it is asked for."""
 
-    def __init__(self, service: MetadataService) -> None:
+    def __init__(self, service: MetadataService, problem: Callable[[], str] = str) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter("hicache_metadata_requests", "Requests answered.", ["route", "status"], registry=self._registry)
+        self._requests = Counter(v.REQUESTS.family, v.REQUESTS.help, v.REQUESTS.labels, registry=self._registry)
         self._seconds = Histogram(
-            "hicache_metadata_request_seconds", "From the last byte of a request to its answer.", ["route"], buckets=BUCKETS, registry=self._registry
+            v.REQUEST_SECONDS.family, v.REQUEST_SECONDS.help, v.REQUEST_SECONDS.labels, buckets=v.REQUEST_SECONDS.buckets,
+            registry=self._registry,
         )  # fmt: skip
+        self._slow = Counter(v.SLOW_REQUESTS.family, v.SLOW_REQUESTS.help, v.SLOW_REQUESTS.labels, registry=self._registry)
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.journal: Journal | None = None
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
         """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
-        self._service = service
+        self._service, self._problem = service, problem
+        self._scopes = set[str]()
+        """Those that have series of their own, for as long as this process lives: a counter must not change its name."""
         self._registry.register(_State(self))
         ProcessCollector(registry=self._registry)
 
@@ -50,43 +57,60 @@ class Metrics:
         child[0].inc()
         child[1].observe(seconds)
 
+    def was_slow(self, route: str) -> None:
+        """Count one that took longer than the operator wants to see."""
+        self._slow.labels(route).inc()
+
     def text(self) -> bytes:
         """In the format of Prometheus."""
         return generate_latest(self._registry)
 
     def state(self) -> Iterator[Metric]:
         """Of the service."""
-        slots = GaugeMetricFamily("hicache_metadata_slots", "Slots by state.", labels=["scope", "state"])
-        evicted = CounterMetricFamily("hicache_metadata_evicted_pages", "Pages evicted since the start.", labels=["scope"])
-        asked = CounterMetricFamily(
-            "hicache_metadata_lookups", "Keys asked for since the start, by whether they were live.", labels=["scope", "result"]
-        )
-        for status in self._service.list_scopes().scopes:
-            for state in SlotState:
-                slots.add_metric([status.scope, state], getattr(status, state))
-            evicted.add_metric([status.scope], status.evicted)
-            asked.add_metric([status.scope, "hit"], status.hits)
-            asked.add_metric([status.scope, "miss"], status.misses)
-        yield slots
-        yield evicted
-        yield asked
-        yield GaugeMetricFamily("hicache_metadata_draining", "1 while no new leases are given.", value=self._service.draining)
-        yield GaugeMetricFamily(
-            "hicache_metadata_recovery_problems", "Contradictions that the last start left out.", value=len(self._service.recovery_problems)
-        )  # fmt: skip
+        yield from self._of_scopes()
+        yield scalar(v.QUARANTINE_SECONDS, self._service.limits.quarantine_seconds)
+        yield scalar(v.READY, not self._problem())
+        yield scalar(v.DRAINING, self._service.draining)
+        yield scalar(v.RECOVERY_PROBLEMS, len(self._service.recovery_problems))
         if self.journal is not None:
-            yield CounterMetricFamily("hicache_metadata_transactions", "Groups of changes written.", value=self.journal.groups)
-            yield GaugeMetricFamily("hicache_metadata_store_failing", "1 while the store cannot be written.", value=self.journal.error is not None)  # fmt: skip
-            recent = sorted(self.journal.recent_seconds)
-            if recent:
-                yield GaugeMetricFamily("hicache_metadata_transaction_median_seconds", "Of the last thousand.", value=recent[len(recent) // 2])  # fmt: skip
-                yield GaugeMetricFamily("hicache_metadata_transaction_longest_seconds", "Of the last thousand.", value=recent[-1])
+            yield scalar(v.TRANSACTIONS, self.journal.groups)
+            yield scalar(v.STORE_FAILING, self.journal.error is not None)
+            durations = histogram(v.TRANSACTION_SECONDS)
+            add_latency(durations, v.TRANSACTION_SECONDS, [], self.journal.durations)
+            yield durations
+        if self.store_problem is not None:
+            yield scalar(v.STORE_FAILING, bool(self.store_problem()))
         if self.security is not None:
             yield from self.security.families()
-        if self.store_problem is not None:
-            yield GaugeMetricFamily(
-                "hicache_metadata_store_failing", "1 while the store does not answer.", value=bool(self.store_problem())
-            )
+
+    def _of_scopes(self) -> Iterator[Metric]:
+        slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
+        asked, expired = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
+        for status in self._service.list_scopes().scopes:
+            scope = self._label(status)
+            for state in SlotState:
+                slots[scope, state] += getattr(status, state)
+            for result, keys in zip(RESULTS, (status.hits, status.misses), strict=True):
+                asked[scope, result] += keys
+            evicted[scope] += status.evicted
+            expired[scope] += status.expired_leases
+        for metric, by_labels in ((v.SLOTS, slots), (v.LOOKED_UP_KEYS, asked)):
+            family = scalars(metric)
+            for labels, value in by_labels.items():
+                family.add_metric(labels, value)
+            yield family
+        for metric, by_scope in ((v.SCOPE_EVICTED_PAGES, evicted), (v.EXPIRED_LEASES, expired)):
+            family = scalars(metric)
+            for scope, value in by_scope.items():
+                family.add_metric([scope], value)
+            yield family
+
+    def _label(self, status: ScopeStatus) -> str:
+        if status.scope not in self._scopes:
+            if len(self._scopes) == v.MOST_SCOPES:
+                return v.OTHER_SCOPES
+            self._scopes.add(status.scope)
+        return status.scope
 
 
 class _State:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import structlog
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hicache_metadata_server.service.tenants import Holding
 from hicache_metadata_server.token_file import read_token_file, readable_by_all
@@ -14,6 +13,8 @@ from hicache_metadata_server.web.rates import Rates
 from hicache_metadata_server.web.reloads import Reloads, Watched
 from hicache_metadata_server.web.tls import ServerTls
 from hicache_metadata_server.web.tokens import Tokens
+from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability.families import scalar, scalars
 
 if TYPE_CHECKING:
     import ssl
@@ -82,19 +83,16 @@ class Security:
         """Metrics."""
         yield from self._of_files()
         yield from self._of_tenants()
-        tokens = GaugeMetricFamily(
-            "hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", labels=["state"]
-        )
+        tokens = scalars(v.TOKENS)
         for state, count in self.tokens.counts().items():
             tokens.add_metric([state], count)
         yield tokens
         if (expiry := self.tokens.next_expiry()) is not None:
-            yield GaugeMetricFamily("hicache_metadata_next_token_expiry_timestamp_seconds", "When the next token expires.", value=expiry)  # fmt: skip
-        yield CounterMetricFamily("hicache_metadata_audit_failures", "Audit lines that went to the log for want of a file.", value=self.audit.failures)  # fmt: skip
+            yield scalar(v.NEXT_TOKEN_EXPIRY, expiry)
+        yield scalar(v.AUDIT_FAILURES, self.audit.failures)
 
     def _of_files(self) -> Iterator[Metric]:
-        failing = GaugeMetricFamily("hicache_metadata_reload_failing", "1 while a file is bad and what it held before counts.", labels=["what"])  # fmt: skip
-        loads = CounterMetricFamily("hicache_metadata_reloads", "Times a file was taken, the first included.", labels=["what"])
+        failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
         for one in self.reloads.watched:
             failing.add_metric([one.name], bool(one.problem))
             loads.add_metric([one.name], one.loads)
@@ -102,8 +100,7 @@ class Security:
         yield loads
 
     def _of_tenants(self) -> Iterator[Metric]:
-        held = GaugeMetricFamily("hicache_metadata_tenant_holds", "Of all scopes of a tenant.", labels=["tenant", "what"])
-        most = GaugeMetricFamily("hicache_metadata_tenant_quota", "The most that a tenant may have.", labels=["tenant", "what"])
+        held, most = scalars(v.TENANT_HOLDS), scalars(v.TENANT_QUOTA)
         tenants, quotas = self._service.tenants, self._service.tenants.quotas
         for tenant in sorted({*tenants.of_scope.values(), *quotas.by_tenant} - {""}):
             has, quota = Holding.of(self._service.held_by(tenant)), quotas.of(tenant)
@@ -113,7 +110,7 @@ class Security:
                     most.add_metric([tenant, what], getattr(quota, what))
         yield held
         yield most
-        throttled = CounterMetricFamily("hicache_metadata_throttled", "Requests beyond a tenant's rate.", labels=["tenant"])
+        throttled = scalars(v.THROTTLED)
         for tenant, count in self.rates.throttled.items():
             throttled.add_metric([tenant], count)
         yield throttled

@@ -27,6 +27,7 @@ from hicache_backends.hf3fs.client.failures import (
     refusal,
 )
 from hicache_backends.hf3fs.client.servers import Servers
+from hicache_backends.hf3fs.client.tracing import name, traced
 from hicache_metadata_server import protocol as p
 from hicache_storage.spec import StorageTimeoutError
 
@@ -206,10 +207,11 @@ class RemoteDirectory(Directory):
         except (MetadataError, TimeoutError):
             return
 
+    @traced
     async def _request(self, path: str, request: p.Request | None, kind: type[T], seconds: float) -> T:
-        headers = self._headers
+        headers = self._headers.copy()
+        name(headers)
         if p.ROUTES[path].changes:
-            headers = headers.copy()
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
         until, tour, longest = time.monotonic() + seconds, self._servers.tour(), PAUSE_SECONDS

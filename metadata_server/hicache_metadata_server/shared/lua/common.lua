@@ -188,6 +188,7 @@ end
 local function end_leases(most)
   local due = call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW, 'LIMIT', 0, most)
   let_go(due, records_of(due))
+  if #due > 0 then call('HINCRBY', META, 'expired', #due) end
   return #due
 end
 

@@ -1,0 +1,81 @@
+"""A span for each call, in the caller's thread; in place only where calls are traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicache_storage.layers.base import StorageLayer
+from hicache_storage.observability.request_ids import RequestScope, call_request_id
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_storage.observability.otel import Spans
+    from hicache_storage.spec import HiCacheStorage, PoolTransfer, PoolTransferResult
+
+HITS = "hicache.hits"
+BYTES = "hicache.bytes"
+
+
+class TracingLayer(StorageLayer):
+    """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages, bytes and hits.
+
+    It is outermost: the time at which the breaker refuses or the deadline passes is the caller's too. What the driver does
+    within, such as asking a metadata server, is below its span.
+    """
+
+    def __init__(self, inner: HiCacheStorage, spans: Spans) -> None:
+        super().__init__(inner)
+        self._spans = spans
+        self._page_bytes: dict[PoolName, int] = {}
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        info = _with_id(extra_info)
+        pools = list(dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ()))))
+        with RequestScope(info.request_id or "") as name, self._spans.call("batch_exists", name, pools, len(keys)) as span:
+            result = super().batch_exists_v2(keys, pool_transfers, info)
+            span.set_attribute(HITS, result.kv_hit_pages)
+        return result
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self._move("batch_get", transfers, _with_id(extra_info))
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self._move("batch_set", transfers, _with_id(extra_info))
+
+    def _move(
+        self, operation: str, transfers: Sequence[PoolTransfer], info: HiCacheStorageExtraInfo
+    ) -> dict[PoolName, list[bool]]:
+        pools = [transfer.name for transfer in transfers]
+        pages = sum(len(transfer.keys or ()) for transfer in transfers)
+        with RequestScope(info.request_id or "") as name, self._spans.call(operation, name, pools, pages) as span:
+            move = self.inner.batch_get_v2 if operation == "batch_get" else self.inner.batch_set_v2
+            answers = move(transfers, info)
+            span.set_attribute(HITS, sum(map(sum, answers.values())))
+            span.set_attribute(BYTES, self._bytes(answers))
+        return answers
+
+    def _bytes(self, answers: Mapping[PoolName, Sequence[bool]]) -> int:
+        """Of the pages that are answered with `True`; a set has not written those that were there already."""
+        return sum(sum(pages) * self._page_bytes.get(name, 0) for name, pages in answers.items())
+
+
+def _with_id(extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+    info = extra_info or HiCacheStorageExtraInfo()
+    return replace(info, request_id=call_request_id(info.request_id))

@@ -1,0 +1,114 @@
+"""Spans by OpenTelemetry. Needs `hicache-storage[otel]`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry import propagate, trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from hicache_storage.spec import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, MutableMapping, Sequence
+
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.util.types import AttributeValue
+
+REQUEST_ID: Final = "hicache.request_id"
+ROUTE: Final = "http.route"
+STATUS: Final = "http.response.status_code"
+FLUSH_MILLISECONDS: Final = 5000
+CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
+"""Headers that a server may take a context from."""
+
+
+class ServerSpan:
+    """The server's part of a request, until it is answered."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, status: int, scopes: int, entries: int) -> None:
+        """The request, which was about so many scopes and entries, is answered."""
+        self._span.set_attribute(STATUS, status)
+        self._span.set_attribute("hicache.scopes", scopes)
+        self._span.set_attribute("hicache.entries", entries)
+        if status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+class Spans:
+    """Begins spans; `provider` takes them."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
+
+    def flush(self) -> None:
+        """Send what was not sent yet; for some seconds at most. The global provider is its owner's to flush."""
+        flush = getattr(self._provider, "force_flush", None)
+        if flush is not None:
+            flush(FLUSH_MILLISECONDS)
+
+    @contextmanager
+    def call(self, operation: str, request_id: str, pools: Sequence[str], pages: int) -> Generator[Span]:
+        """Around one call of a storage: `hicache.batch_get` and the like."""
+        attributes: dict[str, AttributeValue] = {REQUEST_ID: request_id, "hicache.pools": list(pools), "hicache.pages": pages}
+        with self._tracer.start_as_current_span(f"hicache.{operation}", attributes=attributes) as span:
+            yield span
+
+    @contextmanager
+    def request(self, route: str, request_id: str) -> Generator[None]:
+        """Around one request to a metadata server, repetitions included; a failure is the span's status."""
+        attributes = {REQUEST_ID: request_id, ROUTE: route}
+        with self._tracer.start_as_current_span(f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes):
+            yield
+
+    def answer(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> ServerSpan:
+        """Begin the server's part of a request, below the span that its `traceparent` names."""
+        carried = {name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers}
+        attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
+        context = propagate.extract(carried)
+        return ServerSpan(self._tracer.start_span(f"{method} {route}", context, SpanKind.SERVER, attributes=attributes))
+
+
+def inject(headers: MutableMapping[str, str]) -> None:
+    """Add the current span's `traceparent` to a request's headers."""
+    propagate.inject(headers)
+
+
+def provider_from_environment(service: str) -> SdkTracerProvider:
+    """A provider that exports as OpenTelemetry's environment variables say: `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default,
+    `console`, or any installed one), `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
+
+    Args:
+        service: name of the service, unless `OTEL_SERVICE_NAME` says another.
+
+    Raises:
+        ConfigError: there is no such exporter.
+    """
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # `otlp` is in a package that brings gRPC along, and stands for either of its two protocols.
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp_proto_http"
+    found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
+    if not found:
+        raise ConfigError(f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; pip install 'hicache-storage[otel]'")
+    try:
+        exporter: Any = found[0].load()
+    except ImportError as error:
+        raise ConfigError(f"OTEL_TRACES_EXPORTER={name} cannot be imported: {error}") from error
+    resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: service})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(exporter()))
+    return provider

@@ -1,0 +1,52 @@
+"""PromQL made of declared metrics, so that no expression names one that is not there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_storage.observability.metric import Kind
+
+if TYPE_CHECKING:
+    from hicache_storage.observability.metric import Metric
+
+
+def selected(metric: Metric, *matchers: str, suffix: str = "") -> str:
+    """The series of a metric, such as `name{state="live"}`.
+
+    Raises:
+        ValueError: a matcher is about a label that it has not.
+    """
+    for matcher in matchers:
+        label = matcher.partition("=")[0].rstrip("!~")
+        if label not in (*metric.labels, "job"):
+            raise ValueError(f"{metric.name} has no label {label!r}")
+    return f"{metric.name}{suffix}{{{','.join(matchers)}}}" if matchers else f"{metric.name}{suffix}"
+
+
+def summed(expression: str, *by: str) -> str:
+    """One series for each combination of labels; one alone for none."""
+    return f"sum by ({', '.join(by)}) ({expression})" if by else f"sum({expression})"
+
+
+def rate(metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
+    """A counter's growth in a second."""
+    assert metric.kind is Kind.COUNTER, metric.name
+    return summed(f"rate({selected(metric, *matchers)}[{window}])", *by)
+
+
+def grown(metric: Metric, window: str, by: tuple[str, ...] = ()) -> str:
+    """A counter's growth in a window."""
+    assert metric.kind is Kind.COUNTER, metric.name
+    return summed(f"increase({selected(metric)}[{window}])", *by)
+
+
+def quantile(share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
+    """A histogram's quantile."""
+    assert metric.kind is Kind.HISTOGRAM, metric.name
+    buckets = summed(f"rate({selected(metric, *matchers, suffix='_bucket')}[{window}])", "le", *by)
+    return f"histogram_quantile({share}, {buckets})"
+
+
+def share(part: str, *others: str) -> str:
+    """`part` of itself and all others."""
+    return f"{part} / ({' + '.join((part, *others))})"

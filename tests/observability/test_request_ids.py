@@ -1,0 +1,224 @@
+"""One id from the engine's call to the server's log, and nothing in it that could be taken for something else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_conformance.metadata.server import Served
+from hicache_storage.layers import StorageOptions, wrap
+from hicache_storage.observability.logs import JsonFormatter, configure_json_logs
+from hicache_storage.observability.request_ids import (
+    HEADER,
+    RequestScope,
+    call_request_id,
+    cleaned,
+    current_request_id,
+    new_request_id,
+)
+from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
+from tests.backends.hf3fs.harness import Rig, chain
+from tests.observability.serving import ask, serving, stopped
+
+LEGAL = re.compile(r"[A-Za-z0-9._:@/+=-]{0,64}")
+SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
+
+
+@given(st.text(max_size=200))
+def test_any_id_becomes_a_harmless_one(text):
+    safe = cleaned(text)
+    assert LEGAL.fullmatch(safe)
+    assert len(safe) == min(len(text), 64)
+    assert cleaned(safe) == safe
+
+
+@given(st.from_regex(LEGAL, fullmatch=True))
+def test_a_harmless_id_stays(text):
+    assert cleaned(text) == text
+
+
+def test_ids_of_two_processes_differ():
+    ours, (reader, writer) = new_request_id(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, new_request_id().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(reader, 100).decode()
+    os.close(reader)
+    os.close(writer)
+    assert theirs.split("-")[0] != ours.split("-")[0]
+    assert theirs.split("-")[1] == "1"
+
+
+def test_the_callers_id_comes_before_the_contexts_and_that_before_a_new_one():
+    assert current_request_id() == ""
+    with RequestScope("outer\n"):
+        assert call_request_id(None) == "outer_"
+        assert call_request_id("inner") == "inner"
+    assert current_request_id() == ""
+    assert call_request_id(None) != call_request_id("")
+
+
+@pytest.mark.parametrize("may_hang", [False, True])
+def test_a_driver_is_told_one_id_a_call(kit, may_hang):
+    driver, pool = kit.dict_storage(capabilities=Capabilities(may_hang=may_hang))
+    seen, looked = [], driver.objects_exist
+    driver.objects_exist = lambda batches, call: seen.append((call.request_id, current_request_id())) or looked(batches, call)
+    storage = wrap(driver, StorageOptions())
+    storage.register_mem_host_pool_v2(pool, "kv")
+    storage.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(request_id="chat 7"))
+    with RequestScope("context"):
+        storage.batch_exists_v2(["a"])
+    storage.batch_exists_v2(["a"])
+    storage.batch_exists_v2(["a"])
+    assert seen[:2] == [("chat_7", "chat_7"), ("context", "context")]
+    assert len({call for call, _ in seen}) == 4
+    assert all(call == context for call, context in seen)
+    storage.close()
+
+
+def test_lines_of_the_sdk_have_the_fields(kit, caplog):
+    driver, pool = kit.dict_storage()
+    driver.before = lambda operation: (_ for _ in ()).throw(OSError("gone")) if operation == "read" else None
+    with caplog.at_level(logging.INFO, "hicache_storage"):
+        driver.batch_get_v2([pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(request_id="chat-7"))
+    [record] = [record for record in caplog.records if "answering misses" in record.getMessage()]
+    line = json.loads(JsonFormatter().format(record))
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "level": "warning", "logger": "hicache_storage.objects.storage", "event": "dict: answering misses: gone",
+        "request_id": "chat-7", "driver": "dict", "operation": "read",
+    }  # fmt: skip
+
+
+def test_a_call_that_is_late_is_named(kit, caplog):
+    release = threading.Event()
+    driver, pool = kit.dict_storage(capabilities=Capabilities())
+    storage = wrap(driver, StorageOptions(deadline_seconds=0.05, breaker_threshold=0))
+    storage.register_mem_host_pool_v2(pool, "kv")
+    storage.open()
+    driver.before = lambda operation: release.wait(30)
+    seen = []
+    driver.objects_exist = lambda batches, call: [seen.append(call.request_id), release.wait(30), [[False]]][2]
+    with caplog.at_level(logging.WARNING, "hicache_storage"):
+        storage.batch_exists_v2(["a"])
+    release.set()
+    storage.close()
+    [record] = [record for record in caplog.records if "no answer within" in record.getMessage()]
+    assert ([record.request_id], record.seconds) == (seen, 0.05)
+
+
+@given(st.text(max_size=50), st.text(max_size=50))
+def test_whatever_is_logged_is_one_line(message, name):
+    record = logging.LogRecord("hicache_storage", logging.INFO, "f", 1, "%s", (message,), None)
+    record.driver = name
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    assert "\r" not in text
+    assert (json.loads(text)["event"], json.loads(text)["driver"]) == (message, name)
+
+
+def test_json_logs_are_for_this_project_alone(capsys):
+    loggers = [logging.getLogger(name) for name in ("hicache_storage", "hicache_backends")]
+    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    try:
+        configure_json_logs("WARNING", sys.stderr)
+        logging.getLogger("hicache_backends.x").warning("heard")
+        logging.getLogger("hicache_backends.x").info("not heard")
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+    [line] = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["event"] == "heard"
+
+
+def test_the_server_answers_with_the_id_and_never_with_more():
+    with serving() as (url, _):
+        assert ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
+        assert ask(url, "GET", "/nothing", X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
+        odd = ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id='{"a": 1}' + "x" * 100)[1]["x-request-id"]
+        assert odd == "__a_:_1_" + "x" * 56
+        drawn = {ask(url, "POST", "/v2/initialize", SCOPE)[1]["x-request-id"] for _ in range(3)}
+        assert len(drawn) == 3
+
+
+def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
+    seen = []
+    with serving() as (url, front):
+        asked = front.asked
+
+        def noted(path, method, headers):
+            seen.append((path, headers.get(HEADER.lower().encode())))
+            return asked(path, method, headers)
+
+        front.asked = noted
+        rig = Rig(tmp_path / "store", metadata_url=url)
+        rig.storage.open()
+        info = HiCacheStorageExtraInfo(request_id="chat-7")
+        rig.storage.batch_set_v2([rig._transfer(chain("c", 2))], info)
+        rig.storage.batch_exists_v2(chain("c", 2))
+        rig.storage.close()
+    named = [(path, request_id) for path, request_id in seen if path != "/v2"]
+    assert {request_id for path, request_id in named[:-1]} == {b"chat-7"}
+    assert {path for path, _ in named[:-1]} == {"/v2/initialize", "/v2/lookup", "/v2/reserve", "/v2/commit"}
+    assert named[-1][0] == "/v2/lookup"
+    assert named[-1][1] not in (None, b"chat-7")
+
+
+def test_slow_requests_are_logged_with_what_they_asked_for():
+    command = f"env HICACHE_METADATA_SLOW_SECONDS=0.0000001 {SERVE}"
+    with Served(command=command) as place:
+        ask(place.url, "POST", "/v2/initialize", SCOPE)
+        keys = {"scopes": [{"scope": "0:kv", "keys": ["a", "b", "c"]}]}
+        ask(place.url, "POST", "/v2/lookup", keys, X_Request_Id='x\x85{"level":"error"}')
+        ask(place.url, "POST", "/7/exists", {"keys": ["a", "b"]}, X_Request_Id="old")
+        _, _, text = ask(place.url, "GET", "/metrics")
+        log = stopped(place)
+    lines = [json.loads(line) for line in log.splitlines()]
+    slow = {line["route"]: line for line in lines if line["event"] == "slow_request"}
+    looked = slow["/v2/lookup"]
+    assert (looked["scopes"], looked["entries"], looked["status"], looked["level"]) == (1, 3, 200, "warning")
+    assert looked["request_id"] == "x___level_:_error__"
+    assert looked["logger"] == "hicache_metadata_server.web.watch"
+    assert looked["seconds"] > 0
+    assert (slow["/{rank}/exists"]["entries"], slow["/{rank}/exists"]["request_id"]) == (2, "old")
+    assert b'hicache_metadata_slow_requests_total{route="/v2/lookup"} 1.0' in text
+
+
+def test_nothing_is_logged_of_a_request_that_is_not_slow():
+    with Served(command=f"env HICACHE_METADATA_SLOW_SECONDS=60 {SERVE}") as place:
+        ask(place.url, "POST", "/v2/initialize", SCOPE)
+        events = [json.loads(line)["event"] for line in stopped(place).splitlines()]
+    assert "slow_request" not in events
+    assert "started" in events
+
+
+def test_a_fault_of_the_server_is_logged_with_the_id():
+    """Also in lines that know nothing of requests."""
+    command = f"""{sys.executable} -c "
+import hicache_metadata_server.web.desk as desk, logging
+def broken(self, request):
+    logging.getLogger('elsewhere').warning('deep')
+    raise RuntimeError('bug')
+desk.Desk.start = broken
+from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}"""
+    with Served(command=command) as place:
+        status, headers, _ = ask(place.url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")
+        lines = [json.loads(line) for line in stopped(place).splitlines()]
+    assert (status, headers["x-request-id"]) == (500, "chat-7")
+    [deep] = [line for line in lines if line["event"] == "deep"]
+    [fault] = [line for line in lines if line["event"] == "request_failed"]
+    assert deep["request_id"] == fault["request_id"] == "chat-7"
+    assert fault["route"] == "/v2/initialize"
+    assert "RuntimeError: bug" in fault["exception"]

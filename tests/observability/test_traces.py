@@ -1,0 +1,162 @@
+"""Spans from the engine's call through the client to the server, over real HTTP; and nothing where nobody wants them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from hicache_conformance.metadata.server import Served
+from hicache_metadata_server.stores.store import StoreError
+from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
+from hicache_storage.layers.tracing import TracingLayer
+from hicache_storage.observability import tracing
+from hicache_storage.observability.otel import provider_from_environment
+from hicache_storage.observability.request_ids import RequestScope
+from hicache_storage.spec import ConfigError, HiCacheStorageExtraInfo
+from tests.backends.hf3fs.harness import Rig, chain
+from tests.metadata_server.http_calls import SlowStore
+from tests.observability.serving import ask, serving, stopped
+
+SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+
+
+@pytest.fixture
+def finished():
+    """Traces this process, and tells the spans that have ended, in that order."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.enable(provider)
+    yield exporter.get_finished_spans
+    tracing.disable()
+    provider.shutdown()
+
+
+def traced_storage(kit, **options):
+    driver, pool = kit.dict_storage(**options)
+    storage = wrap(driver, StorageOptions(traces=True))
+    storage.register_mem_host_pool_v2(pool, "kv")
+    return storage, driver, pool
+
+
+def test_spans_of_a_storage(kit, finished):
+    storage, _, pool = traced_storage(kit)
+    info = HiCacheStorageExtraInfo(request_id="chat 7")
+    storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])], info)
+    storage.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])], info)
+    storage.batch_exists_v2(["a", "b", "x"])
+    put, got, found = finished()
+    page = pool.geometry.page_bytes
+    assert put.name == "hicache.batch_set"
+    common = {"hicache.request_id": "chat_7", "hicache.pools": ("kv",)}
+    assert dict(put.attributes) == {**common, "hicache.pages": 2, "hicache.hits": 2, "hicache.bytes": 2 * page}
+    assert dict(got.attributes) == {**common, "hicache.pages": 2, "hicache.hits": 1, "hicache.bytes": page}
+    assert (found.name, found.attributes["hicache.pages"], found.attributes["hicache.hits"]) == ("hicache.batch_exists", 3, 2)
+    assert found.attributes["hicache.request_id"] not in ("", "chat_7")
+
+
+def test_what_a_layer_refuses_has_a_span_too(kit, finished):
+    storage, driver, pool = traced_storage(kit)
+    driver.before = lambda operation: (_ for _ in ()).throw(OSError("gone"))
+    for _ in range(9):
+        storage.batch_get_v2([pool.transfer("kv", ["a"], [0])])
+    assert isinstance(storage.inner, CircuitBreakerLayer)
+    assert storage.inner.breaker.state is BreakerState.OPEN
+    assert [span.attributes["hicache.hits"] for span in finished()] == [0] * 9
+
+
+def test_misuse_ends_the_span_with_an_error(kit, finished):
+    storage, _, pool = traced_storage(kit)
+    with pytest.raises(Exception, match="not registered"):
+        storage.batch_get_v2([pool.transfer("mamba", ["a"], [0])])
+    assert finished()[0].status.status_code is StatusCode.ERROR
+
+
+def test_without_traces_there_is_no_layer(kit):
+    driver, _ = kit.dict_storage()
+    storage = wrap(driver, StorageOptions())
+    while storage is not driver:
+        assert not isinstance(storage, TracingLayer)
+        storage = storage.inner
+
+
+def test_one_trace_from_the_engine_to_the_server(tmp_path, finished):
+    """Through the deadline's thread, the client's event loop, and a connection."""
+    with serving() as (url, _):
+        rig = Rig(tmp_path / "store", metadata_url=url)
+        storage = wrap(rig.storage, StorageOptions(traces=True))
+        keys = chain("c", 3)
+        engine = trace.get_tracer("engine", tracer_provider=tracing.spans()._provider)
+        with engine.start_as_current_span("prefill"), RequestScope("chat-7"):
+            assert storage.batch_set_v2([rig._transfer(keys)])["kv"] == [True] * 3
+        storage.close()
+    spans = finished()
+    [root] = [span for span in spans if span.name == "prefill"]
+    [put] = [span for span in spans if span.name == "hicache.batch_set"]
+    assert put.parent.span_id == root.context.span_id
+    assert put.attributes["hicache.request_id"] == "chat-7"
+    asked = {span.name: span for span in spans if span.kind is SpanKind.CLIENT}
+    served = {span.attributes["http.route"]: span for span in spans if span.kind is SpanKind.SERVER}
+    for route, entries in (("/v2/lookup", 3), ("/v2/reserve", 3), ("/v2/commit", 3)):
+        client, server = asked[f"hicache.metadata {route}"], served[route]
+        assert client.parent.span_id == put.context.span_id
+        assert server.parent.span_id == client.context.span_id
+        assert server.context.trace_id == root.context.trace_id
+        assert (server.attributes["hicache.scopes"], server.attributes["hicache.entries"]) == (1, entries)
+        assert (server.attributes["http.response.status_code"], server.attributes["http.request.method"]) == (200, "POST")
+        assert server.attributes["hicache.request_id"] == client.attributes["hicache.request_id"] == "chat-7"
+
+
+def test_a_server_that_fails_says_so_in_its_span(finished):
+    store = SlowStore()
+    store.error = StoreError("no space")
+    with serving(store) as (url, _):
+        status, _, _ = ask(url, "POST", "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
+        store.error = None
+    assert status == 503
+    [span] = [span for span in finished() if span.attributes["http.route"] == "/v2/initialize"]
+    assert (span.status.status_code, span.attributes["http.response.status_code"]) == (StatusCode.ERROR, 503)
+    assert span.parent is None
+
+
+def test_nothing_is_imported_where_nothing_is_traced():
+    code = (
+        "import sys\n"
+        "from hicache_storage import StorageOptions, create_storage, StorageIdentity\n"
+        "import hicache_storage.layers, hicache_backends.hf3fs.client.remote, hicache_metadata_server.web.front\n"
+        "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_traces_without_opentelemetry_are_refused_with_advice(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    for name in [name for name in sys.modules if name.startswith(("opentelemetry.", "hicache_storage.observability.otel"))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=r"pip install 'hicache-storage\[otel\]'"):
+        tracing.enable()
+    assert tracing.spans() is None
+
+
+def test_an_exporter_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonesuch")
+    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER=nonesuch"):
+        provider_from_environment("x")
+
+
+def test_a_server_of_its_own_exports_as_its_environment_says():
+    """All that was begun is sent before the process ends."""
+    command = f"env HICACHE_METADATA_TRACES=1 OTEL_TRACES_EXPORTER=console {SERVE}"
+    parent = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with Served(command=command) as place:
+        ask(place.url, "GET", "/v2/scopes", traceparent=f"00-{parent}-00f067aa0ba902b7-01", X_Request_Id="chat-7")
+        log = stopped(place)
+    assert f'"trace_id": "0x{parent}"' in log
+    assert '"hicache.request_id": "chat-7"' in log
+    assert '"service.name": "hicache-metadata"' in log
