@@ -8,14 +8,14 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from types import FrameType
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def ended_in_order() -> Iterator[None]:
+def ended_in_order() -> Generator[None]:
     """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as `KeyboardInterrupt`. For the main thread only."""
     before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:

@@ -123,7 +123,8 @@ class Scopes:
         if reply[0] == REFUSED:
             scope, at, known = value_of(reply)
             if at == BEYOND_QUOTA:
-                raise beyond_quota(tenant, quota, Holding(*map(int, known)), [parts[i] for i in scope])
+                places: list[int] = scope
+                raise beyond_quota(tenant, quota, Holding(*map(int, known)), [parts[i] for i in places])
             raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
         new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
