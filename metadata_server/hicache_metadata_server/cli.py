@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hicache_metadata_server.commands import moving, repairing
+from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, Token
+from hicache_metadata_server.commands.asking import complaints as _complaints
+from hicache_metadata_server.commands.asking import fail as _fail
+from hicache_metadata_server.commands.asking import remote_of as _remote
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.service.service import MetadataService
 
 app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look after it.", no_args_is_help=True)
+for _command in (moving.copy, moving.backup, moving.restore):
+    app.command()(_command)
 
-FOUND_PROBLEMS: Final = 1
-FAILED: Final = 2
 OFFLINE: Final = "Read this store instead, which no server has open."
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
-Token = Annotated[Path | None, typer.Option("--token-file", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")]
 LOCAL: Final = "http://127.0.0.1:18000"
 
 
@@ -144,10 +148,15 @@ def fsck(
     url: Url = LOCAL,
     token_file: Token = None,
     store: Annotated[str, typer.Option(metavar="URL", help=OFFLINE)] = "",
+    files: repairing.Files = None,
+    sample: repairing.Sample = None,
+    repair: repairing.Repair = False,
 ) -> None:
-    """Check every invariant of some scopes or all. Exits with 1 if one does not hold."""
+    """Check every invariant of some scopes or all, and with --files the bytes of their pages. Exits with 1 if something is wrong."""
     from hicache_metadata_server.protocol import Checked, Fsck
 
+    if files is not None or repair:
+        raise typer.Exit(repairing.fsck_with_files(scope or [], url, token_file, store, files, sample, repair=repair))
     with _complaints():
         request = Fsck(scopes=scope or [])
         checked = _fsck_store(store, request) if store else _remote(url, token_file).call("/v2/fsck", request, Checked)
@@ -226,36 +235,8 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
         opened.close()
 
 
-def _remote(url: str, token_file: Path | None) -> Remote:
-    import os
-
-    from hicache_metadata_server.remote import Remote
-
-    token = token_file.read_text("utf-8").strip() if token_file else os.environ.get("HICACHE_METADATA_TOKEN", "")
-    return Remote(url, token)
-
-
-@contextmanager
-def _complaints() -> Generator[None]:
-    from hicache_metadata_server.remote import RemoteError
-    from hicache_metadata_server.service.refused import RefusedError
-    from hicache_metadata_server.stores.store import StoreError
-
-    try:
-        yield
-    except RefusedError as error:
-        _fail(error.problem.message)
-    except (RemoteError, StoreError, ValueError, OSError) as error:
-        _fail(str(error))
-
-
 def _settings_error(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())
-
-
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
-    raise typer.Exit(FAILED)

@@ -1,0 +1,1 @@
+"""Commands of `hicache metadata` that are more than a request to a server."""
