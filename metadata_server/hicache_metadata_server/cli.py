@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hicache_metadata_server.commands import moving, repairing
+from hicache_metadata_server.commands import moving, repairing, simulating
 from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, Token
 from hicache_metadata_server.commands.asking import complaints as _complaints
 from hicache_metadata_server.commands.asking import fail as _fail
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.service.service import MetadataService
 
 app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look after it.", no_args_is_help=True)
-for _command in (moving.copy, moving.backup, moving.restore):
+for _command in (moving.copy, moving.backup, moving.restore, simulating.simulate):
     app.command()(_command)
 
 OFFLINE: Final = "Read this store instead, which no server has open."
