@@ -60,9 +60,7 @@ def simulate(
     ranks: Annotated[int, _cluster("Of an engine, that hold different bytes; for MLA 1.")] = 8,
     page_bytes: Annotated[int, _cluster("Of a page of one rank.")] = 1 << 20,
     local_pages: Annotated[int, _cluster("That a rank keeps on its GPU and host.")] = 0,
-    no_chains: Annotated[
-        bool, typer.Option("--no-chains", help="Engines do not tell the key before each.", rich_help_panel=CLUSTER)
-    ] = False,  # fmt: skip
+    chains: Annotated[bool, _cluster("Engines tell the key before each, so that tails are evicted before heads.")] = True,
     write_seconds: Annotated[float, _cluster("From reserve to commit.")] = 0.05,
     lease_seconds: Annotated[float, _cluster("How long slots stay with a writer that has died.")] = 10.0,
     quarantine_seconds: Annotated[float, _cluster("How long slots rest before they are used again.")] = 5.0,

@@ -93,7 +93,7 @@ class _Conversation:
         self._load, self._number, self._prefix = load, number, prefix
         # Geometric, so that its mean is `turns`.
         self._left = 1 if load.turns <= 1 else 1 + int(math.log(1 - chance.random()) / math.log(1 - 1 / load.turns))
-        self._tokens, self._engine = 0, chance.randrange(load.engines)
+        self._tokens, self._engine = 0.0, chance.randrange(load.engines)
 
     def begin(self, now: float, waiting: list[tuple[float, int, _Conversation]]) -> None:
         heapq.heappush(waiting, (now, self._number, self))
