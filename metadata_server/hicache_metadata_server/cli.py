@@ -27,7 +27,7 @@ app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look
 for _command in (moving.copy, moving.backup, moving.restore, simulating.simulate):
     app.command()(_command)
 
-OFFLINE: Final = "Read this store instead, which no server has open."
+OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
 LOCAL: Final = "http://127.0.0.1:18000"
@@ -37,10 +37,14 @@ LOCAL: Final = "http://127.0.0.1:18000"
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen at.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="[default: 18000]")] = None,
-    store: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///FILE, or memory:  [default: memory:]")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:  [default: memory:]")
+    ] = None,
     durability: Annotated[
         str | None,
-        typer.Option(help="What acknowledged changes survive: process (kill -9) or machine (loss of power).  [default: process]"),
+        typer.Option(
+            help="What acknowledged changes survive: process (kill -9), machine (loss of power); of a Redis, also none.  [default: process]"
+        ),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Lines of `read|write|admin TOKEN`. Without tokens everybody may do all.")
@@ -170,17 +174,16 @@ def fsck(
 def import_file(
     file: Annotated[Path, typer.Argument(help="The persistence file of SGLang's metadata server.")],
     store: Annotated[
-        str, typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run; made if it is not there.")
+        str,
+        typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run, made if it is not there; or a Redis."),
     ],
 ) -> None:
     """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and counted."""
-    from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
+    from hicache_metadata_server.service.importing import read_persistence_file
 
     with _complaints():
         found = read_persistence_file(file.read_bytes())
-        with _opened(store) as (service, write):
-            import_scopes(service, found, time.time())
-            write()
+        _import(store, found)
     for scope in found:
         why = "".join(f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items()))
         lost = f"; {scope.lost:,} lost slots are free again" if scope.lost else ""
@@ -208,9 +211,28 @@ def drain(
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
+def _import(store: str, scopes: Any) -> None:
+    from hicache_metadata_server.service.importing import import_scopes
+    from hicache_metadata_server.shared.link import is_shared
+
+    if is_shared(store):
+        from hicache_metadata_server.shared.offline import import_into_store
+
+        import_into_store(store, scopes)
+        return
+    with _opened(store) as (service, write):
+        import_scopes(service, scopes, time.time())
+        write()
+
+
 def _fsck_store(store: str, request: Any) -> Any:
     from hicache_metadata_server.protocol import Checked
+    from hicache_metadata_server.shared.link import is_shared
 
+    if is_shared(store):
+        from hicache_metadata_server.shared.offline import fsck_store
+
+        return fsck_store(store, request)
     with _opened(store) as (service, _):
         checked = Checked(slots=0, problems=[])
         for piece in service.fsck(request):

@@ -445,7 +445,7 @@ class Exported(Answer, frozen=True, kw_only=True):
     """Of live pages; so are the next columns."""
     generations: list[Natural] = field(default_factory=list[int])
     leases: list[Natural] = field(default_factory=list[int])
-    """By which each page was written."""
+    """In the order of use: by which each page was written, or a number that grows with use."""
     lengths: list[Natural] = field(default_factory=list[int])
     checksums: list[Checksum] = field(default_factory=list[int])
     keys: list[str] = field(default_factory=list[str])

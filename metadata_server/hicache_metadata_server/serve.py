@@ -16,6 +16,7 @@ from hicache_metadata_server.allocator import give_back, keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.shared.link import is_shared, shown
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
@@ -24,6 +25,7 @@ from hicache_metadata_server.web.tokens import Tokens
 if TYPE_CHECKING:
     from hicache_metadata_server.settings import ServerSettings
     from hicache_metadata_server.stores.store import Store
+    from hicache_metadata_server.web.front import Front
 
 SWITCH_SECONDS: Final = 0.0005
 """The thread that writes the store waits no longer than this for the interpreter."""
@@ -54,6 +56,24 @@ def serve(settings: ServerSettings) -> None:
     configure_logs(settings.log_level, settings.log_format)
     tokens = Tokens(settings.tokens())
     keep_large_blocks_apart()
+    app = _shared_app(settings, tokens) if is_shared(settings.store) else _app(settings, tokens)
+    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
+    gc.collect()
+    give_back()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # A series for each counter's birthday, which nobody asked for.
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    uvicorn.run(
+        app, host=settings.host, port=settings.port, log_config=None, access_log=False,
+        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
+        server_header=False, date_header=False, lifespan="on", http=DirectProtocol, ws="none",
+        proxy_headers=False,
+    )  # fmt: skip
+
+
+def _app(settings: ServerSettings, tokens: Tokens) -> Front:
     clock = Clock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
@@ -69,20 +89,21 @@ def serve(settings: ServerSettings) -> None:
         "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
         tokens=bool(tokens), recovery_seconds=round(time.perf_counter() - begin, 3),
     )  # fmt: skip
-    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
-    gc.collect()
-    give_back()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 1000)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    # A series for each counter's birthday, which nobody asked for.
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    uvicorn.run(
-        create_app(service, store, tokens=tokens, clock=clock), host=settings.host, port=settings.port, log_config=None, access_log=False,
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=settings.shutdown_seconds,
-        server_header=False, date_header=False, lifespan="on", http=DirectProtocol, ws="none",
-        proxy_headers=False,
+    return create_app(service, store, tokens=tokens, clock=clock)
+
+
+def _shared_app(settings: ServerSettings, tokens: Tokens) -> Front:
+    """One server of several on one Redis."""
+    from hicache_metadata_server.shared.starting import see_store, shared_app
+
+    see_store(settings.store, settings.durability)
+    app = shared_app(
+        settings.store, settings.limits, settings.durability, name=f"hicache-storage {_version()}", most_scopes=settings.most_scopes, tokens=tokens
     )  # fmt: skip
+    _log.info(
+        "started", store=shown(settings.store), durability=str(settings.durability), instance=app.server.service.about.instance, tokens=bool(tokens)
+    )  # fmt: skip
+    return app
 
 
 def _version() -> str:

@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.snapshots.checking import PageChecker
     from hicache_metadata_server.snapshots.parts import Part, Tally
-    from hicache_metadata_server.snapshots.remote import RemoteSource
+    from hicache_metadata_server.snapshots.redis import SharedStore
+    from hicache_metadata_server.snapshots.remote import Asked, RemoteSource
 
 HTTP: Final = ("http://", "https://")
 LOOK_SECONDS: Final = 0.2
 DRAINS: Final = "It gives no new leases: stop it, start one on the copy, and point the clients there."
 
 Source = Annotated[
-    str, typer.Argument(metavar="STORE_OR_URL", help="sqlite:///FILE that no server has open, or http(s)://HOST:PORT")
+    str,
+    typer.Argument(
+        metavar="STORE_OR_URL",
+        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB, or a server's http(s)://HOST:PORT",
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="sqlite:///FILE that no server has open, or redis://HOST:PORT/DB that no server uses"),
 ]
 Replace = Annotated[bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")]
 MostLease = Annotated[
@@ -43,7 +52,7 @@ MostLease = Annotated[
 
 def copy(
     source: Source,
-    store: Annotated[str, typer.Argument(help="sqlite:///FILE that no server has open")],
+    store: Target,
     replace: Replace = False,
     wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For leases that are out, of a server that runs.")] = 60.0,
     most_lease_seconds: MostLease = 600.0,
@@ -54,11 +63,16 @@ def copy(
     Of a store that no server has open all is copied. A server goes on serving while most of it is copied; then it drains, and
     what has changed is copied. It is left draining, or set free again if the copy fails.
     """
+    from hicache_metadata_server.shared.link import is_shared
     from hicache_metadata_server.snapshots.target import fill, open_target
 
     with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
         begin = time.monotonic()
-        if source.startswith(HTTP):
+        if is_shared(source):
+            taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
+            tally = fill(target, taken.parts(drained=True))
+            _see_unchanged(taken)
+        elif source.startswith(HTTP):
             remote = remote_of(source, token_file)
             taken = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
@@ -80,16 +94,18 @@ def backup(
     token_file: Token = None,
 ) -> None:
     """Write all scopes into one file. A server may go on serving: pages that come, go or move meanwhile are left out."""
+    from hicache_metadata_server.shared.link import is_shared
     from hicache_metadata_server.snapshots.backup import write_backup
     from hicache_metadata_server.snapshots.frames import Origin
 
     with complaints(), ExitStack() as stack:
         if file.exists() and not replace:
             raise FileExistsError(f"{file} is there already; with --replace it makes room")
-        begin, online = time.monotonic(), source.startswith(HTTP)
+        begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
         parts: Iterable[Part]
         if online:
-            parts = stack.enter_context(_spooled(remote_of(source, token_file), file.absolute().parent)).parts(drained=False)
+            remote = stack.enter_context(_shared(source)) if is_shared(source) else remote_of(source, token_file)
+            parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(drained=False)
         else:
             parts = stack.enter_context(_stored(source, most_lease_seconds))
         tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
@@ -98,7 +114,7 @@ def backup(
 
 def restore(
     file: Annotated[Path, typer.Argument(help="What `backup` has written.")],
-    store: Annotated[str, typer.Argument(help="sqlite:///FILE that no server has open")],
+    store: Target,
     replace: Replace = False,
     files: Annotated[
         Path | None,
@@ -128,6 +144,12 @@ def restore(
             typer.echo(f"{count:,} pages left out: {why}", err=True)
 
 
+def _shared(url: str) -> SharedStore:
+    from hicache_metadata_server.snapshots.redis import SharedStore
+
+    return SharedStore(url)
+
+
 def _checker(files: Path) -> PageChecker:
     from hicache_metadata_server.snapshots.checking import PageChecker
 
@@ -150,14 +172,14 @@ def _stored(url: str, most_lease_seconds: float) -> Generator[Iterable[Part]]:
 
 
 @contextmanager
-def _spooled(remote: Remote, directory: Path | None = None) -> Generator[RemoteSource]:
+def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSource]:
     import tempfile
 
     from hicache_metadata_server.snapshots.remote import RemoteSource
 
     with RemoteSource(remote, directory or Path(tempfile.gettempdir())) as source:
         pages = source.spool()
-        typer.echo(f"{pages:,} pages read while the server serves", err=True)
+        typer.echo(f"{pages:,} pages read", err=True)
         yield source
 
 

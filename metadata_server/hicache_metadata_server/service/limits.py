@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.protocol import CommitScope, DeleteScope, Limits, LookupScope, ReserveScope, ScopeGeometry
 from hicache_metadata_server.service.refused import invalid, too_large
 
@@ -22,6 +23,9 @@ CHECKSUMS: Final = 2**64
 OWNER_BYTES: Final = 1024
 TEXT_BYTES: Final = 4096
 """Of a geometry or an identity."""
+
+Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
+"""Requests that may be long."""
 
 
 class Measure:
@@ -108,3 +112,35 @@ class Measure:
     def _column(self, column: Sequence[object], rows: Sequence[object], field: str) -> None:
         if len(column) != len(rows):
             raise invalid(f"{len(column)} entries for {len(rows)}", field)
+
+
+def see_limits(request: Columns, limits: Limits) -> None:
+    """See that a request is within the limits.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    measure = Measure(limits)
+    match request:
+        case p.Lookup() | p.Touch():
+            measure.looked_up(request.scopes)
+        case p.Reserve():
+            measure.reserved(request.scopes, request.owner)
+        case p.Commit():
+            measure.committed(request.scopes)
+        case p.Abort() | p.Renew():
+            measure.leased(request.scopes)
+        case p.Delete():
+            measure.deleted(request.scopes)
+
+
+def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
+    """See that pages fit into the slots of their scopes (0: not known).
+
+    Raises:
+        RefusedError: one does not.
+    """
+    for i, (part, most) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
+        if 0 < most < max(part.lengths, default=0):
+            where = next(j for j, length in enumerate(part.lengths) if length > most)
+            raise invalid(f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.answers import AnswerBook
 from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRecord
-from hicache_metadata_server.service.limits import DEFAULTS, Measure
+from hicache_metadata_server.service.limits import DEFAULTS, Measure, see_lengths, see_limits
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.service.changes import Recovered
+    from hicache_metadata_server.service.limits import Columns
     from hicache_metadata_server.state.restoring import SlotRows
 
 MOST_SCOPES: Final = 4096
@@ -117,29 +118,18 @@ class MetadataService:
 
     # Pages. What may be a long list is checked as a whole, and may then be done piece by piece (`service.slices`).
 
-    def check(self, request: p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete) -> None:
+    def check(self, request: Columns) -> None:
         """See that a request is within the limits and about scopes that are there.
 
         Raises:
             RefusedError: it is not.
         """
-        measure = Measure(self.limits)
-        match request:
-            case p.Lookup() | p.Touch():
-                measure.looked_up(request.scopes)
-            case p.Reserve():
-                measure.reserved(request.scopes, request.owner)
-            case p.Commit():
-                measure.committed(request.scopes)
-            case p.Abort() | p.Renew():
-                measure.leased(request.scopes)
-            case p.Delete():
-                measure.deleted(request.scopes)
+        see_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
         if isinstance(request, p.Reserve) and self.draining:
             raise RefusedError(503, "draining", "this server gives no new leases while it drains")
         if isinstance(request, p.Commit):
-            _see_lengths(request, scopes)
+            see_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         """Where pages are; pinned for a time, if asked for."""
@@ -287,7 +277,10 @@ class MetadataService:
         """What some slots of a scope hold."""
         scope, limits = self._known(request.scope, "scope"), self.limits
         end = request.first + min(request.count, limits.keys)
-        return exported(scope, request, taken(scope, request.first, end, now, limits.most_lease_seconds), self.counters(), now)
+        pages, rests = taken(scope, request.first, end, now, limits.most_lease_seconds)
+        return exported(
+            pages, rests, now, used=len(scope.table), epoch=scope.epoch, counters=self.counters(), rows=request.rows
+        )  # fmt: skip
 
     # Time, and what is kept.
 
@@ -440,14 +433,6 @@ class MetadataService:
             identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
             quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
         )  # fmt: skip
-
-
-def _see_lengths(request: p.Commit, scopes: Sequence[Scope]) -> None:
-    for i, (part, scope) in enumerate(zip(request.scopes, scopes, strict=True)):
-        most = scope.geometry.slot_bytes
-        if 0 < most < max(part.lengths, default=0):
-            where = next(j for j, length in enumerate(part.lengths) if length > most)
-            raise invalid(f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]")
 
 
 def _found(scope: Scope, slots: list[int]) -> p.Found:

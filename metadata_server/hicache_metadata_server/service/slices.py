@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from msgspec import Struct, structs
 
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+T = TypeVar("T")
 
 ENTRIES: Final = 256
 """In a piece: about half a millisecond."""
@@ -52,6 +54,12 @@ def joined(pieces: list[Piece], answers: list[Any]) -> Any:
     if isinstance(pieces[0].request, _FLAT):
         return _joined_dicts([answers[place] for place in places])
     return _joined([(pieces[place].scope, answers[place]) for place in places])
+
+
+def groups_of(entries: Sequence[T], most: int = ENTRIES) -> Iterator[Sequence[T]]:
+    """Neighbours, so many at a time."""
+    for start in range(0, len(entries), most):
+        yield entries[start : start + most]
 
 
 def _cut(request: Any) -> Iterator[Piece]:

@@ -20,8 +20,8 @@ from hicache_metadata_server.stores.store import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_PAGE: Final = struct.Struct("<QQQQQ")
-_REST: Final = struct.Struct("<QQ")
+_PAGE: Final = struct.Struct("<QQQQ")
+_GENERATION: Final = struct.Struct("<?QQ")
 DIGESTS: Final = 1 << 128
 
 
@@ -97,19 +97,19 @@ Part = ScopeHead | Pages | Rests | Counters
 
 
 def pages_digest(pages: Pages) -> int:
-    """128 bits over some pages; those of several batches add up, modulo 2**128, whatever their order."""
+    """128 bits over what some pages are, without generations and use; those of several batches add up, modulo 2**128, in any order."""
     digest, whole = xxhash.xxh3_128_intdigest, 0
-    for slot, generation, _, length, checksum, key, prefix in zip(*msgspec.structs.astuple(pages), strict=True):
+    for slot, _, _, length, checksum, key, prefix in zip(*msgspec.structs.astuple(pages), strict=True):
         name = key.encode()
-        whole += digest(_PAGE.pack(slot, generation, length, checksum, len(name)) + name + prefix.encode())
+        whole += digest(_PAGE.pack(slot, length, checksum, len(name)) + name + prefix.encode())
     return whole % DIGESTS
 
 
-def rests_digest(rests: Rests) -> int:
-    """The same over slots that hold nothing. When they are free is not in it."""
-    digest = xxhash.xxh3_128_intdigest
-    rows = zip(*msgspec.structs.astuple(rests), strict=True)
-    return sum(digest(_REST.pack(slot, generation)) for slot, generation, _ in rows) % DIGESTS
+def generations_digest(part: Pages | Rests) -> int:
+    """The same over the generations of slots."""
+    digest, held = xxhash.xxh3_128_intdigest, isinstance(part, Pages)
+    rows = zip(part.slots, part.generations, strict=True)
+    return sum(digest(_GENERATION.pack(held, slot, generation)) for slot, generation in rows) % DIGESTS
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from typing import TYPE_CHECKING, BinaryIO, Self, cast
+from typing import TYPE_CHECKING, BinaryIO, Protocol, Self, TypeVar, cast
 
 from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry, Scopes
 from hicache_metadata_server.snapshots.exported import parts_of, piece_digest
@@ -24,9 +24,19 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from hicache_metadata_server.protocol import ScopeStatus
-    from hicache_metadata_server.remote import Remote
+    from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
     from hicache_metadata_server.snapshots.parts import Part
+
+A = TypeVar("A", bound="Answer")
+
+
+class Asked(Protocol):
+    """A server, or what answers like one."""
+
+    def call(self, path: str, request: Request | None, kind: type[A]) -> A:
+        """The answer of a route."""
+        ...
+
 
 _Place = tuple[str, int]
 """A scope and the first slot of a piece of it."""
@@ -40,7 +50,7 @@ class RemoteSource:
         directory: where the spool lies, as long as the snapshot.
     """
 
-    def __init__(self, remote: Remote, directory: Path) -> None:
+    def __init__(self, remote: Asked, directory: Path) -> None:
         self._remote = remote
         self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 - closed by `__exit__`
         self._writer = FrameWriter(self._file)
@@ -135,7 +145,7 @@ class RemoteSource:
         return _scopes(self._remote)
 
 
-def served(remote: Remote, wanted: Container[str]) -> Iterator[Part]:
+def served(remote: Asked, wanted: Container[str]) -> Iterator[Part]:
     """The live pages of a server as they go by: each was there when it was asked for. No counters, and nothing of other slots.
 
     Raises:
@@ -149,7 +159,7 @@ def served(remote: Remote, wanted: Container[str]) -> Iterator[Part]:
                 yield _decoded(answer)[0]
 
 
-def _pieces(remote: Remote, name: str) -> Iterator[tuple[int, Exported]]:
+def _pieces(remote: Asked, name: str) -> Iterator[tuple[int, Exported]]:
     """All of a scope, by the first slot of each piece."""
     first, used = 0, 1
     while first < used:
@@ -159,7 +169,7 @@ def _pieces(remote: Remote, name: str) -> Iterator[tuple[int, Exported]]:
         first += PIECE
 
 
-def _export(remote: Remote, name: str, first: int, *, rows: bool) -> Exported:
+def _export(remote: Asked, name: str, first: int, *, rows: bool) -> Exported:
     return remote.call("/v2/export", Export(scope=name, first=first, count=PIECE, rows=rows), Exported)
 
 
@@ -170,7 +180,7 @@ def _decoded(answer: Exported) -> tuple[Pages, Rests]:
         raise SnapshotError(f"the server's answer contradicts itself: {error}") from error
 
 
-def _scopes(remote: Remote) -> list[ScopeStatus]:
+def _scopes(remote: Asked) -> list[ScopeStatus]:
     return remote.call("/v2/scopes", None, Scopes).scopes
 
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """A store that no server has open and that nobody else opens before `close`.
+    """A store that no server has open, and that nobody else opens before `close`.
 
-    Until `keep` it is as it was, for whoever opens it after a crash.
+    Until `keep` it is, for whoever opens it after a crash, as it was, or empty.
     """
 
     def load(self, parts: Iterable[Part]) -> None:
@@ -55,13 +55,18 @@ def open_target(url: str, *, replace: bool) -> Target:
         StoreError: a server has it.
         SnapshotError: it holds something, and may not be replaced.
     """
+    from hicache_metadata_server.shared.link import is_shared
     from hicache_metadata_server.stores.store import SQLITE
 
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         from hicache_metadata_server.snapshots.sqlite import SqliteTarget
 
         return SqliteTarget(url.removeprefix(SQLITE), replace=replace)
-    raise ValueError(f"{url!r} names no store that can be filled; {SQLITE}FILE does")
+    if is_shared(url):
+        from hicache_metadata_server.snapshots.redis import RedisTarget
+
+        return RedisTarget(url, replace=replace)
+    raise ValueError(f"{url!r} names no store that can be filled; {SQLITE}FILE and redis://HOST:PORT/DB do")
 
 
 def fill(target: Target, parts: Iterable[Part]) -> Tally:

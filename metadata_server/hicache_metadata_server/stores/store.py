@@ -148,4 +148,4 @@ def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
         from hicache_metadata_server.stores.sqlite import SqliteStore
 
         return SqliteStore(url.removeprefix(SQLITE), durability)
-    raise ValueError(f"{url!r} names no store; {MEMORY} and {SQLITE}FILE do")
+    raise ValueError(f"{url!r} names no store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB do")

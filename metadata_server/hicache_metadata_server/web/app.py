@@ -14,6 +14,7 @@ from starlette.responses import Response
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.journal import Journal
+from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Desk
 from hicache_metadata_server.web.front import Front
 from hicache_metadata_server.web.metrics import Metrics
@@ -40,11 +41,13 @@ _log = structlog.get_logger()
 class Server:
     """A service with its store, while the application runs."""
 
-    def __init__(self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, service: MetadataService, store: Store, tokens: Tokens, clock: Callable[[], float], desk: Desk | None = None
+    ) -> None:
         self.service, self.store, self.clock = service, store, clock
         self.metrics = Metrics(service)
         self.tokens = tokens
-        self.desk = Desk(service, clock)
+        self.desk = desk or Desk(service, clock)
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
@@ -58,22 +61,21 @@ class Server:
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
-            if self.desk.journal is not None:
-                await self.desk.journal.close()
+            await self.desk.close()
             await asyncio.to_thread(self.store.close)
             _log.info("stopped", scopes=len(self.service.scopes))
 
     def problem(self) -> str:
         """Why it is not ready, or ""."""
-        journal = self.desk.journal
-        if journal is not None and journal.error is not None:
-            return f"the last changes could not be written: {journal.error}"
-        return "this server drains: it gives no new leases" if self.service.draining else ""
+        return self.desk.problem()
 
     async def _tick(self) -> None:
         while True:
             try:
-                more = self.service.settle(self.clock(), TICK_SLOTS)
+                more = await self.desk.tick(TICK_SLOTS)
+            except StoreError:
+                # The desk's problem tells.
+                more = False
             except Exception:  # noqa: BLE001 - the clock must go on, and the log must tell
                 _log.exception("tick_failed")
                 more = False
@@ -81,10 +83,11 @@ class Server:
 
 
 def create_app(
-    service: MetadataService, store: Store, *, tokens: Tokens | None = None, clock: Callable[[], float] | None = None
-) -> Front:
-    """The application of one service, which was restored from its store."""
-    server = Server(service, store, tokens or Tokens(), clock or Clock())
+    service: MetadataService, store: Store, *, tokens: Tokens | None = None, clock: Callable[[], float] | None = None,
+    desk: Desk | None = None,
+) -> Front:  # fmt: skip
+    """The application of one service, which was restored from its store; of the desk in front of it, where that is another than `Desk`."""
+    server = Server(service, store, tokens or Tokens(), clock or Clock(), desk)
     version = service.about.server.rpartition(" ")[2]
     app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
     described = openapi(version)
@@ -99,6 +102,7 @@ def create_app(
 
 def _add_pages(app: FastAPI, server: Server) -> None:
     async def page() -> HTMLResponse:
+        await server.desk.look()
         return HTMLResponse(status_page(server.service, server.problem()))
 
     async def healthz() -> JSONResponse:
@@ -112,6 +116,7 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         return Response(p.encode(p.Problem(code=code, message=problem)), 503, media_type=p.JSON)
 
     async def metrics() -> PlainTextResponse:
+        await server.desk.look()
         return PlainTextResponse(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def unknown(request: Request, error: Exception) -> Response:

@@ -91,7 +91,7 @@ class Desk:
     def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
         self.service, self.clock = service, clock
         self.journal: Journal | None = None
-        self._compatible = CompatibleService(service)
+        self._compatible = self._compatible_part()
         self._long = asyncio.Lock()
         self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
         self._operations = {name: self._bodies(name) for name in p.COMPATIBLE_ROUTES}
@@ -169,11 +169,28 @@ class Desk:
             return None
         return self.journal.join()
 
-    def _request(self, endpoint: Endpoint, body: bytes, content_type: str) -> tuple[Any, str]:
-        if endpoint.body is None:
-            # Whatever a GET says of a body that it has not.
-            return None, p.MSGPACK if content_type == p.MSGPACK else p.JSON
-        return endpoint.body.decode(body, content_type), content_type
+    # What runs beside the requests; another kind of desk does it elsewhere.
+
+    async def tick(self, slots: int) -> bool:
+        """Do what is due, about so many slots of it; returns whether there is more."""
+        return self.service.settle(self.clock(), slots)
+
+    async def look(self) -> None:
+        """See that `list_scopes` of the service tells how the scopes are."""
+
+    async def close(self) -> None:
+        """Write what is left; nobody asks for anything any more."""
+        if self.journal is not None:
+            await self.journal.close()
+
+    def problem(self) -> str:
+        """Why it is not ready, or ""."""
+        if self.journal is not None and self.journal.error is not None:
+            return f"the last changes could not be written: {self.journal.error}"
+        return "this server drains: it gives no new leases" if self.service.draining else ""
+
+    def _compatible_part(self) -> Any:
+        return CompatibleService(self.service)
 
     async def _do_long(self, request: Request) -> Said:
         check = request.endpoint.check

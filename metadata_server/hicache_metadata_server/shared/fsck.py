@@ -1,0 +1,101 @@
+"""Does a shared store hold together? Each slot is looked at as a whole, in pieces between which others are served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import Measure
+from hicache_metadata_server.service.slices import ENTRIES
+from hicache_metadata_server.shared.answers import value_of
+from hicache_metadata_server.shared.scopes import Task
+from hicache_metadata_server.state.audit import AT_ONCE, SHOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from hicache_metadata_server.shared.scopes import Scopes
+    from hicache_metadata_server.shared.service import SharedService
+
+_INDEXES: Final = ("live", "leased", "leases", "free", "expiring", "order", "aside", "resting")
+_LOOKS: Final = 3
+"""What several slots say together is taken for wrong if it is found as often, and the same each time: between the pieces it may change."""
+
+
+async def fsck(service: SharedService, request: p.Fsck) -> p.Checked:
+    """Check every invariant of some scopes, or of all."""
+    Measure(service.limits).scopes(request.scopes)
+    catalog = service.catalog
+    if not request.scopes:
+        await catalog.refresh()
+    names = request.scopes or sorted(catalog.known)
+    known = await catalog.find(names, [f"scopes[{i}]" for i in range(len(names))])
+    problems = list[str]()
+    for name in names:
+        problems += [f"{name}: {problem}" for problem in await _scope(catalog, name)]
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return p.Checked(slots=sum(one.geometry.slots for one in known), problems=problems[:SHOWN] + more)
+
+
+async def _scope(catalog: Scopes, name: str) -> list[str]:
+    used, problems = await _ask(catalog, name, "audit_counts", ())
+    wrong_counts = bool(problems)
+    found, named = await _slots(catalog, name, used)
+    problems += found
+    if wrong_counts:
+        for index in _INDEXES:
+            problems += await _index(catalog, name, index)
+    if used <= AT_ONCE:
+        problems += sorted(await _children(catalog, name, named))
+    return problems
+
+
+async def _slots(catalog: Scopes, name: str, used: int) -> tuple[list[str], Counter[str]]:
+    """Problems, and how many live pages name each prefix."""
+    problems, named = list[str](), Counter[str]()
+    for start in range(0, used, ENTRIES):
+        _, found, prefixes = await _ask(catalog, name, "audit_slots", (start, ENTRIES))
+        problems += found
+        if used <= AT_ONCE:
+            named.update(prefixes)
+    return problems, named
+
+
+async def _index(catalog: Scopes, name: str, index: str) -> list[str]:
+    problems, cursor = list[str](), "0"
+    while True:
+        cursor, found = await _ask(catalog, name, "audit_index", (index, cursor))
+        problems += found
+        if cursor == "0":
+            return list(dict.fromkeys(problems))
+
+
+async def _children(catalog: Scopes, name: str, named: Counter[str]) -> AbstractSet[str]:
+    wrong = await _miscounted(catalog, name, named)
+    for _ in range(_LOOKS - 1):
+        if not wrong:
+            break
+        used, _ = await _ask(catalog, name, "audit_counts", ())
+        _, named = await _slots(catalog, name, used)
+        wrong &= await _miscounted(catalog, name, named)
+    return wrong
+
+
+async def _miscounted(catalog: Scopes, name: str, named: Counter[str]) -> set[str]:
+    counted, cursor = dict[str, int](), "0"
+    while True:
+        cursor, entries = await _ask(catalog, name, "audit_index", ("children", cursor))
+        counted |= {key: int(count) for key, count in zip(entries[::2], entries[1::2], strict=True)}
+        if cursor == "0":
+            break
+    return {
+        f"{named[key]} live pages build upon {key!r}, and {counted.get(key, 0)} are counted"
+        for key in named.keys() | counted.keys()
+        if named[key] != counted.get(key, 0)
+    }
+
+
+async def _ask(catalog: Scopes, scope: str, script: str, arguments: tuple[Any, ...]) -> Any:
+    (reply,) = await catalog.run([Task(script, scope, "scopes", arguments)])
+    return value_of(reply)

@@ -1,0 +1,53 @@
+"""What the command line does with a shared store without asking a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.shared.fsck import fsck
+from hicache_metadata_server.shared.importing import import_shared
+from hicache_metadata_server.shared.opening import see_redis
+from hicache_metadata_server.shared.service import SharedService
+from hicache_metadata_server.shared.starting import open_link
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from hicache_metadata_server.service.importing import ImportedScope
+
+_T = TypeVar("_T")
+
+
+def fsck_store(url: str, request: p.Fsck) -> p.Checked:
+    """Check every invariant, while servers may go on.
+
+    Raises:
+        RefusedError: there is no such scope.
+        StoreError: the store cannot be read.
+    """
+    return _run(url, lambda service: fsck(service, request))
+
+
+def import_into_store(url: str, scopes: Sequence[ImportedScope]) -> None:
+    """Bring pages in.
+
+    Raises:
+        ImportFileError: the store has a scope of one of the names.
+        StoreError: the store cannot be written.
+    """
+    _run(url, lambda service: import_shared(service, scopes))
+
+
+def _run(url: str, do: Callable[[SharedService], Awaitable[_T]]) -> _T:
+    async def run() -> _T:
+        link = open_link(url)
+        try:
+            await see_redis(link, p.Durability.NONE)
+            return await do(SharedService(link, DEFAULTS, durability=p.Durability.NONE))
+        finally:
+            await link.close()
+
+    return asyncio.run(run())

@@ -1,0 +1,60 @@
+"""Pins, which have one number for slots of several scopes."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.service.slices import groups_of, pieces_of
+from hicache_metadata_server.shared.answers import EXACT, packed, unpacked
+from hicache_metadata_server.shared.names import pin_key
+from hicache_metadata_server.shared.scopes import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_metadata_server import protocol as p
+    from hicache_metadata_server.shared.scopes import Scopes
+
+_AT_ONCE: Final = 64
+
+
+class Pins:
+    """Which scopes each pin is on. The slots, and when it ends, each scope knows itself."""
+
+    def __init__(self, catalog: Scopes) -> None:
+        self._catalog = catalog
+
+    def draw(self) -> int:
+        """A number that hardly anybody has."""
+        return 1 + secrets.randbelow(EXACT - 1)
+
+    async def enter(self, pin: int, request: p.Lookup, seconds: float) -> bool:
+        """Write down what a pin is on; False if another pin has that number. One that its server dies with is told to nobody, and ends by itself."""
+        names = dict[str, list[str]]()
+        for number, piece in enumerate(pieces_of(request)):
+            names.setdefault(piece.request.scopes[0].scope, []).append(f"{pin}.{number}")
+        lasts = max(1, round(seconds * 1000))
+        return bool(await self._catalog.link.command("SET", pin_key(pin), packed(names), b"NX", b"PX", lasts))
+
+    async def let_go(self, pins: Sequence[int]) -> None:
+        """End pins before their time; unknown ones are no error."""
+        drawn = [pin for pin in dict.fromkeys(pins) if pin < EXACT]
+        for some in groups_of(drawn, _AT_ONCE):
+            # One by one: in a cluster they lie anywhere.
+            records = await self._catalog.link.commands([("GETDEL", pin_key(pin)) for pin in some])
+            scopes = dict[str, list[str]]()
+            for record in filter(None, records):
+                for scope, names in unpacked(record).items():
+                    scopes.setdefault(scope, []).extend(names)
+            await self._end(scopes)
+
+    async def _end(self, scopes: dict[str, list[str]]) -> None:
+        for scope, names in scopes.items():
+            for some in groups_of(names, _AT_ONCE):
+                try:
+                    await self._catalog.run([Task("unpin", scope, "pins", some)])
+                except RefusedError:
+                    # The scope was lost, and its pins with it.
+                    break

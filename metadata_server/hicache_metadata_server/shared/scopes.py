@@ -1,0 +1,209 @@
+"""The scopes that there are: one list in Redis, and scripts that are run on one of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.refused import RefusedError, too_large, unknown_scope
+from hicache_metadata_server.shared.answers import (
+    NOT_ONCE,
+    OK,
+    REFUSED,
+    REUSED,
+    UNKNOWN,
+    Once,
+    packed,
+    reused,
+    unpacked,
+    value_of,
+)
+from hicache_metadata_server.shared.link import Call
+from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
+from hicache_metadata_server.shared.scripts import script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_metadata_server.shared.link import Link
+
+FIELDS: Final = ("slots", "slot_bytes", "geometry", "identity")
+MICROSECONDS: Final = 1_000_000
+
+
+class Known(NamedTuple):
+    """A scope that the list has."""
+
+    geometry: p.ScopeGeometry
+    keys: ScopeKeys
+
+
+class Task(NamedTuple):
+    """A script that is to be run on a scope."""
+
+    name: str
+    scope: str
+    field: str
+    """Of the request that names the scope."""
+    arguments: object = None
+    pages: bytes = b""
+    piece: str = ""
+    """Tells it from others of the same request under one idempotency key."""
+
+
+class Scopes:
+    """What this server knows of the list, and the way to run scripts on a scope."""
+
+    def __init__(self, link: Link, limits: p.Limits) -> None:
+        self.link = link
+        self.known: dict[str, Known] = {}
+        self.clock_offset = 0
+        """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
+        self._quarantine = round(limits.quarantine_seconds * MICROSECONDS)
+        self._once_milliseconds = max(1, round(limits.idempotency_seconds * 1000))
+
+    async def refresh(self) -> None:
+        """Read the whole list again."""
+        found: dict[bytes, bytes] | list[bytes] = await self.link.command("HGETALL", SCOPES)
+        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        known = {name.decode(): record for name, record in pairs}
+        self.known = {name: self._known(name, record) for name, record in known.items()}
+
+    async def find(self, names: Sequence[str], fields: Sequence[str]) -> list[Known]:
+        """Scopes by their names.
+
+        Raises:
+            RefusedError: there is none of one of the names, which stands in that field.
+        """
+        missing = [name for name in dict.fromkeys(names) if name not in self.known]
+        if missing:
+            records = await self.link.command("HMGET", SCOPES, *missing)
+            self.known |= {name: self._known(name, record) for name, record in zip(missing, records, strict=True) if record}
+        for name, field in zip(names, fields, strict=True):
+            if name not in self.known:
+                raise unknown_scope(name, field)
+        return [self.known[name] for name in names]
+
+    async def register(self, parts: Sequence[p.ScopeGeometry], once: Once, most: int) -> list[bool]:
+        """Make scopes, or see that they are as they are said to be: all or none; which of them are new.
+
+        Raises:
+            RefusedError: one is otherwise, or there are too many.
+        """
+        prefix = SCOPES + b":" if self.link.is_cluster else b"hm:"
+        arguments = ([part.scope for part in parts], [_record(part) for part in parts], most)
+        call = Call(
+            script("register"), (SCOPES, once_key(once.key, prefix)),
+            (packed(arguments), once.digest, "register", self._once_milliseconds),
+        )  # fmt: skip
+        (reply,) = await self.link.run([call])
+        if reply[0] == REUSED:
+            raise reused()
+        if reply[0] == REFUSED:
+            raise _mismatch(parts, *value_of(reply), most)
+        created: list[bool] = value_of(reply)
+        new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
+        await self.make(new)
+        return created
+
+    async def make(self, parts: Sequence[p.ScopeGeometry]) -> None:
+        """See that scopes are there that the list has, or will have.
+
+        Raises:
+            RefusedError: one is there, and is another.
+        """
+        new = {part.scope: part for part in parts}
+        if not new:
+            return
+        self.known |= {name: Known(part, ScopeKeys(name)) for name, part in new.items()}
+        made = await self.link.run([self._call(Task("make", name, "", _record(part)), NOT_ONCE) for name, part in new.items()])
+        for part, reply in zip(new.values(), made, strict=True):
+            if value_of(reply) != _record(part):
+                raise RefusedError(
+                    409, "mismatch", f"the list of scopes was lost, and {part.scope!r} is another than it says", "scopes"
+                )
+
+    async def run(self, tasks: Sequence[Task], once: Once = NOT_ONCE) -> list[list[Any]]:
+        """Run scripts on scopes that were found; what each answers.
+
+        Raises:
+            RefusedError: a scope is there no longer, or the idempotency key belongs to another request.
+            StoreError: Redis was not reached, or did not answer; some may have been done.
+        """
+        replies = await self.link.run([self._call(task, once) for task in tasks])
+        lost = [place for place, reply in enumerate(replies) if reply[0] == UNKNOWN]
+        if lost:
+            for place, reply in zip(lost, await self._run_again([tasks[place] for place in lost], once), strict=True):
+                replies[place] = reply
+        if any(reply[0] == REUSED for reply in replies):
+            raise reused()
+        return replies
+
+    async def claim(self, once: Once) -> bool:
+        """Hold an idempotency key for a request, where the keys of its scopes may lie on other nodes; whether it was nobody's.
+
+        Raises:
+            RefusedError: it belongs to another request.
+        """
+        call = Call(script("claim"), (once_key(once.key),), (once.digest, self._once_milliseconds))
+        (held,) = await self.link.run([call])
+        if held == 0:
+            raise reused()
+        return bool(held == 2)
+
+    async def unclaim(self, once: Once) -> None:
+        """Let it go: the request was refused."""
+        await self.link.command("DEL", once_key(once.key))
+
+    async def _run_again(self, tasks: Sequence[Task], once: Once) -> list[list[Any]]:
+        """A server that is killed while it initializes leaves scopes that the list has and that were not made."""
+        names = list(dict.fromkeys(task.scope for task in tasks))
+        for name in names:
+            self.known.pop(name, None)
+        found = await self.find([task.scope for task in tasks], [task.field for task in tasks])
+        await self.make([one.geometry for one in found])
+        replies = await self.link.run([self._call(task, once) for task in tasks])
+        for task, reply in zip(tasks, replies, strict=True):
+            if reply[0] == UNKNOWN:
+                raise unknown_scope(task.scope, task.field)
+        return replies
+
+    def _call(self, task: Task, once: Once) -> Call:
+        known = self.known.get(task.scope)
+        keys = known.keys if known is not None else ScopeKeys(task.scope)
+        arguments = (self._quarantine, self.clock_offset, packed(task.arguments), task.pages)
+        if not once.digest:
+            return Call(script(task.name), keys.all, (*arguments, b""))
+        kept = once_key(once.key, keys.prefix if self.link.is_cluster else b"hm:")
+        more = (once.digest, f"{task.scope}/{task.piece}", self._once_milliseconds)
+        return Call(script(task.name), (*keys.all, kept), (*arguments, *more))
+
+    def _known(self, name: str, record: bytes) -> Known:
+        there = self.known.get(name)
+        slots, slot_bytes, geometry, identity, _ = unpacked(record)
+        read = p.ScopeGeometry(scope=name, slots=int(slots), slot_bytes=int(slot_bytes), geometry=geometry, identity=identity)
+        return there if there is not None and there.geometry == read else Known(read, ScopeKeys(name))
+
+
+def tasks_of(name: str, scopes: Iterable[str]) -> list[Task]:
+    """One script on several scopes."""
+    return [Task(name, scope, "scopes") for scope in scopes]
+
+
+def is_refused(reply: list[Any]) -> bool:
+    """Whether a script has not done what it was to do."""
+    return bool(reply[0] != OK)
+
+
+def _record(part: p.ScopeGeometry) -> list[str]:
+    """As the list keeps it: numbers as text, since Lua's are not exact. The last is the tenant."""
+    return [str(part.slots), str(part.slot_bytes), part.geometry, part.identity, ""]
+
+
+def _mismatch(parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, most: int) -> RefusedError:
+    if scope < 0:
+        return too_large(f"this server keeps {most} scopes", "scopes")
+    name, part = FIELDS[at], parts[scope]
+    value: object = int(known) if name.startswith("slot") else known
+    message = f"scope {part.scope!r} has {name} {value!r}, not {getattr(part, name)!r}"
+    return RefusedError(409, "mismatch", message, f"scopes[{scope}].{name}")

@@ -1,0 +1,282 @@
+"""The operations of the protocol, done in Redis."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import Measure, see_lengths, see_limits
+from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.service import MOST_SCOPES
+from hicache_metadata_server.service.slices import groups_of, joined, pieces_of
+from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
+from hicache_metadata_server.shared.exporting import read_slots
+from hicache_metadata_server.shared.inspecting import statuses_of
+from hicache_metadata_server.shared.pieces import answer_of, empty_answer, task_of
+from hicache_metadata_server.shared.pins import Pins
+from hicache_metadata_server.shared.scopes import MICROSECONDS, Scopes, Task, is_refused, tasks_of
+from hicache_metadata_server.snapshots.exported import exported
+from hicache_metadata_server.snapshots.parts import Counters
+from hicache_metadata_server.stores.store import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_metadata_server.service.limits import Columns
+    from hicache_metadata_server.shared.answers import Once
+    from hicache_metadata_server.shared.link import Link
+
+TOGETHER: Final = 4
+"""Scripts of a long request that are sent together: what others wait for, some milliseconds."""
+
+
+class SharedService:
+    """All scopes in one Redis, as one of several servers sees them. Used from one event loop.
+
+    Operations raise `RefusedError` where a request cannot be done, and `StoreError` where Redis was not reached or has not answered: then it
+    may have been done, and whoever has an idempotency key can ask again.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        limits: p.Limits,
+        *,
+        durability: p.Durability,
+        name: str = "hicache-storage",
+        most_scopes: int = MOST_SCOPES,
+    ) -> None:
+        self.limits = limits
+        self.about = p.About(
+            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+        )
+        self.most_scopes = most_scopes
+        self.link = link
+        self.catalog = Scopes(link, limits)
+        self.draining = False
+        self.recovery_problems: list[str] = []
+        self.problem = ""
+        """Why Redis could not be asked when it was tried last."""
+        self._pins = Pins(self.catalog)
+        self._statuses: dict[str, p.ScopeStatus] = {}
+        self._turn = 0
+
+    @property
+    def scopes(self) -> dict[str, Any]:
+        """By their names, as this server knows them."""
+        return dict(self.catalog.known)
+
+    # Scopes.
+
+    async def initialize(self, request: p.Initialize, once: Once = NOT_ONCE) -> p.Initialized:
+        """Make scopes, or see that they are what the client takes them for: all or none."""
+        measure = Measure(self.limits)
+        measure.scopes(request.scopes)
+        for i, part in enumerate(request.scopes):
+            measure.geometry(part, f"scopes[{i}]")
+
+        async def register() -> p.Initialized:
+            return p.Initialized(created=await self.catalog.register(request.scopes, once, self.most_scopes))
+
+        return await self._claimed(once, register)
+
+    async def clear(self, request: p.Clear, once: Once = NOT_ONCE) -> p.Cleared:
+        """Empty scopes, leases included."""
+        Measure(self.limits).scopes(request.scopes)
+        fields = [f"scopes[{i}]" for i in range(len(request.scopes))]
+        await self.catalog.find(request.scopes, fields)
+        tasks = [Task("clear", scope, fields[i], piece=str(i)) for i, scope in enumerate(request.scopes)]
+
+        async def clear() -> p.Cleared:
+            return p.Cleared(pages=[value_of(reply) for reply in await self.catalog.run(tasks, once)] if tasks else [])
+
+        return await self._claimed(once, clear)
+
+    # Pages.
+
+    async def lookup(self, request: p.Lookup, once: Once = NOT_ONCE) -> p.LookedUp:
+        """Where pages are; pinned for a time, if asked for."""
+        await self._check(request)
+        if request.pin_seconds <= 0 or not request.scopes:
+            return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        pin = self._pins.draw()
+        found: p.LookedUp = await self._in_pieces(request, once, pin=pin, seconds=seconds)
+        if not any(slot >= 0 for part in found.scopes for slot in part.slots):
+            return found
+        if not await self._pins.enter(pin, request, seconds):
+            return await self.lookup(request, once)
+        return p.LookedUp(scopes=found.scopes, pin=pin, pin_seconds=seconds)
+
+    async def reserve(self, request: p.Reserve, once: Once = NOT_ONCE) -> p.Leases:
+        """Lease slots for keys that are not there."""
+        await self._check(request)
+        if self.draining and not once.digest:
+            raise draining()
+        seconds = self.lease_seconds(request.lease_seconds)
+        return await self._in_pieces(request, once, seconds=seconds, draining=self.draining)  # type: ignore[no-any-return]
+
+    async def commit(self, request: p.Commit, once: Once = NOT_ONCE) -> p.SettledLeases:
+        """Make pages live."""
+        await self._check(request)
+        see_lengths(request, [self.catalog.known[part.scope].geometry.slot_bytes for part in request.scopes])
+        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+
+    async def abort(self, request: p.Abort, once: Once = NOT_ONCE) -> p.SettledLeases:
+        """Give leases back."""
+        await self._check(request)
+        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+
+    async def renew(self, request: p.Renew, once: Once = NOT_ONCE) -> p.SettledLeases:
+        """Let leases last from now on."""
+        await self._check(request)
+        seconds = self.lease_seconds(request.lease_seconds)
+        return await self._in_pieces(request, once, seconds=seconds)  # type: ignore[no-any-return]
+
+    async def unpin(self, request: p.Unpin, once: Once = NOT_ONCE) -> None:
+        """Let pins go before their time."""
+        Measure(self.limits).entries(request.pins, "pins")
+        await self._pins.let_go(request.pins)
+
+    async def touch(self, request: p.Touch, once: Once = NOT_ONCE) -> p.Marked:
+        """Count as use."""
+        await self._check(request)
+        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+
+    async def delete(self, request: p.Delete, once: Once = NOT_ONCE) -> p.Marked:
+        """Make pages go."""
+        await self._check(request)
+        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+
+    # Operators.
+
+    async def inspect(self, request: p.Inspect, once: Once = NOT_ONCE) -> p.Inspected:
+        """All about some slots, then about the slots of some keys."""
+        measure = Measure(self.limits)
+        measure.keys(request.keys, "keys")
+        measure.entries(request.slots, "slots")
+        (known,) = await self.catalog.find([request.scope], ["scope"])
+        for i, slot in enumerate(request.slots):
+            if slot >= known.geometry.slots:
+                raise invalid(f"there are {known.geometry.slots} slots", f"slots[{i}]")
+        pieces = [(slots, []) for slots in groups_of(request.slots)]
+        pieces += [([], keys) for keys in groups_of(request.keys)]
+        found = list[p.SlotStatus | None]()
+        for piece in pieces:
+            (reply,) = await self.catalog.run([Task("inspect", request.scope, "scope", piece)])
+            found += statuses_of(reply)
+        return p.Inspected(slots=found)
+
+    async def export(self, request: p.Export, once: Once = NOT_ONCE) -> p.Exported:
+        """What some slots of a scope hold."""
+        await self.catalog.find([request.scope], ["scope"])
+        now, count = time.time(), min(request.count, self.limits.keys)
+        pages, rests, used, epoch, lease = await read_slots(
+            self.catalog, request.scope, request.first, count, now, self.limits.most_lease_seconds
+        )
+        return exported(pages, rests, now, used=used, epoch=epoch, counters=Counters(lease + 1), rows=request.rows)
+
+    async def drain(self, request: p.Drain, once: Once = NOT_ONCE) -> p.Draining:
+        """Give no new leases from this server, while all else goes on; the leases that any server has given are told."""
+        self.draining = request.enabled
+        await self.look()
+        return p.Draining(enabled=request.enabled, leases=sum(status.leased for status in self._statuses.values()))
+
+    def list_scopes(self) -> p.Scopes:
+        """Every scope as it was when it was looked at last (`look`)."""
+        return p.Scopes(scopes=[self._statuses[name] for name in sorted(self._statuses)])
+
+    async def look(self) -> None:
+        """See how all scopes are."""
+        await self.catalog.refresh()
+        self._statuses = {name: status for name, status in self._statuses.items() if name in self.catalog.known}
+        await self._settle(list(self.catalog.known))
+
+    async def tick(self, scopes: int) -> bool:
+        """Do what is due in some scopes, others with each call; whether there may be more in them. Tells in `problem` how it went."""
+        try:
+            names = sorted(self.catalog.known)
+            if self._turn >= len(names):
+                self._turn = 0
+                await self.catalog.refresh()
+                names = sorted(self.catalog.known)
+            some = names[self._turn : self._turn + scopes]
+            more = await self._settle(some)
+            self._turn += 0 if more else len(some)
+        except StoreError as error:
+            self.problem = str(error)
+            raise
+        self.problem = ""
+        return more
+
+    def lease_seconds(self, wish: float | None) -> float:
+        """How long a lease lasts that is wished so."""
+        limits = self.limits
+        return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
+
+    # Helpers.
+
+    async def _settle(self, names: Sequence[str]) -> bool:
+        more = False
+        for some in groups_of(names, TOGETHER):
+            try:
+                replies = await self.catalog.run(tasks_of("settle", some))
+            except RefusedError:
+                # Redis has lost the scope since.
+                continue
+            for name, reply in zip(some, replies, strict=True):
+                is_more, *numbers = value_of(reply)
+                self._statuses[name] = self._status(name, numbers)
+                more = more or is_more
+        return more
+
+    def _status(self, name: str, numbers: list[int]) -> p.ScopeStatus:
+        geometry = self.catalog.known[name].geometry
+        free, leased, live, quarantined, hits, misses, evicted = numbers
+        return p.ScopeStatus(
+            scope=name, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry, identity=geometry.identity,
+            free=free, leased=leased, live=live, quarantined=quarantined, hits=hits, misses=misses, evicted=evicted,
+        )  # fmt: skip
+
+    async def _check(self, request: Columns) -> None:
+        see_limits(request, self.limits)
+        names = [part.scope for part in request.scopes]
+        await self.catalog.find(names, [f"scopes[{i}].scope" for i in range(len(names))])
+
+    async def _in_pieces(
+        self, request: Columns, once: Once, *, pin: int = 0, seconds: float = 0.0, draining: bool = False
+    ) -> Any:
+        """A script for each scope, or several for one that has many entries."""
+        if not request.scopes:
+            return empty_answer(request, seconds)
+        pieces = pieces_of(request)
+        lasts = round(seconds * MICROSECONDS)
+        tasks = [task_of(piece, number, lasts, pin, draining=draining) for number, piece in enumerate(pieces)]
+
+        async def run() -> Any:
+            answers = list[Any]()
+            for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
+                replies = await self.catalog.run([task for _, task in some], once)
+                _see_done(replies)
+                answers += [answer_of(piece.request, reply, seconds) for (piece, _), reply in zip(some, replies, strict=True)]
+            return joined(pieces, answers)
+
+        return await self._claimed(once, run)
+
+    async def _claimed(self, once: Once, run: Callable[[], Any]) -> Any:
+        if not once.digest or not self.link.is_cluster:
+            return await run()
+        is_new = await self.catalog.claim(once)
+        try:
+            return await run()
+        except RefusedError:
+            if is_new:
+                await self.catalog.unclaim(once)
+            raise
+
+
+def _see_done(replies: list[list[Any]]) -> None:
+    if any(map(is_refused, replies)):
+        raise draining()
