@@ -220,7 +220,7 @@ def test_lines_that_are_no_events(line, tmp_path):
 
 def test_a_measured_server(monkeypatch):
     """For a moment: how much it takes is no matter here."""
-    monkeypatch.setattr(costs, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(costs, "CPU_SECONDS", 0.05)
     monkeypatch.setattr(costs, "FILL_PAGES", 6400)
     found = costs.measure()
     assert found.lookup.request + found.lookup.key > 0

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli import app
+from hicache_metadata_server.service.compatible import CompatibleService
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.snapshots import remote as remotes
@@ -27,6 +28,7 @@ from hicache_metadata_server.snapshots.remote import RemoteSource
 from hicache_metadata_server.snapshots.taking import snapshot_of
 from hicache_metadata_server.snapshots.target import fill, open_target
 from hicache_metadata_server.state.audit import problems_of
+from hicache_metadata_server.state.slots import LEASED
 from hicache_metadata_server.stores.store import StoreError, open_store
 from tests.metadata_server.servers import DURABLE, served
 
@@ -91,6 +93,10 @@ def live(service):
     return found
 
 
+def leased(scope):
+    return {slot for slot, state in enumerate(scope.table.states) if state == LEASED}
+
+
 def pages_in(parts):
     """The same of a snapshot."""
     found, name = {}, ""
@@ -134,15 +140,15 @@ def test_a_copy_has_the_pages_and_goes_on_growing(seed, steps, tmp_path_factory)
         assert problems_of(other) == []
         assert other.geometry == scope.geometry
         assert list(other.table.generations) == list(scope.table.generations)
-        assert not other.leases.by_key
+        assert not leased(other)
         # The next that are given have never been given.
         leases = Engine(copied, random.Random(1), scopes=(name,), slots=60).reserve(name, [f"new{i}" for i in range(60)])
         assert all(lease >= service.counters().lease for lease in leases if lease)
-        held = set(scope.leases.by_number.values())
-        assert held.isdisjoint(other.leases.by_number.values()), "an old writer may still write there"
+        held = leased(scope)
+        assert held.isdisjoint(leased(other)), "an old writer may still write there"
     copied.settle(engine.now + DEFAULTS.most_lease_seconds, 10_000)
     for name, scope in service.scopes.items():
-        assert all(copied.scopes[name].table.states[slot] == 0 for slot in scope.leases.by_number.values())
+        assert all(copied.scopes[name].table.states[slot] == 0 for slot in leased(scope))
 
 
 def test_copying_by_the_command(tmp_path):
@@ -225,8 +231,11 @@ def stored(tmp_path_factory):
     for _ in range(150):
         engine.step()
     # As the compatible part writes them.
-    leases = [lease for lease in engine.reserve("0:kv", ["plain1", "plain2"]) if lease]
-    engine.service.scopes["0:kv"].make_live([engine.service.scopes["0:kv"].leases.by_number[lease] for lease in leases], [0, 0], [0, 0])  # fmt: skip
+    compatible = CompatibleService(engine.service)
+    reserved = compatible.reserve_and_allocate_page_indices(0, p.CompatibleReserve(keys=[("plain1", ""), ("plain2", "plain1")]), engine.now)  # fmt: skip
+    slots = [slot for _, slot in reserved["indices"]]
+    pairs = list(zip(["plain1", "plain2"], slots, strict=True))
+    compatible.confirm_write(0, p.CompatibleConfirm(written_keys_to_confirm=pairs), engine.now)
     engine.reserve("0:kv", ["held"])
     write(directory / "m.db", engine.service)
     done = hicache("backup", address(directory / "m.db"), directory / "m.backup")

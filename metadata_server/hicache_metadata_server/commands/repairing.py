@@ -36,6 +36,10 @@ def fsck_with_files(
     scopes: Sequence[str], url: str, token_file: Path | None, store: str, files: Path | None, sample: int | None, *, repair: bool
 ) -> int:
     """Check a store that no server has open, or else the server at `url`; returns the exit status."""
+    from hicache_metadata_server.shared.link import is_shared
+
+    if is_shared(store):
+        fail("servers go on with a shared store while it is checked: name one of them by --url")
     if store and scopes:
         fail("a store is checked as a whole: leave the scopes out, or ask a server")
     if store:
