@@ -187,6 +187,8 @@ def test_what_is_no_target(tmp_path):
     assert (tmp_path / "foreign.db").read_bytes() == before
     assert "names no store that can be filled" in hicache("copy", address(tmp_path / "a.db"), "http://x").output
     assert "nothing is kept in memory" in hicache("copy", "memory:", address(tmp_path / "new.db")).output
+    assert "there is no store" in hicache("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
+    assert not (tmp_path / "typo.db").exists()
     # A store whose scopes are only in its log yet.
     held = open_store(address(tmp_path / "held.db"))
     held.recover(NOW)

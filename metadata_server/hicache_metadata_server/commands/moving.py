@@ -209,7 +209,9 @@ def _see_unchanged(source: RemoteSource) -> None:
 
     changed = source.changed()
     if changed:
-        raise SnapshotError(f"{', '.join(changed)} has changed after it was copied: pages were deleted or cleared. Copy again")
+        raise SnapshotError(
+            f"{', '.join(changed)} has changed after it was copied: pages were committed, deleted or cleared. Copy again"
+        )
 
 
 def _print(tally: Tally, what: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.stores.store import MEMORY, StoreError, open_store
+from hicache_metadata_server.stores.store import MEMORY, SQLITE, StoreError, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -26,6 +27,9 @@ def opened_store(url: str, most_lease_seconds: float = DEFAULTS.most_lease_secon
     """
     if url == MEMORY:
         raise StoreError("nothing is kept in memory:")
+    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
+        # It would be made.
+        raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
     store, now = open_store(url), time.time()
     try:
         limits = structs.replace(DEFAULTS, most_lease_seconds=most_lease_seconds)
