@@ -441,6 +441,8 @@ class Exported(Answer, frozen=True, kw_only=True):
     next_pin: Positive
     digest: str
     """32 hexadecimal digits over slots, generations and pages of this piece."""
+    tenant: str = ""
+    """Whose scope it is."""
     slots: list[Natural] = field(default_factory=list[int])
     """Of live pages; so are the next columns."""
     generations: list[Natural] = field(default_factory=list[int])

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli import app
 from hicache_metadata_server.service.compatible import CompatibleService
 from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.refused import RefusedError
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.snapshots import remote as remotes
 from hicache_metadata_server.snapshots.backup import Backup, write_backup
@@ -30,6 +32,8 @@ from hicache_metadata_server.snapshots.target import fill, open_target
 from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.slots import LEASED
 from hicache_metadata_server.stores.store import StoreError, open_store
+from hicache_metadata_server.web.tokens import Tokens
+from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 
 NOW = 1_700_000_000.0
@@ -420,9 +424,42 @@ def test_moving_a_server_that_runs(tmp_path):
         (tmp_path / "c.db").mkdir()
         assert hicache("copy", place.url, address(tmp_path / "c.db")).exit_code == 2
         assert hicache("status", "--url", place.url).exit_code == 0
+    command = f"{DURABLE.replace('{tmp}/m.db', str(tmp_path / 'b.db'))}"
+    with served(command) as (_, client):
+        asked = p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=[f"k{i}" for i in range(3000)])])
+        found = client.call("/v2/lookup", asked, p.LookedUp).scopes[0]
+        assert found.checksums == [*range(1, 501)] * 6
+        states = client.call("/v2/commit", p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=held.leases, lengths=[9], checksums=[9])]), p.SettledLeases)  # fmt: skip
+        assert states.scopes[0].states == [p.Settled.STALE], "leases do not travel"
     with opened_store(address(tmp_path / "b.db")) as service:
         assert len(live(service)) == 3000
         assert service.inspect(p.Inspect(scope="0:kv", slots=held.slots), 0).slots[0].state is p.SlotState.QUARANTINED
+
+
+def test_who_may_export():
+    async def asked(right):
+        async with running(tokens=Tokens({"secret": right})) as caller:
+            head = {"authorization": "Bearer secret"}
+            return (await caller.post("/v2/export", {"scope": "0:kv"}, headers=head)).status
+
+    assert [run(asked(right)) for right in (p.Token.READ, p.Token.WRITE, p.Token.ADMIN)] == [403, 403, 404]
+
+
+def test_a_piece_is_as_large_as_a_request_may_be():
+    service = MetadataService(structs.replace(DEFAULTS, keys=5))
+    engine = Engine(service, random.Random(2))
+    for start in (0, 3, 6):
+        engine.commit("0:kv", engine.reserve("0:kv", [f"k{start + i}" for i in range(3)]))
+    told = service.export(p.Export(scope="0:kv", first=2), NOW)
+    assert (told.slots, told.used, told.next_lease > 9) == ([2, 3, 4, 5, 6], 9, True)
+    without = service.export(p.Export(scope="0:kv", first=2, rows=False), NOW)
+    assert (without.slots, without.digest) == ([], told.digest)
+    service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["k3"])]), NOW)
+    after = service.export(p.Export(scope="0:kv", first=2), NOW)
+    assert (after.slots, after.other_slots, after.other_seconds) == ([2, 4, 5, 6], [3], [DEFAULTS.quarantine_seconds])
+    assert after.digest != told.digest
+    with pytest.raises(RefusedError):
+        service.export(p.Export(scope="9:kv"), NOW)
 
 
 def test_a_server_that_cannot_be_copied(tmp_path):

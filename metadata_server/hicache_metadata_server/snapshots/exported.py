@@ -17,13 +17,17 @@ def piece_digest(pages: Pages, rests: Rests) -> str:
     return f"{whole % DIGESTS:032x}"
 
 
-def exported(pages: Pages, rests: Rests, now: float, *, used: int, epoch: int, counters: Counters, rows: bool) -> Exported:
+def exported(
+    pages: Pages, rests: Rests, now: float, *, used: int, epoch: int, counters: Counters, rows: bool, tenant: str = ""
+) -> Exported:
     """The answer to a request for slots of a scope; without `rows` only about them."""
     digest = piece_digest(pages, rests)
     if not rows:
-        return Exported(used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest)
+        return Exported(
+            used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest, tenant=tenant
+        )  # fmt: skip
     return Exported(
-        used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest, slots=pages.slots,
+        used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest, tenant=tenant, slots=pages.slots,
         generations=pages.generations, leases=pages.uses, lengths=pages.lengths, checksums=pages.checksums, keys=pages.keys,
         prefixes=pages.prefixes, other_slots=rests.slots, other_generations=rests.generations,
         other_seconds=[max(0.0, until - now) for until in rests.until],
