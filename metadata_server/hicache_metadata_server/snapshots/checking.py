@@ -63,7 +63,10 @@ class PageChecker:
         self._files: dict[str, CheckedFile | None] = {}
 
     def enter(self, head: ScopeHead) -> None:
-        """A scope whose pages are going to be asked for."""
+        """A scope whose pages are going to be asked for. Of others the files are let go: there may be thousands."""
+        for file in self._files.values():
+            if file is not None:
+                file.close()
         self._files[head.geometry.scope] = self._directory.file_of(head.geometry)
 
     def knows(self, scope: str) -> bool:

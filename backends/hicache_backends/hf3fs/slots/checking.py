@@ -97,7 +97,7 @@ class CheckedFile:
             return Verdict.UNREADABLE
 
     def close(self) -> None:
-        """Let go of the file; nobody may ask any more."""
+        """Let go of the file while nobody asks; who asks later opens it again."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
