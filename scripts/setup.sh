@@ -6,6 +6,7 @@ dir=${1:?usage: scripts/setup.sh DIR}
 
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
+# redis-server: several metadata servers share one.
 packages=()
 command -v fusermount3 >/dev/null || packages+=(fuse3)
 ldconfig -p | grep -q libfuse3 || packages+=(libfuse3-dev)
@@ -14,9 +15,17 @@ for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:li
   ldconfig -p | grep -q "${library%%:*}" || packages+=("${library##*:}")
 done
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+command -v redis-server >/dev/null || packages+=(redis-server)
 if ((${#packages[@]})); then
   as_root=()
   ((EUID == 0)) || as_root=(sudo)
+  # The tests start Redis servers of their own; Debian's package would leave one running.
+  policy=/usr/sbin/policy-rc.d
+  if [[ ! -e $policy ]]; then
+    printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" tee $policy >/dev/null
+    "${as_root[@]}" chmod +x $policy
+    trap '"${as_root[@]}" rm -f $policy' EXIT
+  fi
   "${as_root[@]}" apt-get update -qq
   DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 fi

@@ -73,6 +73,16 @@ async def running(store=None, service=None, **options):
         yield Caller(app)
 
 
+@asynccontextmanager
+async def running_shared(url, limits, **options):
+    """One of several servers on one Redis."""
+    from hicache_metadata_server.shared.starting import shared_app
+
+    app = shared_app(url, limits, Durability.NONE, **options)
+    async with app.server.running():
+        yield Caller(app)
+
+
 def run(coroutine):
     return asyncio.run(coroutine)
 

@@ -74,7 +74,9 @@ def test_refusals_are_sentences(place):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--store", "redis://x"), "names no store"),
+        (("--store", "mysql://x"), "names no store"),
+        (("--store", "redis://127.0.0.1:1"), "redis://127.0.0.1:1: "),
+        (("--store", "redis+cluster://x"), "is no HOST:PORT"),
         (("--store", "sqlite:////nonexistent/m.db"), "No such file or directory"),
         (("--lease-seconds", "10000"), "lease_seconds must lie between"),
         (("--durability", "hope"), "durability"),

@@ -13,7 +13,8 @@ from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, JSON, MSGPACK, R
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.stores.sqlite import SqliteStore
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import run, running, running_shared
+from tests.metadata_server.redis_servers import redis_server
 
 KEEP = "5:keep"
 SCOPES = ["0:kv", "0:mamba", "1:kv"]
@@ -121,13 +122,21 @@ class Fuzzer:
         return method, path, encoded, content_type, headers
 
 
-async def fuzz(store, seed, requests):
-    limits = msgspec.structs.replace(
+def limited():
+    return msgspec.structs.replace(
         DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
     )
+
+
+def kept(path):
+    """A server that keeps what it has in a file."""
+    store = SqliteStore(str(path / "m.db"))
+    return running(store, MetadataService(limited(), durability=store.durability, most_scopes=12))
+
+
+async def fuzz(opened, seed, requests):
     fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
-    service = MetadataService(limits, durability=store.durability, most_scopes=12)
-    async with running(store, service) as caller:
+    async with opened as caller:
         await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in (KEEP, *SCOPES)]})
         assert (await caller.store(KEEP, ["one", "two"])).status == 200
         tracemalloc.start()
@@ -160,10 +169,22 @@ def see(statuses, sizes):
 
 
 def test_random_requests(tmp_path):
-    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 1, 2000)))
+    see(*run(fuzz(kept(tmp_path), 1, 2000)))
+
+
+def test_random_requests_to_a_shared_store(tmp_path):
+    with redis_server(tmp_path) as redis:
+        see(*run(fuzz(running_shared(redis.url, limited(), most_scopes=12), 1, 2000)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_requests(tmp_path, seed):
-    see(*run(fuzz(SqliteStore(str(tmp_path / "m.db")), 100 + seed, 5000)))
+    see(*run(fuzz(kept(tmp_path), 100 + seed, 5000)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_requests_to_a_shared_store(tmp_path, seed):
+    with redis_server(tmp_path) as redis:
+        see(*run(fuzz(running_shared(redis.url, limited(), most_scopes=12), 100 + seed, 5000)))

@@ -303,7 +303,8 @@ def test_a_damaged_block_is_refused(tmp_path, blob):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"), [("redis://x", "names no store"), ("sqlite:///", "names no store"), ("", "names no store")]
+    ("url", "said"),
+    [("mysql://x", "names no store"), ("redis://x", "servers share"), ("sqlite:///", "names no store"), ("", "names no store")],
 )
 def test_addresses_that_name_no_store(url, said):
     with pytest.raises(ValueError, match=said):

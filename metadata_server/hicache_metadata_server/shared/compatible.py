@@ -120,7 +120,9 @@ class SharedCompatible:
         self, name: str, pairs: Sequence[tuple[str, int]], releases: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
         confirmed, released = list[bool](), list[bool]()
-        pieces = [([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)]
+        pieces: list[tuple[list[str], list[int], Sequence[int]]] = [
+            ([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)
+        ]
         pieces += [([], [], some) for some in groups_of(releases)]
         for piece in pieces:
             (reply,) = await self._service.catalog.run([Task("confirm", name, "namespace", piece)])

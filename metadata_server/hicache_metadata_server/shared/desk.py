@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 
-from hicache_metadata_server import protocol as p
 from hicache_metadata_server.shared.answers import Once
 from hicache_metadata_server.shared.compatible import SharedCompatible
 from hicache_metadata_server.shared.fsck import fsck
@@ -16,10 +15,11 @@ from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Desk, Endpoint, Request, Said, Started
 
 if TYPE_CHECKING:
+    from hicache_metadata_server import protocol as p
     from hicache_metadata_server.service.service import MetadataService
     from hicache_metadata_server.shared.service import SharedService
 
-SCOPES_A_TICK = 32
+SCOPES_A_TICK: Final = 32
 
 _log = structlog.get_logger()
 
@@ -74,6 +74,10 @@ class SharedDesk(Desk):
     def problem(self) -> str:
         """Why it is not ready, or ""."""
         return self.shared.problem or super().problem()
+
+    def store_problem(self) -> str:
+        """Why Redis could not be asked, or ""."""
+        return self.shared.problem
 
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
         endpoint = super()._native_endpoint(path, route)

@@ -39,6 +39,8 @@ async def fsck(service: SharedService, request: p.Fsck) -> p.Checked:
 
 
 async def _scope(catalog: Scopes, name: str) -> list[str]:
+    used: int
+    problems: list[str]
     used, problems = await _ask(catalog, name, "audit_counts", ())
     wrong_counts = bool(problems)
     found, named = await _slots(catalog, name, used)

@@ -24,7 +24,7 @@ def _statuses(rows: list[Any], lengths: list[int], checksums: list[int]) -> Iter
             yield None
             continue
         slot, number, generation, left, key, prefix, owner, pins = row
-        state = NAMES[number]
+        state: SlotState = NAMES[int(number)]
         timed = state in (SlotState.LEASED, SlotState.QUARANTINED)
         yield SlotStatus(
             slot=slot, state=state, generation=generation, key=key, prefix=prefix, length=length, checksum=checksum, owner=owner,

@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
+import structlog
+
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ ANSWER_SECONDS: Final = 2.0
 CONNECT_SECONDS: Final = 1.0
 CONNECTIONS: Final = 64
 """At most, of one server process."""
+
+
+_log = structlog.get_logger()
 
 
 class Call(NamedTuple):
@@ -86,7 +91,7 @@ class Link:
         try:
             return await self._client.execute_command(*parts, **options)
         except _errors() as error:
-            raise self._error(error) from error
+            raise await self._failed(error) from error
 
     async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """What several commands answer, each on its own."""
@@ -118,7 +123,7 @@ class Link:
         try:
             return list(await pipeline.execute(raise_on_error=False))
         except _errors() as error:
-            raise self._error(error) from error
+            raise await self._failed(error) from error
 
     async def _one(self, command: tuple[Any, ...]) -> Any:
         from redis.exceptions import NoScriptError
@@ -128,10 +133,23 @@ class Link:
         except NoScriptError as error:
             return error
         except _errors() as error:
-            raise self._error(error) from error
+            raise await self._failed(error) from error
+
+    async def _failed(self, error: Exception) -> StoreError:
+        from redis.exceptions import ConnectionError as RedisConnectionError
+
+        if isinstance(error, RedisConnectionError) and not self.is_cluster:
+            # Those that lie idle are broken as well, if Redis was started again: each would be a request that fails.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+        return self._error(error)
 
     def _error(self, error: Exception) -> StoreError:
-        return StoreError(f"{self.shown}: {error or type(error).__name__}")
+        from redis.exceptions import ResponseError
+
+        if isinstance(error, ResponseError):
+            # It was reached and refuses: out of memory, not allowed, or a script of ours at fault.
+            _log.error("store_refuses", store=self.shown, error=str(error))
+        return StoreError(f"{self.shown}: {str(error) or type(error).__name__}")
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -146,10 +164,10 @@ def _single(url: str, answer_seconds: float) -> Redis:
     from redis.backoff import NoBackoff
 
     pool = BlockingConnectionPool.from_url(
-        url.replace("valkey", "redis", 1), max_connections=CONNECTIONS, timeout=answer_seconds, socket_timeout=answer_seconds,
+        "redis" + url.removeprefix("valkey") if url.startswith("valkey") else url, max_connections=CONNECTIONS, timeout=answer_seconds, socket_timeout=answer_seconds,
         socket_connect_timeout=CONNECT_SECONDS,
         # What was sent may have been done: only whoever has an idempotency key may send it again.
-        retry=Retry(NoBackoff(), 0), socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
     )  # fmt: skip
     return Redis.from_pool(pool)
 
@@ -171,5 +189,5 @@ def _cluster(url: str, answer_seconds: float) -> RedisCluster:
     return RedisCluster(
         startup_nodes=nodes, username=user or None, password=password or None, ssl=parts.scheme in ("rediss", "valkeys"),
         socket_timeout=answer_seconds, socket_connect_timeout=CONNECT_SECONDS, max_connections=CONNECTIONS,
-        retry=Retry(NoBackoff(), 0), cluster_error_retry_attempts=0,
+        retry=Retry(NoBackoff(), 0),
     )  # fmt: skip

@@ -49,7 +49,7 @@ def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:
             return p.Marked(scopes=[p.Flags(done=[slot >= 0 for slot in value])])
         case p.Reserve():
             states, slots, generations, leases, evicted = value
-            named = [_RESERVED[state] for state in states]
+            named: list[p.Reserved] = [_RESERVED[int(state)] for state in states]
             leased = p.Leased(states=named, slots=slots, generations=generations, leases=leases, evicted=evicted)
             return p.Leases(scopes=[leased], lease_seconds=seconds)
         case p.Delete():

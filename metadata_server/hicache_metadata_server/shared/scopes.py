@@ -100,7 +100,8 @@ class Scopes:
         if reply[0] == REUSED:
             raise reused()
         if reply[0] == REFUSED:
-            raise _mismatch(parts, *value_of(reply), most)
+            scope, at, known = value_of(reply)
+            raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
         new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
         await self.make(new)

@@ -28,4 +28,4 @@ def script(name: str) -> Script:
 
 
 def _read(name: str) -> str:
-    return files(__package__).joinpath("lua", f"{name}.lua").read_text("utf-8")
+    return files("hicache_metadata_server.shared").joinpath("lua", f"{name}.lua").read_text("utf-8")

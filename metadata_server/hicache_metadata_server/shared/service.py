@@ -80,7 +80,8 @@ class SharedService:
         async def register() -> p.Initialized:
             return p.Initialized(created=await self.catalog.register(request.scopes, once, self.most_scopes))
 
-        return await self._claimed(once, register)
+        initialized: p.Initialized = await self._claimed(once, register)
+        return initialized
 
     async def clear(self, request: p.Clear, once: Once = NOT_ONCE) -> p.Cleared:
         """Empty scopes, leases included."""
@@ -92,7 +93,8 @@ class SharedService:
         async def clear() -> p.Cleared:
             return p.Cleared(pages=[value_of(reply) for reply in await self.catalog.run(tasks, once)] if tasks else [])
 
-        return await self._claimed(once, clear)
+        cleared: p.Cleared = await self._claimed(once, clear, alone=not tasks)
+        return cleared
 
     # Pages.
 
@@ -161,8 +163,8 @@ class SharedService:
         for i, slot in enumerate(request.slots):
             if slot >= known.geometry.slots:
                 raise invalid(f"there are {known.geometry.slots} slots", f"slots[{i}]")
-        pieces = [(slots, []) for slots in groups_of(request.slots)]
-        pieces += [([], keys) for keys in groups_of(request.keys)]
+        pieces: list[tuple[Sequence[int], Sequence[str]]] = [(slots, ()) for slots in groups_of(request.slots)]
+        pieces += [((), keys) for keys in groups_of(request.keys)]
         found = list[p.SlotStatus | None]()
         for piece in pieces:
             (reply,) = await self.catalog.run([Task("inspect", request.scope, "scope", piece)])
@@ -249,24 +251,25 @@ class SharedService:
         self, request: Columns, once: Once, *, pin: int = 0, seconds: float = 0.0, draining: bool = False
     ) -> Any:
         """A script for each scope, or several for one that has many entries."""
-        if not request.scopes:
-            return empty_answer(request, seconds)
         pieces = pieces_of(request)
         lasts = round(seconds * MICROSECONDS)
         tasks = [task_of(piece, number, lasts, pin, draining=draining) for number, piece in enumerate(pieces)]
 
         async def run() -> Any:
             answers = list[Any]()
+            if not pieces:
+                return empty_answer(request, seconds)
             for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
                 replies = await self.catalog.run([task for _, task in some], once)
                 _see_done(replies)
                 answers += [answer_of(piece.request, reply, seconds) for (piece, _), reply in zip(some, replies, strict=True)]
             return joined(pieces, answers)
 
-        return await self._claimed(once, run)
+        return await self._claimed(once, run, alone=not pieces)
 
-    async def _claimed(self, once: Once, run: Callable[[], Any]) -> Any:
-        if not once.digest or not self.link.is_cluster:
+    async def _claimed(self, once: Once, run: Callable[[], Any], *, alone: bool = False) -> Any:
+        # Otherwise each script sees to it by itself; a request about no scope has none (`alone`).
+        if not once.digest or not (self.link.is_cluster or alone):
             return await run()
         is_new = await self.catalog.claim(once)
         try:

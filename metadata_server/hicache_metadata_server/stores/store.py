@@ -148,4 +148,6 @@ def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
         from hicache_metadata_server.stores.sqlite import SqliteStore
 
         return SqliteStore(url.removeprefix(SQLITE), durability)
+    if url.startswith(("redis", "valkey", "unix:")):
+        raise ValueError(f"{url!r} is a store that servers share: no server has it as its own, and it is not opened as one")
     raise ValueError(f"{url!r} names no store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB do")

@@ -48,6 +48,8 @@ class Server:
         self.metrics = Metrics(service)
         self.tokens = tokens
         self.desk = desk or Desk(service, clock)
+        if desk is not None:
+            self.metrics.store_problem = desk.store_problem
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:

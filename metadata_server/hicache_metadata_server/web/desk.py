@@ -189,6 +189,10 @@ class Desk:
             return f"the last changes could not be written: {self.journal.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
+    def store_problem(self) -> str:
+        """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
+        return ""
+
     def _compatible_part(self) -> Any:
         return CompatibleService(self.service)
 

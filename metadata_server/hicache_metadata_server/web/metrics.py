@@ -12,7 +12,7 @@ from prometheus_client.process_collector import ProcessCollector
 from hicache_metadata_server.protocol import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -33,6 +33,8 @@ class Metrics:
         )  # fmt: skip
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.journal: Journal | None = None
+        self.store_problem: Callable[[], str] | None = None
+        """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
         self._service = service
         self._registry.register(_State(self))
         ProcessCollector(registry=self._registry)
@@ -77,6 +79,10 @@ class Metrics:
             if recent:
                 yield GaugeMetricFamily("hicache_metadata_transaction_median_seconds", "Of the last thousand.", value=recent[len(recent) // 2])  # fmt: skip
                 yield GaugeMetricFamily("hicache_metadata_transaction_longest_seconds", "Of the last thousand.", value=recent[-1])
+        if self.store_problem is not None:
+            yield GaugeMetricFamily(
+                "hicache_metadata_store_failing", "1 while the store does not answer.", value=bool(self.store_problem())
+            )
 
 
 class _State:

@@ -1,0 +1,105 @@
+"""Real server processes on a real Redis: the whole conformance suite, and kill -9 of servers and of Redis under load."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from hicache_conformance.metadata.native import NativeClient, NativeScope
+from hicache_conformance.metadata.wire import Wire
+from hicache_conformance.verdict import Verdict
+from hicache_conformance.violation import Violation
+from hicache_metadata_server.protocol import Checked, Fsck
+from tests.conformance.metadata.judging import broken, errors, judged
+from tests.metadata_server.redis_servers import redis_cluster, redis_server
+from tests.metadata_server.servers import SERVE, Served
+from tests.metadata_server.test_real_server import SLOTS, Writer
+
+SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
+
+
+def conforms(url, seed, tmp_path):
+    (tmp_path / "tokens").write_text("admin all\nread look\nwrite write\n")
+    with Served(command=f"{SHARED} --store {url} --token-file {tmp_path}/tokens") as place:
+        judgement = judged(place, seed=seed, tokens=True)
+    assert errors(judgement) == []
+    assert broken(judgement) == {}
+    assert judgement.verdict is Verdict.CONFORMANT
+    assert {str(result.outcome) for result in judgement.rules} == {"pass"}
+
+
+def test_a_server_on_a_shared_store_conforms_with_nothing_untested(tmp_path):
+    with redis_server(tmp_path, appendonly="yes", appendfsync="no") as redis:
+        conforms(redis.url, 1, tmp_path)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", [2, 3])
+def test_one_on_a_cluster_does_too(tmp_path, seed):
+    with redis_cluster(tmp_path, appendonly="yes", appendfsync="no") as cluster:
+        conforms(cluster.url, seed, tmp_path)
+
+
+class SharedWriter(Writer):
+    """Ends where it is refused as well, which a server does while Redis is gone."""
+
+    def run(self):
+        with suppress(Violation):
+            super().run()
+
+
+@pytest.mark.parametrize("killed", ["a server", "redis"])
+def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="always"))
+        command = f"{SHARED} --store {redis.url} --durability machine"
+        places = [stack.enter_context(Served(command=command)) for _ in range(2)]
+        scopes = []
+        for place in places:
+            wire = Wire(place.url)
+            stack.callback(wire.close)
+            scopes.append(NativeScope(NativeClient(wire), "0:kv", SLOTS, 4096, random.Random(1)))
+        scopes[0].initialize()
+        writers = [SharedWriter(places[number % 2].url, number) for number in range(3)]
+        for writer in writers:
+            writer.start()
+        until(lambda: all(len(writer.live) > 200 for writer in writers))
+        if killed == "redis":
+            redis.kill()
+        else:
+            places[0].kill()
+            seen = len(writers[1].live)
+            until(lambda: abs(len(writers[1].live) - seen) > 200)
+            places[1].kill()
+        for writer in writers:
+            writer.join()
+        if killed == "redis":
+            redis.start()
+        else:
+            places[0].start()
+        scopes[0].client.wire.drop()
+        until(lambda: scopes[0].client.wire.get("/readyz").status == 200)
+        see_kept(scopes[0], writers)
+
+
+def see_kept(scope, writers):
+    owners = {}
+    for writer in writers:
+        keys = [key for key in writer.live if key not in writer.unsure]
+        for start in range(0, len(keys), 10_000):
+            some = keys[start : start + 10_000]
+            found = scope.lookup(some)
+            assert list(zip(found.slots, found.checksums, strict=True)) == [writer.live[key] for key in some]
+            owners |= {slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners}
+    assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
+    assert scope.client.call("/v2/fsck", Fsck(), Checked).problems == []
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
