@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hicache_metadata_server.commands import moving, repairing, simulating
+from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, Ca, Certificate, Token
+from hicache_metadata_server.commands.asking import complaints as _complaints
+from hicache_metadata_server.commands.asking import fail as _fail
+from hicache_metadata_server.commands.asking import remote_of as _remote
 from hicache_metadata_server.commands.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.service.service import MetadataService
 
 app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look after it.", no_args_is_help=True)
+for _command in (moving.copy, moving.backup, moving.restore, simulating.simulate):
+    app.command()(_command)
 
-FOUND_PROBLEMS: Final = 1
-FAILED: Final = 2
 OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
-Token = Annotated[Path | None, typer.Option("--token-file", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")]
-Ca = Annotated[
-    Path | None, typer.Option(help="PEM file of authorities for https, or $HICACHE_METADATA_CA.  [default: the system's]")
-]
-Certificate = Annotated[
-    Path | None, typer.Option(help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE.")
-]
 LOCAL: Final = "http://127.0.0.1:18000"
 
 app.add_typer(token_app, name="token")
@@ -167,10 +164,17 @@ def fsck(
     ca: Ca = None,
     certificate: Certificate = None,
     store: Annotated[str, typer.Option(metavar="URL", help=OFFLINE)] = "",
+    files: repairing.Files = None,
+    sample: repairing.Sample = None,
+    repair: repairing.Repair = False,
 ) -> None:
-    """Check every invariant of some scopes or all. Exits with 1 if one does not hold."""
+    """Check every invariant of some scopes or all, and with --files the bytes of their pages. Exits with 1 if something is wrong."""
     from hicache_metadata_server.protocol import Checked, Fsck
 
+    if files is not None or repair:
+        raise typer.Exit(
+            repairing.fsck_with_files(scope or [], url, (token_file, ca, certificate), store, files, sample, repair=repair)
+        )
     with _complaints():
         request = Fsck(scopes=scope or [])
         checked = (
@@ -272,39 +276,8 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
         opened.close()
 
 
-def _remote(url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None) -> Remote:
-    import os
-
-    from hicache_metadata_server.client_tls import client_context
-    from hicache_metadata_server.remote import Remote
-
-    told = os.environ.get
-    token = token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
-    authorities, shown = ca or told("HICACHE_METADATA_CA", ""), certificate or told("HICACHE_METADATA_CERTIFICATE", "")
-    return Remote(url, token, client_context(ca=str(authorities), certificate=str(shown)) if url.startswith("https:") else None)
-
-
-@contextmanager
-def _complaints() -> Generator[None]:
-    from hicache_metadata_server.remote import RemoteError
-    from hicache_metadata_server.service.refused import RefusedError
-    from hicache_metadata_server.stores.store import StoreError
-
-    try:
-        yield
-    except RefusedError as error:
-        _fail(error.problem.message)
-    except (RemoteError, StoreError, ValueError, OSError) as error:
-        _fail(str(error))
-
-
 def _settings_error(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())
-
-
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
-    raise typer.Exit(FAILED)

@@ -422,6 +422,46 @@ class Inspected(Answer, frozen=True, kw_only=True):
     slots: list[SlotStatus | None]
 
 
+class Export(Request, frozen=True, kw_only=True):
+    """`POST /v2/export`: what some slots of a scope hold, for copies and backups, which ask piece by piece."""
+
+    scope: ScopeName
+    first: Natural = 0
+    count: Positive = 2048
+    """Slots; at most as many as a request may have keys."""
+    rows: bool = True
+    """Without, only the digest is told, which says whether anything has changed."""
+
+
+class Exported(Answer, frozen=True, kw_only=True):
+    """The used slots among those asked for: live pages, and others, which rest or are free."""
+
+    used: Natural
+    """Nobody has ever used the slots from here on."""
+    epoch: Natural
+    """Times that the scope was cleared."""
+    next_lease: Positive
+    """No lease from here on was given."""
+    next_pin: Positive
+    digest: str
+    """32 hexadecimal digits over slots, generations and pages of this piece."""
+    tenant: str = ""
+    """Whose scope it is."""
+    slots: list[Natural] = field(default_factory=list[int])
+    """Of live pages; so are the next columns."""
+    generations: list[Natural] = field(default_factory=list[int])
+    leases: list[Natural] = field(default_factory=list[int])
+    """In the order of use: by which each page was written, or a number that grows with use."""
+    lengths: list[Natural] = field(default_factory=list[int])
+    checksums: list[Checksum] = field(default_factory=list[int])
+    keys: list[str] = field(default_factory=list[str])
+    prefixes: list[str] = field(default_factory=list[str])
+    other_slots: list[Natural] = field(default_factory=list[int])
+    other_generations: list[Natural] = field(default_factory=list[int])
+    other_seconds: list[float] = field(default_factory=list[float])
+    """How long nobody may be given them: until a quarantine or a pin ends, or as long as any lease may last."""
+
+
 # The compatible part. Unknown fields are ignored here, as SGLang's server ignores them.
 class CompatibleInitialize(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/initialize`."""
@@ -490,6 +530,7 @@ ROUTES: Final = {
         Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),
         Route("POST", "/v2/fsck", Fsck, Checked, Token.ADMIN),
         Route("POST", "/v2/drain", Drain, Draining, Token.ADMIN),
+        Route("POST", "/v2/export", Export, Exported, Token.ADMIN),
     )
 }
 

@@ -53,6 +53,11 @@ class Remote:
         status, body = self._send("GET", "/readyz", None)
         return status == 200, "" if status == 200 else self._refusal(status, body)
 
+    def drains(self) -> bool:
+        """Whether it gives no new leases because it was told so."""
+        status, body = self._send("GET", "/readyz", None)
+        return status == 503 and self._refusal(status, body).endswith("(503 draining)")
+
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {"Content-Type": JSON}
         if self._token:

@@ -13,6 +13,9 @@ from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.snapshots.exported import exported
+from hicache_metadata_server.snapshots.parts import Counters
+from hicache_metadata_server.snapshots.taking import taken
 from hicache_metadata_server.state.audit import SHOWN, audit
 from hicache_metadata_server.state.restoring import restore
 from hicache_metadata_server.state.scope import Scope
@@ -275,7 +278,21 @@ class MetadataService:
             scope.settle(now)
         return p.Draining(enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values()))
 
+    def export(self, request: p.Export, now: float) -> p.Exported:
+        """What some slots of a scope hold."""
+        scope, limits = self._known(request.scope, "scope"), self.limits
+        end = request.first + min(request.count, limits.keys)
+        pages, rests = taken(scope, request.first, end, now, limits.most_lease_seconds)
+        return exported(
+            pages, rests, now, used=len(scope.table), epoch=scope.epoch, counters=self.counters(), rows=request.rows,
+            tenant=self.tenants.of_scope[request.scope],
+        )  # fmt: skip
+
     # Time, and what is kept.
+
+    def counters(self) -> Counters:
+        """From where on numbers were given to nobody."""
+        return Counters(self._leases.ceiling, self._pin_numbers.ceiling)
 
     def settle(self, now: float, most: int) -> bool:
         """Do what is due, about `most` slots of it; returns whether there is more."""

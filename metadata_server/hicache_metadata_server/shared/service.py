@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
@@ -12,10 +13,13 @@ from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
+from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.pins import Pins
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Scopes, Task, is_refused, tasks_of
+from hicache_metadata_server.snapshots.exported import exported
+from hicache_metadata_server.snapshots.parts import Counters
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -181,6 +185,17 @@ class SharedService:
             (reply,) = await self.catalog.run([Task("inspect", request.scope, "scope", piece)])
             found += statuses_of(reply)
         return p.Inspected(slots=found)
+
+    async def export(self, request: p.Export, once: Once = NOT_ONCE) -> p.Exported:
+        """What some slots of a scope hold."""
+        (known,) = await self.catalog.find([request.scope], ["scope"])
+        now, count = time.time(), min(request.count, self.limits.keys)
+        pages, rests, used, epoch, lease = await read_slots(
+            self.catalog, request.scope, request.first, count, now, self.limits.most_lease_seconds
+        )
+        return exported(
+            pages, rests, now, used=used, epoch=epoch, counters=Counters(lease + 1), rows=request.rows, tenant=known.tenant
+        )
 
     async def drain(self, request: p.Drain, once: Once = NOT_ONCE) -> p.Draining:
         """Give no new leases from this server, while all else goes on; the leases that any server has given are told."""

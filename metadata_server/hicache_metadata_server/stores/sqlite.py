@@ -58,7 +58,7 @@ class SqliteStore:
 
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
         self.durability = durability
-        self._lock = _Lock(f"{file}.lock")
+        self._lock = StoreLock(f"{file}.lock")
         self._folds = Folds()
         self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
         try:
@@ -300,7 +300,7 @@ def _only(database: sqlite3.Connection, query: str) -> int:
     return found[0]
 
 
-class _Lock:
+class StoreLock:
     """Held by one server at a time. The kernel lets it go with the process, however that ends."""
 
     def __init__(self, file: str) -> None:

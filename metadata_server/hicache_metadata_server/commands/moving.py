@@ -1,0 +1,232 @@
+"""`hicache metadata copy`, `backup` and `restore`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_metadata_server.commands.asking import Ca, Certificate, Token, complaints, remote_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from hicache_metadata_server.remote import Remote
+    from hicache_metadata_server.snapshots.checking import PageChecker
+    from hicache_metadata_server.snapshots.parts import Part, Tally
+    from hicache_metadata_server.snapshots.redis import SharedStore
+    from hicache_metadata_server.snapshots.remote import Asked, RemoteSource
+
+HTTP: Final = ("http://", "https://")
+LOOK_SECONDS: Final = 0.2
+DRAINS: Final = "It gives no new leases: stop it, start one on the copy, and point the clients there."
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE_OR_URL",
+        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB, or a server's http(s)://HOST:PORT",
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="sqlite:///FILE that no server has open, or redis://HOST:PORT/DB that no server uses"),
+]
+Replace = Annotated[bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")]
+MostLease = Annotated[
+    float,
+    typer.Option(
+        help="How long a lease may last in a store that no server has open: so long its slot rests.",
+        envvar="HICACHE_METADATA_MOST_LEASE_SECONDS",
+        min=0.001,
+    ),
+]
+
+
+def copy(
+    source: Source,
+    store: Target,
+    replace: Replace = False,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For leases that are out, of a server that runs.")] = 60.0,
+    most_lease_seconds: MostLease = 600.0,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
+    """Copy all scopes into another store, and verify them there.
+
+    Of a store that no server has open all is copied. A server goes on serving while most of it is copied; then it drains, and
+    what has changed is copied. It is left draining, or set free again if the copy fails.
+    """
+    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.snapshots.target import fill, open_target
+
+    with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
+        begin = time.monotonic()
+        if is_shared(source):
+            taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
+            tally = fill(target, taken.parts(drained=True))
+            _see_unchanged(taken)
+        elif source.startswith(HTTP):
+            remote = remote_of(source, token_file, ca, certificate)
+            taken = stack.enter_context(_spooled(remote))
+            stack.enter_context(_draining(remote, wait))
+            tally = fill(target, taken.parts(drained=True))
+            _see_unchanged(taken)
+        else:
+            tally = fill(target, stack.enter_context(_stored(source, most_lease_seconds)))
+        target.keep()
+    _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
+    if source.startswith(HTTP):
+        typer.echo(DRAINS, err=True)
+
+
+def backup(
+    source: Source,
+    file: Annotated[Path, typer.Argument(help="The backup; readable by nobody else.")],
+    replace: Replace = False,
+    most_lease_seconds: MostLease = 600.0,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
+    """Write all scopes into one file. A server may go on serving: pages that come, go or move meanwhile are left out."""
+    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.snapshots.backup import write_backup
+    from hicache_metadata_server.snapshots.frames import Origin
+
+    with complaints(), ExitStack() as stack:
+        if file.exists() and not replace:
+            raise FileExistsError(f"{file} is there already; with --replace it makes room")
+        begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
+        parts: Iterable[Part]
+        if online:
+            remote = stack.enter_context(_shared(source)) if is_shared(source) else remote_of(source, token_file, ca, certificate)
+            parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(drained=False)
+        else:
+            parts = stack.enter_context(_stored(source, most_lease_seconds))
+        tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
+    _print(tally, f"{file}: {file.stat().st_size:,} bytes in {time.monotonic() - begin:.1f} s")
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` has written.")],
+    store: Target,
+    replace: Replace = False,
+    files: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The directory of the driver's files: keep only pages whose bytes are right."),
+    ] = None,
+    most_lease_seconds: MostLease = 600.0,
+) -> None:
+    """Fill a store from a backup. Pages that no reader can verify are left out: their slots may hold other pages by now."""
+    from hicache_metadata_server.snapshots.backup import Backup
+    from hicache_metadata_server.snapshots.filters import only_whole, restored, verifiable
+    from hicache_metadata_server.snapshots.target import fill, open_target
+
+    dropped = Counter[str]()
+    with complaints(), ExitStack() as stack:
+        found = Backup(file)
+        checker = stack.enter_context(closing(_checker(files))) if files is not None else None
+        with closing(open_target(store, replace=replace)) as target:
+            parts = verifiable(found.parts(), dropped)
+            if checker is not None:
+                parts = only_whole(parts, checker, dropped)
+            tally = fill(target, restored(parts, time.time() + most_lease_seconds))
+            target.keep()
+    hours = (time.time() - found.origin.created) / 3600
+    _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
+    for why, count in sorted(dropped.items()):
+        if count:
+            typer.echo(f"{count:,} pages left out: {why}", err=True)
+
+
+def _shared(url: str) -> SharedStore:
+    from hicache_metadata_server.snapshots.redis import SharedStore
+
+    return SharedStore(url)
+
+
+def _checker(files: Path) -> PageChecker:
+    from hicache_metadata_server.snapshots.checking import PageChecker
+
+    return PageChecker(files)
+
+
+@contextmanager
+def _stored(url: str, most_lease_seconds: float) -> Generator[Iterable[Part]]:
+    from hicache_metadata_server.snapshots.local import opened_store
+    from hicache_metadata_server.snapshots.parts import SnapshotError
+    from hicache_metadata_server.snapshots.taking import snapshot_of
+
+    with opened_store(url, most_lease_seconds) as service:
+        problems = service.recovery_problems
+        if problems:
+            raise SnapshotError(
+                f"{url} contradicts itself ({problems[0]}); `hicache metadata fsck --store {url} --repair` mends it"
+            )
+        yield snapshot_of(service, time.time())
+
+
+@contextmanager
+def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSource]:
+    import tempfile
+
+    from hicache_metadata_server.snapshots.remote import RemoteSource
+
+    with RemoteSource(remote, directory or Path(tempfile.gettempdir())) as source:
+        pages = source.spool()
+        typer.echo(f"{pages:,} pages read", err=True)
+        yield source
+
+
+@contextmanager
+def _draining(remote: Remote, wait: float) -> Generator[None]:
+    """Drains a server and waits for its leases; sets it free again where the block fails."""
+    from hicache_metadata_server.protocol import Drain, Draining
+    from hicache_metadata_server.remote import RemoteError
+
+    drained_before, until = remote.drains(), time.monotonic() + wait
+    answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
+    try:
+        while answer.leases and time.monotonic() < until:
+            time.sleep(min(LOOK_SECONDS, wait))
+            answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
+        typer.echo(f"drains; {answer.leases:,} leases are out", err=True)
+        yield
+    except BaseException:
+        if not drained_before:
+            with suppress(RemoteError):
+                remote.call("/v2/drain", Drain(enabled=False), Draining)
+        raise
+
+
+def _see_unchanged(source: RemoteSource) -> None:
+    from hicache_metadata_server.snapshots.parts import SnapshotError
+
+    changed = source.changed()
+    if changed:
+        raise SnapshotError(
+            f"{', '.join(changed)} has changed after it was copied: pages were committed, deleted or cleared. Copy again"
+        )
+
+
+def _print(tally: Tally, what: str) -> None:
+    table = Table("scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False)
+    for name, count in sorted(tally.scopes.items()):
+        table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.resting:,}")
+    Console(highlight=False).print(table)
+    typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {what}")
+
+
+def _public(address: str) -> str:
+    """An address without user and password."""
+    user, at, rest = urlsplit(address).netloc.rpartition("@")
+    return address.replace(f"{user}{at}{rest}", rest, 1) if at else address

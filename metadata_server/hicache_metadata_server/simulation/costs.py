@@ -1,0 +1,173 @@
+"""What requests take of a server's processor, and pages of its memory: as it was measured once, or as this machine measures it now."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache_metadata_server import protocol as p
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+BATCH: Final = 128
+CPU_SECONDS: Final = 0.5
+"""Of the server, for each kind of request."""
+AT_ONCE: Final = 100
+"""Requests between two looks at its clock, which take part of a millisecond themselves."""
+FILL_PAGES: Final = 100_000
+START_SECONDS: Final = 60.0
+SERVE: Final = "from hicache_storage.cli.main import main; main()"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """Processor time of a request in microseconds."""
+
+    request: float
+    key: float
+
+    def microseconds(self, requests: float, keys: float) -> float:
+        """Of so many requests with so many keys in all."""
+        return requests * self.request + keys * self.key
+
+    @classmethod
+    def through(cls, one: float, batch: float) -> Line:
+        """The line through what a request of 1 key takes, and one of `BATCH`."""
+        key = max(0.0, (batch - one) / (BATCH - 1))
+        return cls(max(0.0, one - key), key)
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Of a server with an SQLite store of durability `process`."""
+
+    lookup: Line
+    pair: Line
+    """A reserve and its commit."""
+    page_bytes: float
+    """Of memory, for a live page with a key of 64 characters."""
+    base_bytes: float
+    """Of memory, without any page."""
+    measured: str
+    """Where."""
+
+    def cpu(self, requests: dict[str, float], keys: dict[str, float]) -> float:
+        """Processor seconds for these requests. Deletes count as reserves and commits."""
+        lookups = self.lookup.microseconds(requests.get("lookup", 0.0), keys.get("lookup", 0.0))
+        kinds = ("reserve", "delete")
+        pairs = self.pair.microseconds(sum(requests.get(k, 0.0) for k in kinds), sum(keys.get(k, 0.0) for k in kinds))
+        return (lookups + pairs) / 1e6
+
+
+DOCUMENTED: Final = Costs(
+    Line(180.0, 1.6), Line(650.0, 7.5), 430.0, 74e6, "docs/capacity.md: 2 busy cores of an Intel Xeon, Python 3.11"
+)  # fmt: skip
+
+
+class CannotMeasureError(RuntimeError):
+    """The server for it does not come up."""
+
+
+def measure() -> Costs:
+    """Start a server with a store of its own, load it for some ten seconds, and ask it what it has taken.
+
+    Raises:
+        CannotMeasureError: it does not come up.
+    """
+    with _server() as server:
+        server.send("/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4_000_000)]))
+        base = server.metric("process_resident_memory_bytes")
+        pages = 0
+        while pages < FILL_PAGES:
+            server.store(BATCH)
+            pages += BATCH
+        page_bytes = (server.metric("process_resident_memory_bytes") - base) / pages
+        lookup = Line.through(server.cost(lambda: server.look_up(1)), server.cost(lambda: server.look_up(BATCH)))
+        pair = Line.through(server.cost(lambda: server.store(1)), server.cost(lambda: server.store(BATCH)))
+    return Costs(lookup, pair, page_bytes, base, f"this machine, {os.cpu_count()} cores, just now")
+
+
+class _Server:
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
+        self._number = 0
+
+    def send(self, path: str, request: p.Request) -> bytes:
+        self._connection.request("POST", path, p.encode(request, p.MSGPACK), {"Content-Type": p.MSGPACK})
+        response = self._connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise CannotMeasureError(f"{path} is answered {response.status}")
+        return body
+
+    def metric(self, name: str) -> float:
+        self._connection.request("GET", "/metrics")
+        text = self._connection.getresponse().read().decode()
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return next(sample.value for sample in samples if sample.name == name)
+
+    def store(self, count: int) -> None:
+        keys = [f"{self._number + i:064x}" for i in range(count)]
+        self._number += count
+        asked = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=["", *keys[:-1]])])
+        leases = p.decode(self.send("/v2/reserve", asked), p.Leases, p.MSGPACK).scopes[0].leases
+        part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1 << 20] * count, checksums=[2**63 + i for i in range(count)])
+        self.send("/v2/commit", p.Commit(scopes=[part]))
+
+    def look_up(self, count: int) -> None:
+        first = (self._number * 7919) % (FILL_PAGES - count)
+        self._number += 1
+        self.send("/v2/lookup", p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=[f"{first + i:064x}" for i in range(count)])]))
+
+    def cost(self, ask: Callable[[], None]) -> float:
+        """Microseconds of the server's processor time a call: of so many calls that its clock, which counts hundredths, is exact."""
+        before = now = self.metric("process_cpu_seconds_total")
+        calls = 0
+        while now - before < CPU_SECONDS:
+            for _ in range(AT_ONCE):
+                ask()
+            calls += AT_ONCE
+            now = self.metric("process_cpu_seconds_total")
+        return 1e6 * (now - before) / calls
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def _server() -> Generator[_Server]:
+    with tempfile.TemporaryDirectory(prefix="hicache-measure-") as directory, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.close()
+        command = ["metadata", "serve", "--port", str(port), "--store", f"sqlite:///{directory}/m.db", "--log-level", "error"]
+        process = subprocess.Popen([sys.executable, "-c", SERVE, *command])
+        server = _Server(port)
+        try:
+            _wait(process, port)
+            yield server
+        finally:
+            server.close()
+            process.terminate()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise CannotMeasureError("the server that is to be measured does not come up")
