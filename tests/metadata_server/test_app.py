@@ -331,15 +331,11 @@ def test_the_description_is_that_of_the_types():
     run(scenario())
 
 
-def test_pages_and_metrics():
+def test_metrics():
     async def scenario():
         async with running() as caller:
-            await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv-<b>", "slots": 8}]})
             assert (await caller.post("/v2/initialize", SCOPE)).status == 200
             await caller.store("0:kv", keys(3))
-            page = (await caller.send("GET", "/")).body.decode()
-            assert "0:kv" in page
-            assert "<b>" not in page
             text = (await caller.send("GET", "/metrics")).body.decode()
             assert 'hicache_metadata_slots{scope="0:kv",state="live"} 3.0' in text
             assert 'hicache_metadata_requests_total{route="/v2/commit",status="200"} 1.0' in text
@@ -365,15 +361,17 @@ def test_what_was_asked_for_is_counted_as_hits_and_misses():
     run(scenario())
 
 
-def test_tokens_guard_pages_too(tmp_path):
+def test_tokens_guard_everything_that_tells_something(tmp_path):
     file = tmp_path / "tokens"
     file.write_text("# ours\nread r1\n\nread r2\nadmin a\n")
     tokens = Tokens(read_token_file(file))
 
     async def scenario():
         async with running(tokens=tokens) as caller:
-            for path in ("/", "/metrics", "/openapi.json", "/v2", "/nothing", "/x/exists"):
+            for path in ("/metrics", "/openapi.json", "/docs", "/v2", "/v2/history", "/nothing", "/x/exists", "/pages"):
                 assert (await caller.send("GET", path)).status == 401, path
+            for path in ("/", "/page/main.js"):
+                assert (await caller.send("POST", path)).status == 401, path
             for token, status in (("r1", 200), ("r2", 200), ("a", 200), ("b", 401), ("", 401)):
                 assert (await caller.send("GET", "/v2", headers={"authorization": f"Bearer {token}"})).status == status
             assert (await caller.send("GET", "/healthz")).status == 200

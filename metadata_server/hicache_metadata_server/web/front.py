@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol_history import PATH as PATH_OF_HISTORY
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
+from hicache_metadata_server.web.page.assets import is_page
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
     from hicache_metadata_server.web.app import Server
 
 HEALTH: Final = ("/healthz", "/readyz")
-PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
-"""The other paths that are not the protocol's; they take a read token."""
+PAGES: Final = ("/openapi.json", "/docs", "/metrics", PATH_OF_HISTORY)
+"""The other paths that are not every server's; they take a read token."""
+LOOKS: Final = ("GET", "HEAD")
+REQUEST_ID: Final = b"x-request-id"
+MOST_REQUEST_ID: Final = 64
+"""Characters that are kept of one."""
 
 _log = structlog.get_logger()
 
@@ -38,6 +44,8 @@ class Asked(NamedTuple):
     answer_type: str
     once: str
     """Its idempotency key, or empty."""
+    request_id: str = ""
+    """As the client calls it, or empty."""
 
 
 class Front:
@@ -46,17 +54,18 @@ class Front:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
         self._desk, self._tokens, self._metrics = server.desk, server.tokens, server.metrics
+        self._recorder, self._slowest = server.recorder, server.recorder.slowest
         self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http" or scope["path"] in HEALTH:
+        if scope["type"] != "http" or scope["path"] in HEALTH or (is_page(scope["path"]) and scope["method"] in LOOKS):
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
-        begin, asked, path = time.perf_counter(), None, scope["path"]
+        begin, asked, path, body = time.perf_counter(), None, scope["path"], b""
         try:
-            if path in PAGES and scope["method"] in ("GET", "HEAD"):
+            if path in PAGES and scope["method"] in LOOKS:
                 self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
                 await self._app(scope, receive, send)
                 return
@@ -65,10 +74,10 @@ class Front:
             begin = time.perf_counter()
             said = await self._answer(asked, body)
         except RefusedError as refused:
-            said = refusal(refused, _content_type(path, headers)[1])
+            said = refusal(refused, content_types(path, headers)[1])
         except _GoneError:
             return
-        self.count(asked, said, begin)
+        self.count(asked, said, begin, body)
         await _send(send, said)
 
     # The steps of an answer, for whoever goes them without a task.
@@ -88,8 +97,9 @@ class Front:
         self._tokens.check(authorization, endpoint.token)
         if endpoint.method != method:
             raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
-        content_type, answer_type = _content_type(path, headers)
-        return Asked(endpoint, content_type, answer_type, headers.get(b"idempotency-key", b"").decode("latin-1"))
+        content_type, answer_type = content_types(path, headers)
+        once, request_id = headers.get(b"idempotency-key", b"").decode("latin-1"), _request_id(headers)
+        return Asked(endpoint, content_type, answer_type, once, request_id)
 
     def start(self, asked: Asked, body: bytes) -> Started | Request:
         """Do it, or say what of it has to take turns with others (`in_turns`)."""
@@ -120,9 +130,12 @@ class Front:
         """The answer where they could not be."""
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
-    def count(self, asked: Asked | None, said: Said, begin: float) -> None:
-        """See to the metrics."""
-        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, time.perf_counter() - begin)
+    def count(self, asked: Asked | None, said: Said, begin: float, body: bytes) -> None:
+        """See to the metrics, and to the slowest calls."""
+        seconds = time.perf_counter() - begin
+        self._metrics.answered(asked.endpoint.name if asked else "other", said.status, seconds)
+        if asked and seconds > self._slowest.floor:
+            self._recorder.add(asked, said.status, seconds, body)
 
     async def _answer(self, asked: Asked, body: bytes) -> Said:
         started = self.start(asked, body)
@@ -179,7 +192,14 @@ def headers_of(said: Said) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _content_type(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(REQUEST_ID)
+    if not given:
+        return ""
+    return "".join(character for character in given[:MOST_REQUEST_ID].decode("latin-1") if " " < character < "\x7f")
+
+
+def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     """How a body is written, and how its answer will be."""
     said = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
     if not path.startswith("/v2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -10,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
 from hicache_metadata_server.protocol import SlotState
+from hicache_metadata_server.web.history import Answered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +79,19 @@ class Metrics:
             if recent:
                 yield GaugeMetricFamily("hicache_metadata_transaction_median_seconds", "Of the last thousand.", value=recent[len(recent) // 2])  # fmt: skip
                 yield GaugeMetricFamily("hicache_metadata_transaction_longest_seconds", "Of the last thousand.", value=recent[-1])
+
+    def so_far(self) -> Answered:
+        """All requests, whatever their route."""
+        by_status, by_bound = Counts[str](), Counts[float]()
+        for sample in (
+            sample for family in self._requests.collect() for sample in family.samples if sample.name.endswith("_total")
+        ):
+            by_status[sample.labels["status"]] += int(sample.value)
+        for sample in (sample for family in self._seconds.collect() for sample in family.samples if "le" in sample.labels):
+            by_bound[float(sample.labels["le"])] += int(sample.value)
+        refused, failed = (sum(count for status, count in by_status.items() if status[0] == first) for first in "45")
+        bounds = sorted(by_bound)
+        return Answered(by_status.total(), refused, failed, tuple(bounds), tuple(by_bound[bound] for bound in bounds))
 
 
 class _State:
