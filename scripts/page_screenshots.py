@@ -198,7 +198,7 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
         camera.look(1200)
         camera.driver.get(f"{url}/#/scope/{scope}")
         camera.wait("return document.querySelectorAll('.slots tbody tr').length > 5")
-        time.sleep(45)
+        time.sleep(60)
         camera.take(out / "status-page-scope.png", most=1150)
 
     def of_key() -> None:
@@ -211,9 +211,9 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
     return {
         "scope": of_scope,
         "key": of_key,
-        "light": lambda: overview("status-page-light.png", 1200, 2000, dark=False),
+        "light": lambda: overview("status-page-light.png", 1200, 1180, dark=False),
         "dark": lambda: overview("status-page-dark.png", 1200, 1000, dark=True),
-        "narrow": lambda: overview("status-page-narrow.png", 400, 1100, dark=False),
+        "narrow": lambda: overview("status-page-narrow.png", 400, 1100, dark=True),
     }
 
 

@@ -18,9 +18,9 @@ export function keyLink(scope, key) {
   return link(["scope", scope, "key", key]);
 }
 
-/** A fragment; options that are empty are left out. */
+/** A fragment; options that are empty or not given are left out. */
 export function link(parts, options = {}) {
-  const given = new URLSearchParams(Object.entries(options).filter(([, value]) => value !== "" && value !== null));
+  const given = new URLSearchParams(Object.entries(options).filter(([, value]) => (value ?? "") !== ""));
   const path = parts.map((part) => encodeURIComponent(part).replaceAll("%3A", ":")).join("/");
   return `#/${path}${given.size ? `?${given}` : ""}`;
 }
