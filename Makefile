@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races clean
+.PHONY: demo test lint types unit conformance interop matrix benchmark soak fuzz races screenshots clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -47,6 +47,10 @@ fuzz: $(VENV)/.installed
 # The 3FS driver's races and its killed server, ten seconds each.
 races: $(VENV)/.installed
 	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py
+
+# Pictures of the status page for the documents, after ten minutes of load.
+screenshots: $(VENV)/.installed
+	$(PYTHON) scripts/page_screenshots.py --out docs/images
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

@@ -5,6 +5,7 @@ set -euo pipefail
 dir=${1:?usage: scripts/setup.sh DIR}
 
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
+# chromium: the tests click through the status page (380 MB; apt-get took 10 s for it); fonts-dejavu-core: without a font it draws no text.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
 packages=()
 command -v fusermount3 >/dev/null || packages+=(fuse3)
@@ -13,6 +14,9 @@ ldconfig -p | grep -q libatomic || packages+=(libatomic1)
 for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
   ldconfig -p | grep -q "${library%%:*}" || packages+=("${library##*:}")
 done
+command -v chromium >/dev/null || packages+=(chromium)
+command -v chromedriver >/dev/null || packages+=(chromium-driver)
+[[ -d /usr/share/fonts/truetype/dejavu ]] || packages+=(fonts-dejavu-core)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 if ((${#packages[@]})); then
   as_root=()
