@@ -153,6 +153,8 @@ class Camera:
             options.add_argument(argument)
         self.driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
 
+        self.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+
     def look(self, width: int, *, dark: bool = False) -> None:
         """What the page is told about the screen."""
         self._size(width, 900)
@@ -170,8 +172,12 @@ class Camera:
         self._size(width, min(most, high))
         time.sleep(0.5)
         picture = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
-        # Few colours, and none of them a photograph's.
-        few = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        # Few colours, and none of them a photograph's; also those of small things must stay what they are.
+        few = (
+            Image.open(io.BytesIO(base64.b64decode(picture)))
+            .convert("RGB")
+            .quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        )
         few.save(path, optimize=True)
         print(f"{path}: {width} x {min(most, high)}, {path.stat().st_size / 1024:.0f} KiB")
 
@@ -204,7 +210,9 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
     def of_key() -> None:
         camera.look(1200)
         camera.driver.get(f"{url}/#/scope/{scope}?state=live")
-        camera.wait("return document.querySelector('.slots td.name a')?.click() ?? location.hash.includes('/key/')")
+        camera.wait(
+            "return document.querySelector('.slots tr:nth-child(9) td.name a')?.click() ?? location.hash.includes('/key/')"
+        )
         camera.wait("return document.querySelector('.slot .facts') !== null")
         camera.take(out / "status-page-key.png", most=700)
 

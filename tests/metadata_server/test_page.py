@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -15,12 +14,12 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hicache_conformance.metadata.native import NativeScope
-from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Lookup, LookupScope, Scopes
+from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Scopes
 from hicache_metadata_server.web.page.assets import read_assets
 from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 
-LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
+LASTING = f"env HICACHE_METADATA_MOST_PIN_SECONDS=900 {SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
 SLOTS = 130
 ODD = 'a/b?c#d%2F "<img src=x onerror=alert(1)>" é'
 SCOPE = "0:kv-1f0c9a3b"
@@ -39,7 +38,6 @@ def driver():
 def page(driver):
     """The browser; in the end nothing has gone wrong that a test did not name in `expected`."""
     driver.expected = []
-    driver.origins = set()
     driver.complaints()
     driver.requests()
     yield driver
@@ -64,11 +62,7 @@ def server():
         assert all(scope.commit(leased.leases, [4096 - i for i in range(100)], sums))
         scope.reserve([f"writing-{i}" for i in range(5)])
         scope.delete(keys[-7:])
-        request = Lookup(scopes=[LookupScope(scope=SCOPE, keys=[*keys[:3], "absent"])], pin_seconds=60)
-        body = json.dumps({"scopes": [{"scope": SCOPE, "keys": [*keys[:3], "absent"]}], "pin_seconds": request.pin_seconds})
-        with closing(http.client.HTTPConnection("127.0.0.1", place.port, timeout=10)) as connection:
-            connection.request("POST", "/v2/lookup", body, {"Content-Type": "application/json", "X-Request-Id": "prefill-7"})
-            assert connection.getresponse().status == 200
+        scope.pinned_lookup([*keys[:3], "absent"], 900.0)
         yield place, client
 
 
