@@ -6,6 +6,7 @@ import json
 from contextlib import contextmanager
 
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -17,6 +18,8 @@ WAIT_SECONDS = 30
 class Browser:
     def __init__(self, driver):
         self.driver = driver
+        self.asked = []
+        """All that `requests` has told."""
 
     def open(self, url, *, width=1200, dark=False):
         self.size(width)
@@ -44,7 +47,9 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, condition, what=""):
-        return WebDriverWait(self.driver, WAIT_SECONDS, poll_frequency=0.05).until(lambda _: condition(), what)
+        # The page may put another element in the place of one that was just found.
+        wait = WebDriverWait(self.driver, WAIT_SECONDS, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException])
+        return wait.until(lambda _: condition(), what)
 
     def shows(self, selector, text):
         """Wait until an element has that text in it."""
@@ -66,7 +71,15 @@ class Browser:
 
     def facts(self):
         """Terms and what stands beside them."""
-        return dict(zip(self.texts("main dt"), self.texts("main dd"), strict=True))
+        return dict(
+            self.run(
+                "return [...document.querySelectorAll('main dl > div')].map((fact) => [...fact.children].map((part) => part.textContent))"
+            )
+        )
+
+    def ask_now(self):
+        """Let the page ask its server before its time, as it does when its tab is looked at again."""
+        self.run("document.dispatchEvent(new Event('visibilitychange'))")
 
     @property
     def fragment(self):
@@ -79,7 +92,9 @@ class Browser:
     def requests(self):
         """Addresses that were asked for since the last call."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        self.asked += asked
+        return asked
 
 
 @contextmanager
