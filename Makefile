@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance audit alerts dist interop matrix metrics benchmark soak fuzz races servers clean
+.PHONY: demo test lint types unit conformance audit alerts dist interop matrix metrics benchmark soak fuzz races screenshots servers clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -65,6 +65,10 @@ metrics: $(VENV)/.installed
 alerts:
 	promtool check rules deploy/prometheus-alerts.yaml
 	promtool test rules tests/observability/alert_rules.yaml
+
+# Pictures of the status page for the documents, after ten minutes of load.
+screenshots: $(VENV)/.installed
+	$(PYTHON) scripts/page_screenshots.py --out docs/images
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

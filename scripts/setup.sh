@@ -6,6 +6,7 @@ dir=${1:?usage: scripts/setup.sh DIR}
 
 # openssl: the tests make certificates with it.
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
+# chromium: the tests click through the status page (380 MB; apt-get took 10 s for it); fonts-dejavu-core: without a font it draws no text.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
 # redis-server: several metadata servers share one.
 packages=()
@@ -16,6 +17,9 @@ for library in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:li
   ldconfig -p | grep -q "${library%%:*}" || packages+=("${library##*:}")
 done
 command -v openssl >/dev/null || packages+=(openssl)
+command -v chromium >/dev/null || packages+=(chromium)
+command -v chromedriver >/dev/null || packages+=(chromium-driver)
+[[ -d /usr/share/fonts/truetype/dejavu ]] || packages+=(fonts-dejavu-core)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 command -v redis-server >/dev/null || packages+=(redis-server)
 if ((${#packages[@]})); then

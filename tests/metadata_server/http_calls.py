@@ -33,7 +33,7 @@ class Caller:
         self.service = app.server.service
         self.journal = lambda: app.server.desk.journal
 
-    async def send(self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1):
+    async def send(self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""):
         size = -(-len(body) // pieces) or 1
         parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
         messages = [{"type": "http.request", "body": part, "more_body": i < len(parts) - 1} for i, part in enumerate(parts)]
@@ -48,7 +48,7 @@ class Caller:
         full = {"content-type": content_type, **(headers or {})}
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
-            "query_string": b"", "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+            "query_string": query.encode(), "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
             "headers": [(name.lower().encode(), value.encode()) for name, value in full.items() if value is not None],
         }  # fmt: skip
         await self.app(scope, receive, send)

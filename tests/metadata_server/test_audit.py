@@ -53,6 +53,7 @@ def test_who_has_done_what(tmp_path):
         {"event": "request", **operator, "route": "/v2/clear", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/v2/fsck", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/v2/drain", "enabled": True, "status": 200},
+        {"event": "request", **operator, "route": "/v2/export", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/{rank}/clear", "scopes": [SCOPE], "status": 204},
         {"event": "request", **operator, "route": "/v2/clear", "scopes": ["9:kv"], "status": 404},
         {"event": "request", **operator, "route": "/v2/drain", "status": 400},

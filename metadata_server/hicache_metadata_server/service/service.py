@@ -13,6 +13,7 @@ from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.snapshots.exported import exported
 from hicache_metadata_server.snapshots.parts import Counters
 from hicache_metadata_server.snapshots.taking import taken
@@ -111,6 +112,16 @@ class MetadataService:
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
         """Every scope that is there for the caller, its geometry, its slots by state."""
         return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))])
+
+    def totals(self) -> Totals:
+        """All scopes together; asked for every second."""
+        scopes = self.scopes.values()
+        return Totals(
+            live=sum(len(scope.recency) for scope in scopes), leased=sum(len(scope.leases) for scope in scopes),
+            quarantined=sum(scope.resting for scope in scopes), free=sum(len(scope.free) for scope in scopes),
+            hits=sum(scope.hits for scope in scopes), misses=sum(scope.misses for scope in scopes),
+            evicted=sum(scope.evicted for scope in scopes),
+        )  # fmt: skip
 
     def clear(self, request: p.Clear, now: float) -> p.Cleared:
         """Empty scopes, leases included."""

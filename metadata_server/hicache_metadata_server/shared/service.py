@@ -12,6 +12,7 @@ from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
@@ -209,6 +210,16 @@ class SharedService:
         return p.Scopes(
             scopes=[self._statuses[name] for name in sorted(self._statuses) if may_use(caller, of_scope.get(name, ""))]
         )
+
+    def totals(self) -> Totals:
+        """All scopes together, as they were when each was looked at last."""
+        scopes = self._statuses.values()
+        return Totals(
+            live=sum(one.live for one in scopes), leased=sum(one.leased for one in scopes),
+            quarantined=sum(one.quarantined for one in scopes), free=sum(one.free for one in scopes),
+            hits=sum(one.hits for one in scopes), misses=sum(one.misses for one in scopes),
+            evicted=sum(one.evicted for one in scopes),
+        )  # fmt: skip
 
     async def look(self) -> None:
         """See how all scopes are."""

@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
+from hicache_storage.observability import vocabulary as v
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -85,12 +86,12 @@ def measure() -> Costs:
     """
     with _server() as server:
         server.send("/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4_000_000)]))
-        base = server.metric("process_resident_memory_bytes")
+        base = server.metric(v.PROCESS_RESIDENT_BYTES.name)
         pages = 0
         while pages < FILL_PAGES:
             server.store(BATCH)
             pages += BATCH
-        page_bytes = (server.metric("process_resident_memory_bytes") - base) / pages
+        page_bytes = (server.metric(v.PROCESS_RESIDENT_BYTES.name) - base) / pages
         lookup = Line.through(server.cost(lambda: server.look_up(1)), server.cost(lambda: server.look_up(BATCH)))
         pair = Line.through(server.cost(lambda: server.store(1)), server.cost(lambda: server.store(BATCH)))
     return Costs(lookup, pair, page_bytes, base, f"this machine, {os.cpu_count()} cores, just now")
@@ -130,13 +131,13 @@ class _Server:
 
     def cost(self, ask: Callable[[], None]) -> float:
         """Microseconds of the server's processor time a call: of so many calls that its clock, which counts hundredths, is exact."""
-        before = now = self.metric("process_cpu_seconds_total")
+        before = now = self.metric(v.PROCESS_CPU_SECONDS.name)
         calls = 0
         while now - before < CPU_SECONDS:
             for _ in range(AT_ONCE):
                 ask()
             calls += AT_ONCE
-            now = self.metric("process_cpu_seconds_total")
+            now = self.metric(v.PROCESS_CPU_SECONDS.name)
         return 1e6 * (now - before) / calls
 
     def close(self) -> None:

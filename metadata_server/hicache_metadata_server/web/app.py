@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.journal import Journal
+from hicache_metadata_server.protocol_history import AFTER
+from hicache_metadata_server.protocol_history import PATH as HISTORY
+from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Desk
-from hicache_metadata_server.web.front import Front
+from hicache_metadata_server.web.front import Front, content_types
 from hicache_metadata_server.web.metrics import Metrics
 from hicache_metadata_server.web.openapi import openapi
+from hicache_metadata_server.web.page.assets import HEADERS, PREFIX, read_assets
+from hicache_metadata_server.web.recorder import Recorder
 from hicache_metadata_server.web.security import Security
-from hicache_metadata_server.web.status_page import status_page
 from hicache_metadata_server.web.watch import Watch
 from hicache_storage.observability import tracing
 
@@ -50,6 +56,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.service, self.store, self.clock = service, store, clock
         self.metrics = Metrics(service, self.problem)
+        self.recorder = Recorder(service, self.metrics, clock)
         self.security = self.metrics.security = security
         self.desk = desk or Desk(service, clock)
         if desk is not None:
@@ -90,7 +97,14 @@ class Server:
             except Exception:  # noqa: BLE001 - the clock must go on, and the log must tell
                 _log.exception("tick_failed")
                 more = False
+            self._record()
             await asyncio.sleep(0.002 if more else TICK_SECONDS)
+
+    def _record(self) -> None:
+        try:
+            self.recorder.tick()
+        except Exception:  # noqa: BLE001 - as above
+            _log.exception("record_failed")
 
 
 def create_app(
@@ -111,14 +125,11 @@ def create_app(
 
     app.openapi = schema  # type: ignore[method-assign]  # fastapi's own way to bring a schema along
     _add_pages(app, server)
+    _add_page(app)
     return Front(app, server)
 
 
 def _add_pages(app: FastAPI, server: Server) -> None:
-    async def page() -> HTMLResponse:
-        await server.desk.look()
-        return HTMLResponse(status_page(server.service, server.problem()))
-
     async def healthz() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
@@ -133,11 +144,46 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         await server.desk.look()
         return PlainTextResponse(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
+    async def history(request: Request) -> Response:
+        _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
+        try:
+            told = server.recorder.told(_after(request.query_params.get(AFTER, "0")))
+        except RefusedError as refused:
+            return Response(p.encode(refused.problem, content_type), refused.status, media_type=content_type)
+        return Response(p.encode(told, content_type), media_type=content_type)
+
     async def unknown(request: Request, error: Exception) -> Response:
         problem = p.Problem(code="unknown_route", message=f"there is no {request.method} {request.url.path}")
         return Response(p.encode(problem), 404, media_type=p.JSON)
 
-    for path, answer in (("/", page), ("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+    for path, answer in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         app.add_api_route(path, answer, methods=["GET"], include_in_schema=False, response_model=None)
+    app.add_route(HISTORY, history, methods=["GET"])
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)
+
+
+def _add_page(app: FastAPI) -> None:
+    assets = read_assets()
+
+    async def page(request: Request) -> Response:
+        asset = assets.get(request.url.path)
+        if asset is None:
+            raise HTTPException(404)
+        headers = {**HEADERS, "ETag": asset.tag}
+        if asset.tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(asset.body, headers=headers, media_type=asset.content_type)
+
+    for path in ("/", PREFIX + "{name}"):
+        app.add_route(path, page, methods=["GET"])
+
+
+def _after(text: str) -> float:
+    try:
+        after = float(text)
+    except ValueError:
+        after = math.nan
+    if not math.isfinite(after):
+        raise invalid(f"seconds since 1970, not {text[:40]!r}", AFTER)
+    return after

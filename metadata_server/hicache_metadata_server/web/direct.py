@@ -90,7 +90,7 @@ class DirectProtocol(HttpToolsProtocol):
         front = self._front
         assert front is not None, "an exchange is with it"
         parts, exchange.begin = exchange.parts, perf_counter()
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        body = exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
         started = front.start(exchange.asked, body)
         if isinstance(started, Request):
             task = self.loop.create_task(self._answer_in_turns(front, exchange, started))
@@ -112,7 +112,7 @@ class DirectProtocol(HttpToolsProtocol):
         self._tell(front, exchange, said if error is None else front.unwritten(exchange.asked, error))
 
     def _tell(self, front: Front, exchange: _Exchange, said: Said) -> None:
-        front.count(exchange.asked, said, exchange.begin, self.client)
+        front.count(exchange.asked, said, exchange.begin, self.client, exchange.body)
         exchange.response_complete = True
         # The client may have gone away meanwhile.
         if exchange.disconnected or self.transport.is_closing():
@@ -131,11 +131,12 @@ class DirectProtocol(HttpToolsProtocol):
 class _Exchange:
     """A request that goes the short way, with what uvicorn asks of any: whether it is answered, and whether the connection stays."""
 
-    __slots__ = ("asked", "begin", "disconnected", "keep_alive", "message_event", "parts", "response_complete")
+    __slots__ = ("asked", "begin", "body", "disconnected", "keep_alive", "message_event", "parts", "response_complete")
 
     def __init__(self, asked: Asked, keep_alive: bool) -> None:
         self.asked, self.keep_alive = asked, keep_alive
         self.parts: list[bytes] = []
+        self.body = b""
         self.begin = 0.0
         self.disconnected = self.response_complete = False
         self.message_event = _NOBODY_WAITS

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol_history import PATH as PATH_OF_HISTORY
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.audit import Entry, about, peer_of
 from hicache_metadata_server.web.desk import Endpoint, Request, Said, Started, refusal
+from hicache_metadata_server.web.page.assets import is_page
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
-PAGES: Final = ("/", "/openapi.json", "/docs", "/metrics")
-"""The other paths that are not the protocol's; they take a read token."""
+PAGES: Final = ("/openapi.json", "/docs", "/metrics", PATH_OF_HISTORY)
+"""The other paths that are not every server's; they take a read token."""
 OPEN_PAGES: Final = ("/openapi.json", "/docs")
 """Pages that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
+LOOKS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)
 OTHER: Final = "other"
@@ -65,19 +68,20 @@ class Front:
         self._app, self.server = app, server
         self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
         self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
+        self._recorder, self._slowest = server.recorder, server.recorder.slowest
         self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http" or scope["path"] in HEALTH:
+        if scope["type"] != "http" or scope["path"] in HEALTH or (is_page(scope["path"]) and scope["method"] in LOOKS):
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
         request_id = adopt(headers.get(REQUEST_ID))
         headers[REQUEST_ID] = request_id.encode()
-        begin, asked, path = time.perf_counter(), None, scope["path"]
+        begin, asked, path, body = time.perf_counter(), None, scope["path"], b""
         try:
-            if path in PAGES and scope["method"] in ("GET", "HEAD"):
+            if path in PAGES and scope["method"] in LOOKS:
                 self._see_page(path, headers)
                 await self._app(scope, receive, send)
                 return
@@ -86,13 +90,13 @@ class Front:
             begin = time.perf_counter()
             said = await self._answer(asked, body)
         except RefusedError as refused:
-            said = refusal(refused, _content_type(path, headers)[1])
+            said = refusal(refused, content_types(path, headers)[1])
             if asked is None and said.status in UNAUTHORIZED:
                 caller = self._tokens.whose(headers.get(b"authorization", b""))
                 self._audit.refused(self._route(path), said.status, refused.problem.code, caller, peer_of(scope["client"]))
         except _GoneError:
             return
-        self.count(asked, said, begin, scope["client"])
+        self.count(asked, said, begin, scope["client"], body)
         await _send(send, said, request_id)
 
     def _route(self, path: str) -> str:
@@ -126,7 +130,7 @@ class Front:
         if endpoint.method != method:
             raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
         self._rates.admit(caller, endpoint.name)
-        content_type, answer_type = _content_type(path, headers)
+        content_type, answer_type = content_types(path, headers)
         once = headers.get(b"idempotency-key", b"").decode("latin-1")
         watched = self._watch.begin(method, endpoint.name, request_id, headers) if self._watch is not None else None
         entry = Entry() if endpoint.audited else None
@@ -165,12 +169,14 @@ class Front:
         """The answer where they could not be."""
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
-    def count(self, asked: Asked | None, said: Said, begin: float, client: Sequence[Any] | None) -> None:
-        """See to the metrics, to the audit log, and to what is to be seen of a single request."""
+    def count(self, asked: Asked | None, said: Said, begin: float, client: Sequence[Any] | None, body: bytes | bytearray) -> None:
+        """See to the metrics, to the slowest calls, to the audit log, and to what is to be seen of a single request."""
         if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
             self._write_down(asked, said, peer_of(client))
         seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else OTHER
         self._metrics.answered(route, said.status, seconds)
+        if asked is not None and seconds > self._slowest.floor:
+            self._recorder.add(asked, said.status, seconds, bytes(body))
         if asked is not None and asked.watched is not None and self._watch is not None:
             self._watch.end(asked.watched, route, said.status, seconds)
 
@@ -240,7 +246,7 @@ def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _content_type(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
+def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     """How a body is written, and how its answer will be."""
     said = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
     if not path.startswith("/v2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
 from hicache_metadata_server.protocol import SlotState
+from hicache_metadata_server.web.history import Answered
 from hicache_storage.observability import vocabulary as v
 from hicache_storage.observability.families import add_latency, histogram, scalar, scalars
 
@@ -111,6 +113,19 @@ class Metrics:
                 return v.OTHER_SCOPES
             self._scopes.add(status.scope)
         return status.scope
+
+    def so_far(self) -> Answered:
+        """All requests, whatever their route."""
+        by_status, by_bound = Counts[str](), Counts[float]()
+        for sample in (
+            sample for family in self._requests.collect() for sample in family.samples if sample.name.endswith("_total")
+        ):
+            by_status[sample.labels["status"]] += int(sample.value)
+        for sample in (sample for family in self._seconds.collect() for sample in family.samples if "le" in sample.labels):
+            by_bound[float(sample.labels["le"])] += int(sample.value)
+        refused, failed = (sum(count for status, count in by_status.items() if status[0] == first) for first in "45")
+        bounds = sorted(by_bound)
+        return Answered(by_status.total(), refused, failed, tuple(bounds), tuple(by_bound[bound] for bound in bounds))
 
 
 class _State:

@@ -7,6 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol_history import AFTER
+from hicache_metadata_server.protocol_history import PATH as HISTORY
+from hicache_metadata_server.protocol_history import ROUTE as HISTORY_ROUTE
 
 TEMPLATE: Final = "#/components/schemas/{name}"
 REFUSALS: Final = {
@@ -24,21 +27,24 @@ REFUSALS: Final = {
 _SUMMARIES: Final = {
     "/v2": "Protocol, server, instance, durability, limits",
     "/v2/scopes": "Every scope, its geometry, its slots by state",
+    HISTORY: "What the server did over time, and its slowest calls; not every server has it",
 }
 
 
 def openapi(version: str) -> dict[str, Any]:
     """The whole document."""
     kinds: set[Any] = {p.Problem}
-    for route in p.ROUTES.values():
+    routes = {**p.ROUTES, HISTORY: HISTORY_ROUTE}
+    for route in routes.values():
         kinds |= {kind for kind in (route.request, route.answer) if kind is not None}
     kinds |= {kind for kind, _ in p.COMPATIBLE_ROUTES.values()}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=TEMPLATE)
     by_kind = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for path, route in p.ROUTES.items():
+    for path, route in routes.items():
         paths[path] = {route.method.lower(): _native(path, route, by_kind)}
+    paths[HISTORY]["get"]["parameters"] = [{"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}]
     for operation, (kind, token) in p.COMPATIBLE_ROUTES.items():
         paths[f"/{{rank}}/{operation}"] = {"post": _compatible(kind, token, by_kind)}
     return {

@@ -1,0 +1,285 @@
+"""What a server tells about its past: samples of its counters, and its slowest calls."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol_history import History, SlowCall
+from hicache_metadata_server.service.totals import Totals
+from hicache_metadata_server.web.history import MINUTES, SECONDS, Answered, Rings, quantile
+from hicache_metadata_server.web.slowest import KEPT, Slowest, named
+from hicache_metadata_server.web.tokens import Tokens
+from tests.metadata_server.http_calls import run, running
+
+SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
+BOUNDS = (0.001, 0.01, math.inf)
+
+
+def answered(requests, refused=0, failed=0, by_bucket=None):
+    return Answered(requests, refused, failed, BOUNDS, by_bucket or (requests, requests, requests))
+
+
+class Looked:
+    """Rings that looked at counters, each look as `(time, requests)`."""
+
+    def __init__(self, *looks):
+        self.rings = Rings()
+        for time, requests in looks:
+            assert self.rings.is_due(time)
+            self.rings.see(time, answered(requests), Totals(live=requests))
+
+
+def test_a_sample_counts_what_came_between_two_looks():
+    rings = Rings()
+    rings.see(100.0, answered(10, 1, 1, (6, 9, 10)), Totals(live=5, free=3, hits=100, misses=50, evicted=7))
+    rings.see(101.5, answered(30, 4, 2, (6, 29, 30)), Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9))
+    told = rings.seconds.series(0.0)
+    assert (told.times, told.spans) == ([101.5], [1.5])
+    assert (told.requests, told.refused, told.failed) == ([20], [3], [1])
+    assert (told.hits, told.misses, told.evicted) == ([30], [10], [2])
+    assert (told.live, told.leased, told.quarantined, told.free) == ([6], [1], [1], [0])
+    # All 20 lie between 1 and 10 ms.
+    assert told.median_seconds == [pytest.approx(0.0055)]
+    assert told.p99_seconds == [pytest.approx(0.00991)]
+
+
+def test_seconds_begin_on_whole_ones_however_late_the_looks_are():
+    looked = Looked((10.04, 0), (11.09, 1), (12.0, 3), (13.07, 6), (16.5, 10))
+    told = looked.rings.seconds.series(0.0)
+    assert told.requests == [1, 2, 3, 4]
+    assert told.times == [11.09, 12.0, 13.07, 16.5]
+    assert not looked.rings.is_due(16.99)
+    assert looked.rings.is_due(17.0)
+
+
+def test_a_quiet_second_has_no_times_to_answer():
+    told = Looked((1.0, 5), (2.0, 5)).rings.seconds.series(0.0)
+    assert (told.requests, told.median_seconds, told.p99_seconds) == ([0], [None], [None])
+
+
+def test_the_first_answers_fill_buckets_that_were_not_there():
+    rings = Rings()
+    rings.see(1.0, Answered(0, 0, 0, (), ()), Totals())
+    rings.see(2.0, answered(4), Totals())
+    assert rings.seconds.series(0.0).median_seconds == [0.0005]
+
+
+def test_rings_keep_ten_minutes_and_a_day():
+    looked = Looked(*((float(second), second) for second in range(60 * (MINUTES + 3))))
+    seconds, minutes = (ring.series(0.0) for ring in (looked.rings.seconds, looked.rings.minutes))
+    last = float(60 * (MINUTES + 3) - 1)
+    assert len(seconds.times) == SECONDS
+    assert seconds.times[-1] == last
+    assert set(seconds.requests) == {1}
+    assert len(minutes.times) == MINUTES
+    assert set(minutes.requests) == {60}
+    assert minutes.times[-1] == 60.0 * (MINUTES + 2)
+    assert looked.rings.seconds.series(last - 1).times == [last]
+    assert looked.rings.minutes.series(last).times == []
+
+
+@given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
+def test_a_quantile_lies_in_the_bucket_of_the_exact_one(values, share):
+    bounds = (0.001, 0.01, 0.1, 1.0, 5.0, math.inf)
+    found = quantile(share, bounds, [sum(value <= bound for value in values) for bound in bounds])
+    exact = sorted(values)[math.ceil(share * len(values)) - 1]
+    end = next(bound for bound in bounds if exact <= bound)
+    begin = max((bound for bound in (0.0, *bounds) if bound < end), default=0.0)
+    # What is beyond the last bound is told as that bound.
+    assert begin <= found <= (end if end < math.inf else begin) + 1e-9
+
+
+def call(seconds, time=0.0, route="/v2"):
+    return SlowCall(time=time, route=route, status=200, seconds=seconds, entries=0, scopes=0)
+
+
+def offer(slowest, seconds, time):
+    """As a front does it: what is not slower than the floor is not shown."""
+    if seconds > slowest.floor:
+        slowest.add(call(seconds, time))
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50)), max_size=400))
+def test_the_slowest_of_the_last_hour_are_those_of_all_calls(calls):
+    slowest, now = Slowest(), 0.0
+    made = []
+    for minutes, milliseconds in calls:
+        now += minutes if minutes > 60 else minutes / 10
+        slowest.turn(60 * now)
+        offer(slowest, milliseconds / 1000, 60 * now)
+        made.append((milliseconds / 1000, 60 * now))
+    told = slowest.told(60 * now)
+    # An hour back to the beginning of its minute at most.
+    recent = sorted((seconds for seconds, time in made if time > 60 * now - 3600), reverse=True)
+    assert [found.seconds for found in told] == recent[:KEPT]
+    assert all(60 * now - 3600 < found.time <= 60 * now for found in told)
+
+
+def test_no_more_is_kept_than_the_slowest_of_each_minute():
+    slowest = Slowest()
+    for minute in range(100):
+        slowest.turn(60.0 * minute)
+        for number in range(3 * KEPT):
+            offer(slowest, 0.001 * number, 60.0 * minute)
+    assert slowest.floor == pytest.approx(0.001 * 2 * KEPT)
+    assert len(slowest._heap) + sum(map(len, slowest._earlier)) <= 61 * KEPT
+
+
+@pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
+def test_what_a_request_names(content_type):
+    two = [p.LookupScope(scope="0:kv", keys=["a", "b"]), p.LookupScope(scope="0:mamba", keys=["c"])]
+    lease = p.LeaseScope(scope="1:kv", leases=[1, 2])
+    for request, expected in (
+        (p.Lookup(scopes=two), (3, 2, "0:kv")),
+        (p.Renew(scopes=[lease]), (2, 1, "1:kv")),
+        (p.Clear(scopes=["0:kv", "1:kv"]), (0, 2, "0:kv")),
+        (p.Inspect(scope="0:kv", keys=["a"], slots=[1, 2]), (3, 1, "0:kv")),
+        (p.Unpin(pins=[4, 5]), (2, 0, "")),
+        (p.CompatibleKeys(keys=["a", "b"]), (2, 0, "")),
+        (p.CompatibleReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
+        (p.CompatibleConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]), (3, 0, "")),
+    ):
+        assert named(p.encode(request, content_type), content_type) == expected, request
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}'])
+def test_a_body_that_cannot_be_read_names_nothing(body):
+    assert named(body, p.JSON) == named(body, p.MSGPACK) == (0, 0, "")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+async def told(caller, query="", **options):
+    reply = await caller.send("GET", "/v2/history", query=query, **options)
+    assert reply.status == 200
+    kind = options.get("content_type", p.JSON)
+    assert reply.headers["content-type"] == kind
+    return p.decode(reply.body, History, kind)
+
+
+def test_the_server_tells_its_past():
+    async def scenario():
+        clock = Clock()
+        async with running(clock=clock) as caller:
+            recorder = caller.app.server.recorder
+            recorder.tick()
+            await caller.post("/v2/initialize", SCOPE)
+            await caller.store("0:kv", ["a", "b"])
+            await caller.post(
+                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]}, headers={"X-Request-Id": "e\x007 <i>"}
+            )
+            await caller.post("/v2/lookup", {"scopes": []}, content_type="text/plain")
+            clock.now += 1
+            recorder.tick()
+            clock.now += 0.5
+            about = (await caller.send("GET", "/v2")).json
+            found = await told(caller)
+            assert (found.instance, found.started, found.now) == (about["instance"], 1_000_000.0, 1_000_001.5)
+            seconds = found.seconds
+            assert (seconds.times, seconds.requests, seconds.refused, seconds.failed) == ([1_000_001.0], [5], [1], [0])
+            assert (seconds.hits, seconds.misses, seconds.live, seconds.free) == ([2], [1], [2], [6])
+            assert 0 < seconds.median_seconds[0] <= seconds.p99_seconds[0]
+            assert found.minutes.times == []
+            assert (await told(caller, "after=1000001")).seconds.times == []
+            assert (await told(caller, content_type=p.MSGPACK)).seconds == seconds
+            slow = {call.route: call for call in found.slowest if call.status == 200}
+            assert set(slow) == {"/v2/initialize", "/v2/reserve", "/v2/commit", "/v2/lookup", "/v2"}
+            asked = slow["/v2/lookup"]
+            assert (asked.entries, asked.scopes, asked.scope, asked.request_id, asked.status) == (3, 1, "0:kv", "e_7__i_", 200)
+            assert slow["/v2/commit"].entries == 2
+            assert sorted(found.slowest, key=lambda call: -call.seconds) == found.slowest
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("query", ["after=x", "after=nan", "after=inf"])
+def test_a_time_that_is_none_is_refused(query):
+    async def scenario():
+        async with running() as caller:
+            reply = await caller.send("GET", "/v2/history", query=query)
+            assert (reply.status, reply.json["code"], reply.json["field"]) == (422, "invalid", "after")
+
+    run(scenario())
+
+
+def test_the_clock_ticks_while_the_server_runs():
+    async def scenario():
+        import asyncio
+
+        async with running() as caller:
+            while not (await told(caller)).seconds.times:
+                await asyncio.sleep(0.05)
+
+    run(scenario())
+
+
+def test_history_is_described():
+    async def scenario():
+        async with running() as caller:
+            described = (await caller.send("GET", "/openapi.json")).json
+            get = described["paths"]["/v2/history"]["get"]
+            assert get["responses"]["200"]["content"][p.JSON]["schema"] == {"$ref": "#/components/schemas/History"}
+            assert [parameter["name"] for parameter in get["parameters"]] == ["after"]
+            assert {"Series", "SlowCall"} <= set(described["components"]["schemas"])
+
+    run(scenario())
+
+
+def test_the_page_is_for_everybody_and_holds_nothing():
+    """The same bytes with tokens and without, before and after there is data."""
+
+    async def scenario():
+        pages = []
+        for tokens in (None, Tokens({"r": p.Token.READ})):
+            async with running(tokens=tokens) as caller:
+                for _ in range(2):
+                    pages.append(
+                        [await caller.send("GET", path) for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg")]
+                    )
+                    await caller.post("/v2/initialize", SCOPE)
+        assert pages.count(pages[0]) == 4
+        for reply in pages[0]:
+            assert reply.status == 200
+            policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
+            assert policy["default-src"] == "'none'"
+            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+            assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == ("nosniff", "no-referrer")
+        kinds = [reply.headers["content-type"].partition(";")[0] for reply in pages[0]]
+        assert kinds == ["text/html", "text/javascript", "text/css", "image/svg+xml"]
+
+    run(scenario())
+
+
+def test_the_page_is_sent_once():
+    async def scenario():
+        async with running() as caller:
+            tag = (await caller.send("GET", "/")).headers["etag"]
+            again = await caller.send("GET", "/", headers={"If-None-Match": tag})
+            assert (again.status, again.body) == (304, b"")
+            for path in ("/page/", "/page/index.html", "/page/../app.py", "/page/__init__.py", "/page/main.js/x"):
+                reply = await caller.send("GET", path)
+                assert (reply.status, reply.json["code"]) == (404, "unknown_route"), path
+
+    run(scenario())
+
+
+def test_messages_survive_both_forms():
+    empty = Rings().seconds.series(0.0)
+    history = History(
+        instance="i", started=1.0, now=2.0, seconds=empty, minutes=empty, slowest=[call(0.5)], slowest_seconds=3600.0
+    )
+    for form in (p.JSON, p.MSGPACK):
+        assert p.decode(p.encode(history, form), History, form) == history
+    assert msgspec.json.decode(p.encode(history))["seconds"]["p99_seconds"] == []
