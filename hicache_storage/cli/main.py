@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import typer
 
 COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
@@ -13,26 +16,37 @@ COMMAND_GROUP: Final = "hicache_storage.commands"
 def main() -> None:
     """Run the command line."""
     try:
-        import typer
-    except ImportError:
-        sys.exit("the command line needs two more packages: pip install 'hicache-storage[cli]'")
+        commands = app()
+    except ImportError as error:
+        sys.exit(f"the command line needs more packages: pip install 'hicache-storage[cli]' ({error})")
+    commands()
+
+
+def app() -> typer.Typer:
+    """All commands; a package whose commands are broken is named on standard error, and the others are there.
+
+    Raises:
+        ImportError: the packages of the extra `cli` are not installed.
+    """
+    import typer
+
     from hicache_storage.cli.bench import bench
     from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
     from hicache_storage.cli.new import new
 
-    app = typer.Typer(
+    commands = typer.Typer(
         name="hicache", help="Drivers and tools for KV caches outside the GPU.", no_args_is_help=True, add_completion=False
     )
-    app.callback()(_hicache)
+    commands.callback()(_hicache)
     for command in (drivers, new, doctor, bench):
-        app.command()(command)
+        commands.command()(command)
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
-            app.add_typer(point.load(), name=point.name)
+            commands.add_typer(point.load(), name=point.name)
         except Exception as error:  # noqa: BLE001 - a broken command of one package must not take the others away
             print(f"hicache: command {point.name!r} of {point.value} is broken: {error}", file=sys.stderr)
-    app()
+    return commands
 
 
 def _hicache() -> None:
