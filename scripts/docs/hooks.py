@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +22,7 @@ ROOT: Final = Path(__file__).parents[2]
 COMMAND_LINE: Final = "command-line.md"
 # MkDocs counts what loggers below its own name warn of, and `--strict` fails on it.
 _log: Final = logging.getLogger("mkdocs.hooks.docs")
-_LINK: Final = re.compile(r"(?<=\]\()\.\./(?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?(?=\))")
+_LINK: Final = re.compile(r"(?<=\]\()(?P<path>\.\./[\w./-]+)(?=\))")
 _DRAWING: Final = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\w-]+\.svg)\)$", re.MULTILINE)
 
 
@@ -39,8 +40,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from the code, and one for each source that a page links to."""
     for name, text in {COMMAND_LINE: command_line(), **api_pages()}.items():
         files.append(File.generated(config, name, content=text))
-    linked = {match["path"] for file in files.documentation_pages() for match in _LINK.finditer(file.content_string)}
-    for path in sorted(linked):
+    pages = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
+    linked = {_source(page, match["path"]) for page, text in pages for match in _LINK.finditer(text)}
+    for path in sorted(filter(None, linked)):
         if (ROOT / path).exists():
             files.append(File.generated(config, source_path(path), content=source_page(ROOT, path)))
     return files
@@ -51,15 +53,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     up = "../" * page.file.src_uri.count("/")
 
     def link(match: re.Match[str]) -> str:
-        if not (ROOT / match["path"]).exists():
-            _log.warning("%s links to %s, which is not there", page.file.src_uri, match["path"])
-        return up + source_path(match["path"])
+        source = _source(page.file.src_uri, match["path"])
+        return up + source_path(source) if source else match["path"]
 
     def drawing(match: re.Match[str]) -> str:
         svg = (Path(page.file.abs_src_path or "").parent / match["path"]).read_text("utf-8")
         return f'<figure class="drawing" markdown="0">{svg.strip()}<figcaption>{match["alt"]}</figcaption></figure>'
 
     return _DRAWING.sub(drawing, _LINK.sub(link, markdown))
+
+
+def _source(page: str, link: str) -> str:
+    """The path in the repository that a page links to; empty if it is a page, too."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return "" if path.startswith("docs/") else path
 
 
 def _existing(nav: Any, folder: Path, made: set[str], missing: list[str]) -> Any:

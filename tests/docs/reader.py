@@ -243,7 +243,7 @@ def _parse(block: Block) -> None:
 
 
 def _is_background(command: str) -> bool:
-    return bool(re.search(r"(?<!&)&\s*(?:#.*)?$", command))
+    return bool(re.search(r"(?<!&)&(?: echo \$! > \S+)?\s*(?:#.*)?$", command))
 
 
 def _alive(group: int) -> bool:
