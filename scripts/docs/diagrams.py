@@ -25,7 +25,7 @@ def tiers() -> Drawing:
     for x, width, title, line in (
         (10, 150, "engine", "SGLang, or your own"),
         (180, 150, "bridge", "calls of that engine"),
-        (350, 170, "layers", "deadline, breaker, metrics"),
+        (350, 170, "layers", "deadline, breaker, stats"),
         (540, 150, "ObjectStorage", "contract, envelopes"),
         (710, 140, "driver", "file, hf3fs, mooncake"),
     ):
@@ -66,9 +66,9 @@ def identity() -> Drawing:
     d = Drawing(860, 300, "From identity, pool, geometry and key to the name and the bytes of an object")
     d.box(10, 20, 250, 116, "identity", "model, revision, KV dtype, layout,", "page size, layers, TP, PP and CP", "rank and size, tenant, salt")
     d.box(10, 150, 120, 70, "pool", "kv, mamba, ...")
-    d.box(140, 150, 120, 70, "geometry", "component lengths")
-    d.box(10, 234, 250, 56, "key", "chained: stands for all tokens before it")
-    d.box(330, 70, 210, 84, "namespace", "a fingerprint of 16 bytes", "equal only if bytes mean the same", kind="k")
+    d.box(140, 150, 120, 70, "geometry", "page's lengths")
+    d.box(10, 234, 250, 56, "key", "chained over the tokens before")
+    d.box(330, 70, 210, 84, "namespace", "a fingerprint of 16 bytes", "equal: bytes mean the same", kind="k")
     d.arrow((260, 90), (330, 100))
     d.arrow((260, 176), (330, 136))
     d.box(330, 220, 210, 70, "object name", "namespace and digest of the key")

@@ -23,6 +23,9 @@ COMMAND_LINE: Final = "command-line.md"
 # MkDocs counts what loggers below its own name warn of, and `--strict` fails on it.
 _log: Final = logging.getLogger("mkdocs.hooks.docs")
 _LINK: Final = re.compile(r"(?<=\]\()(?P<path>\.\./[\w./-]+)(?=\))")
+# A link whose text is the file's name, as it is read outside of the site; on it the page's title stands there.
+_NAMED: Final = re.compile(r"\[[\w-]+\.md\]\((?P<path>[\w./-]+\.md)")
+_TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
 _DRAWING: Final = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\w-]+\.svg)\)$", re.MULTILINE)
 
 
@@ -60,7 +63,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         svg = (Path(page.file.abs_src_path or "").parent / match["path"]).read_text("utf-8")
         return f'<figure class="drawing" markdown="0">{svg.strip()}<figcaption>{match["alt"]}</figcaption></figure>'
 
-    return _DRAWING.sub(drawing, _LINK.sub(link, markdown))
+    def titled(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match["path"])))
+        title = _TITLE.search(target.content_string) if target else None
+        return f"[{title[1]}]({match['path']}" if title else match[0]
+
+    return _DRAWING.sub(drawing, _LINK.sub(link, _NAMED.sub(titled, markdown)))
 
 
 def _source(page: str, link: str) -> str:

@@ -168,13 +168,10 @@ def _default(value: object) -> str:
 
 
 def _table(options: Iterable[Option]) -> str:
-    options = list(options)
-    with_variables = any(option.variables for option in options)
-    head = ["option", "value", "default", *(["variable"] if with_variables else []), "meaning"]
-    rows = [head, ["---"] * len(head)]
+    rows = [["option", "value", "default", "meaning"], ["---"] * 4]
     for option in options:
-        variables = [", ".join(f"`{name}`" for name in option.variables)] if with_variables else []
-        rows.append([f"`{option.name}`", option.type, option.default, *variables, option.meaning.replace("|", "\\|")])
+        names = "<br>".join(f"`{name}`" for name in (option.name, *(f"${variable}" for variable in option.variables)))
+        rows.append([names, option.type, option.default, option.meaning.replace("|", "\\|")])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
