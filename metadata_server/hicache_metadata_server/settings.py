@@ -18,9 +18,7 @@ Positive = Annotated[float, Field(gt=0)]
 class ServerSettings(BaseSettings):
     """A server. Tokens come from a file or from the environment, never from the command line, which everybody on the machine sees."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="HICACHE_METADATA_", extra="ignore", frozen=True, use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix="HICACHE_METADATA_", extra="ignore", frozen=True, use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
     """Address to listen at; `0.0.0.0` for all."""

@@ -18,7 +18,9 @@ INTRODUCTION: Final = """# Command line
 `hicache` has the SDK's own commands and those of every installed package that brings some (entry points
 `hicache_storage.commands`). This page is made from the commands; `--help` says the same for the version that is installed.
 """
-_DEFAULT: Final = re.compile(r"\s*\[(?:env var: (?P<variable>\w+))?(?:; )?(?:default: (?P<default>.*?))?(?:; )?(?P<more>required|x[<>]=?\S*|\S+<=?x\S*)?\]$")
+_DEFAULT: Final = re.compile(
+    r"\s*\[(?:env var: (?P<variable>\w+))?(?:; )?(?:default: (?P<default>.*?))?(?:; )?(?P<more>required|x[<>]=?\S*|\S+<=?x\S*)?\]$"
+)
 
 
 def command_line() -> str:
@@ -46,7 +48,9 @@ def _row(parameter: TyperOption | TyperArgument, context: typer.Context) -> str:
     names, said = parameter.get_help_record(context) or (parameter.name or "", "")
     found = _DEFAULT.search(said)
     meaning = said[: found.start()] if found else said
-    default = f"`{found['default']}`" if found and found["default"] else found["more"] if found and found["more"] == "required" else ""
+    default = (
+        f"`{found['default']}`" if found and found["default"] else found["more"] if found and found["more"] == "required" else ""
+    )
     if found and found["variable"]:
         meaning += f" Also `${found['variable']}`."
     names = names.replace("|", "\\|")

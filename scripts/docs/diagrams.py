@@ -18,7 +18,17 @@ def tiers() -> Drawing:
     d = Drawing(860, 300, "Device, host and store, and what lies between them")
     d.box(10, 20, 180, 120, "L1: device", "pages in GPU memory", "one process, one rank", "some GB")
     d.box(270, 20, 180, 120, "L2: host", "pages in pinned memory", "one process, one rank", "tens to hundreds of GB")
-    d.box(530, 20, 320, 120, "L3: store", "objects: pages with an envelope", "shared between processes and nodes", "as large as its disks or memory", kind="k")
+    d.box(
+        530,
+        20,
+        320,
+        120,
+        "L3: store",
+        "objects: pages with an envelope",
+        "shared between processes and nodes",
+        "as large as its disks or memory",
+        kind="k",
+    )
     d.arrow((190, 70), (270, 70), label="streams", both=True)
     d.arrow((450, 70), (530, 70), label="this SDK", both=True)
     d.text(10, 182, "Inside the arrow on the right, from the engine to the store:", "h")
@@ -64,7 +74,16 @@ def hits() -> Drawing:
 def identity() -> Drawing:
     """What is hashed into the name of an object, and what an object is."""
     d = Drawing(860, 300, "From identity, pool, geometry and key to the name and the bytes of an object")
-    d.box(10, 20, 250, 116, "identity", "model, revision, KV dtype, layout,", "page size, layers, TP, PP and CP", "rank and size, tenant, salt")
+    d.box(
+        10,
+        20,
+        250,
+        116,
+        "identity",
+        "model, revision, KV dtype, layout,",
+        "page size, layers, TP, PP and CP",
+        "rank and size, tenant, salt",
+    )
     d.box(10, 150, 120, 70, "pool", "kv, mamba, ...")
     d.box(140, 150, 120, 70, "geometry", "page's lengths")
     d.box(10, 234, 250, 56, "key", "chained over the tokens before")
@@ -150,7 +169,15 @@ def hybrid() -> Drawing:
             d.cell(x, y, 156, 38, line, kind="k" if pool == "mamba" else "b")
         d.arrow((368, y + 19), (442, y + 19), both=True)
         d.arrow((598, y + 19), (672, y + 19), both=True)
-    d.box(200, 226, 640, 70, "one span, one decision", "the radix cache chooses the prefix; the controller moves all pools of it together", "and agrees with the other ranks where it ends")
+    d.box(
+        200,
+        226,
+        640,
+        70,
+        "one span, one decision",
+        "the radix cache chooses the prefix; the controller moves all pools of it together",
+        "and agrees with the other ranks where it ends",
+    )
     d.arrow((405, 226), (405, 204))
     d.arrow((635, 226), (635, 204))
     return d

@@ -21,10 +21,8 @@ class Drawing:
     """A drawing of a width and height in pixels, with a title for those who cannot see it."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
-        self._parts = [
-            f'<svg class="d" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style>"
-        ]
+        opening = f'<svg class="d" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+        self._parts = [f"{opening}<title>{escape(title)}</title><style>{STYLE}</style>"]
 
     def box(self, x: int, y: int, width: int, height: int, title: str, *lines: str, kind: str = "b") -> None:
         """A box with a heading and lines below it. Kinds: `b` plain, `k` what the drawing is about, `o` an outline around others."""

@@ -66,7 +66,7 @@ def read(page: Path) -> Document:
 def _wrong(site: Path, page: Path, address: str) -> str:
     parts = urlsplit(address)
     if parts.scheme or parts.netloc:
-        known = parts.scheme in ("http", "https") and "." in parts.netloc or parts.scheme in ("mailto", "data", "javascript")
+        known = (parts.scheme in ("http", "https") and "." in parts.netloc) or parts.scheme in ("mailto", "data", "javascript")
         return "" if known else "no address"
     place = page if not parts.path else _place(site, page, unquote(parts.path))
     if not place.is_file():

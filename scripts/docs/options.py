@@ -100,7 +100,9 @@ def _field(field: inspect.Field, variables: tuple[str, ...]) -> Option:
         default = _default(field.default_factory())
     else:
         default = _default(field.default)
-    return Option(field.encode_name, _struct_type(field.encode_name, field.type), default, variables, str(schema.get("description", "")))
+    return Option(
+        field.encode_name, _struct_type(field.encode_name, field.type), default, variables, str(schema.get("description", ""))
+    )
 
 
 def _struct_type(name: str, kind: inspect.Type) -> str:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-LANGUAGES: Final = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".json": "json", ".service": "ini"}
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LANGUAGES: Final = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".sh": "bash",
+    ".json": "json",
+    ".service": "ini",
+}
 SKIPPED: Final = ("__pycache__", ".egg-info", "build", ".pytest_cache")
 
 

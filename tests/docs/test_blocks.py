@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from blocks import Block, blocks, printed, steps
 from reader import PageError, Reader
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE = """# A page
 

@@ -18,7 +18,9 @@ import links
 import options
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if "<!-- options of" in page.read_text("utf-8")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if "<!-- options of" in page.read_text("utf-8")], ids=lambda page: page.stem
+)
 def test_tables_of_options_are_those_of_the_models(page: Path) -> None:
     text = page.read_text("utf-8")
     assert options.filled(text) == text, "run: .venv/bin/python scripts/docs/options.py"
