@@ -6,12 +6,10 @@ import re
 from typing import TYPE_CHECKING, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from typer.core import TyperArgument, TyperCommand, TyperOption
 
 INTRODUCTION: Final = """# Command line
 
@@ -30,7 +28,8 @@ def command_line() -> str:
     return "\n".join([INTRODUCTION, *_commands(typer.main.get_command(app()), "hicache")])
 
 
-def _commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[str]:
+def _commands(command: object, name: str) -> Iterator[str]:
+    assert isinstance(command, TyperCommand | TyperGroup)
     if name.count(" "):
         yield f"{'##' if name.count(' ') == 1 else '###'} `{name}`\n\n{(command.help or '').strip()}\n"
     if isinstance(command, TyperGroup):
@@ -44,7 +43,8 @@ def _commands(command: TyperCommand | TyperGroup, name: str) -> Iterator[str]:
         yield "\n".join(["| | default | |", "|---|---|---|", *rows, ""])
 
 
-def _row(parameter: TyperOption | TyperArgument, context: typer.Context) -> str:
+def _row(parameter: object, context: typer.Context) -> str:
+    assert isinstance(parameter, TyperOption | TyperArgument)
     names, said = parameter.get_help_record(context) or (parameter.name or "", "")
     found = _DEFAULT.search(said)
     meaning = said[: found.start()] if found else said

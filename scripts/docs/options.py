@@ -113,7 +113,12 @@ def _struct_type(name: str, kind: inspect.Type) -> str:
         return "size"
     if isinstance(members[0], inspect.LiteralType):
         return ", ".join(f"`{value}`" for value in members[0].values)
-    words = {inspect.BoolType: "yes or no", inspect.StrType: "text", inspect.DictType: "object", inspect.ListType: "list"}
+    words: dict[type, str] = {
+        inspect.BoolType: "yes or no",
+        inspect.StrType: "text",
+        inspect.DictType: "object",
+        inspect.ListType: "list",
+    }
     if any(isinstance(member, inspect.CollectionType) for member in members):
         return "text or list" if any(isinstance(member, inspect.StrType) for member in members) else "list"
     if type(members[0]) in words:
