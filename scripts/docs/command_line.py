@@ -53,9 +53,11 @@ def _row(parameter: object, context: typer.Context) -> str:
     )
     if found and found["variable"]:
         meaning += f" Also `${found['variable']}`."
-    names = names.replace("|", "\\|")
     return f"| `{names}` | {default} | {_cell(meaning)} |"
 
 
 def _cell(text: str) -> str:
-    return text.strip().replace("|", "\\|").replace("{", "&#123;").replace("<", "&lt;")
+    """A text in a cell: what Markdown would take for its own is escaped, but in code, where it takes nothing."""
+    parts = text.strip().split("`")
+    parts[::2] = [part.replace("|", "\\|").replace("{", "&#123;").replace("<", "&lt;") for part in parts[::2]]
+    return "`".join(parts)
