@@ -33,6 +33,7 @@ docs: $(VENV)/.installed
 	$(PYTHON) -m pytest -m docs -n 2 --dist load tests/docs
 
 # The quick start of each path, in a virtual environment that has nothing but torch, from this checkout's wheel and pip's index.
+# Twelve minutes were measured on two busy cores, most of it pip; each environment has a torch of its own.
 quickstarts: $(VENV)/.installed
 	rm -rf out/quickstarts
 	$(PYTHON) -m pip wheel -q --no-deps -w out/quickstarts .
