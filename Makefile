@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance audit alerts dist interop matrix metrics benchmark soak fuzz races screenshots servers clean
+.PHONY: demo test lint types unit conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -20,10 +20,24 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz" -n 2 --dist loadfile --durations 20
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs" -n 2 --dist loadfile --durations 20
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance
+
+# The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
+# scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+	$(PYTHON) scripts/docs/links.py out/site
+	$(PYTHON) -m pytest -m docs -n 2 --dist load tests/docs
+
+# The quick start of each path, in a virtual environment that has nothing but torch, from this checkout's wheel and pip's index.
+# Twelve minutes were measured on two busy cores, most of it pip; each environment has a torch of its own.
+quickstarts: $(VENV)/.installed
+	rm -rf out/quickstarts
+	$(PYTHON) -m pip wheel -q --no-deps -w out/quickstarts .
+	HICACHE_DOCS_WHEELS=$(CURDIR)/out/quickstarts $(PYTHON) -m pytest -m docs -k every_block -o timeout=3600 tests/docs/test_pages.py
 
 # Needs a real SGLang: 2.5 GB, built once into $(SGLANG_VENV).
 interop:

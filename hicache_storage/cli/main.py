@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import typer
 
 COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
@@ -13,9 +16,20 @@ COMMAND_GROUP: Final = "hicache_storage.commands"
 def main() -> None:
     """Run the command line."""
     try:
-        import typer
-    except ImportError:
-        sys.exit("the command line needs two more packages: pip install 'hicache-storage[cli]'")
+        commands = app()
+    except ImportError as error:
+        sys.exit(f"the command line needs more packages: pip install 'hicache-storage[cli]' ({error})")
+    commands()
+
+
+def app() -> typer.Typer:
+    """All commands; a package whose commands are broken is named on standard error, and the others are there.
+
+    Raises:
+        ImportError: the packages of the extra `cli` are not installed.
+    """
+    import typer
+
     from hicache_storage.cli.bench import bench
     from hicache_storage.cli.doctor import doctor
     from hicache_storage.cli.drivers import drivers
@@ -23,19 +37,19 @@ def main() -> None:
     from hicache_storage.cli.new import new
     from hicache_storage.cli.root import root
 
-    app = typer.Typer(
+    commands = typer.Typer(
         name="hicache", help="Drivers and tools for KV caches outside the GPU.", no_args_is_help=True, add_completion=False
     )
-    app.callback()(root)
+    commands.callback()(root)
     for command in (drivers, new, doctor, bench):
-        app.command()(command)
-    app.add_typer(metrics, name="metrics")
+        commands.command()(command)
+    commands.add_typer(metrics, name="metrics")
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
-            app.add_typer(point.load(), name=point.name)
+            commands.add_typer(point.load(), name=point.name)
         except Exception as error:  # noqa: BLE001 - a broken command of one package must not take the others away
             print(f"hicache: command {point.name!r} of {point.value} is broken: {error}", file=sys.stderr)
-    app()
+    return commands
 
 
 if __name__ == "__main__":

@@ -18,41 +18,66 @@ Positive = Annotated[float, Field(gt=0)]
 class ServerSettings(BaseSettings):
     """A server. Tokens come from a file or from the environment, never from the command line, which everybody on the machine sees."""
 
-    model_config = SettingsConfigDict(env_prefix="HICACHE_METADATA_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="HICACHE_METADATA_", extra="ignore", frozen=True, use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
+    """Address to listen at; `0.0.0.0` for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 18000
+    """0 takes a free one, which the log names."""
     store: str = "memory:"
+    """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as `redis://HOST:PORT/DB`."""
     durability: p.Durability = p.Durability.PROCESS
+    """What acknowledged changes survive: the death of the process, or of the machine; `none` with a Redis that keeps less."""
     token_file: Path | None = None
+    """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do everything."""
     read_token: SecretStr | None = None
+    """A token that may look, beside those of the file."""
     write_token: SecretStr | None = None
+    """A token that may look and write."""
     admin_token: SecretStr | None = None
+    """A token that may do everything."""
     body_bytes: Annotated[int, Field(ge=65_536)] = DEFAULTS.body_bytes
+    """Of one request, told to clients by `GET /v2`, as the next three are."""
     keys: Annotated[int, Field(ge=384)] = DEFAULTS.keys
     """Of one request. 128 keys in each of 3 scopes fit into one request of every server."""
     scopes_in_request: Annotated[int, Field(ge=3)] = DEFAULTS.scopes
+    """Of one request."""
     most_scopes: Annotated[int, Field(ge=1)] = MOST_SCOPES
+    """A client with a write token can make scopes, and they stay."""
     key_bytes: Annotated[int, Field(ge=p.KEY_BYTES)] = DEFAULTS.key_bytes
+    """Of one key."""
     lease_seconds: Positive = DEFAULTS.lease_seconds
+    """How long a writer has a slot, if it asks for nothing else."""
     least_lease_seconds: Positive = DEFAULTS.least_lease_seconds
+    """The shortest lease that a writer can ask for."""
     most_lease_seconds: Positive = DEFAULTS.most_lease_seconds
+    """The longest lease that a writer can ask for."""
     most_pin_seconds: Positive = DEFAULTS.most_pin_seconds
+    """The longest time that a reader can pin pages for."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
+    """How long a slot rests before somebody else gets it; longer than a reader takes from lookup to the last byte."""
     idempotency_seconds: Positive = DEFAULTS.idempotency_seconds
+    """How long a repeated request gets its first answer."""
     tls_certificate: Path | None = None
+    """PEM file; the server speaks https then."""
     tls_key: Path | None = None
+    """PEM file of the certificate. Both are read again when they change."""
     tls_client_ca: Path | None = None
+    """PEM file: clients have to show a certificate of these authorities."""
     tenants_file: Path | None = None
+    """TOML file of the tenants' quotas, read again when it changes."""
     audit_file: Path | None = None
+    """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by default the log."""
     shutdown_seconds: Annotated[int, Field(ge=1)] = 20
     """How long requests that were accepted may take after a SIGTERM."""
     log_level: str = "info"
+    """`debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
+    """`json`: one object a line on standard error; or `console`. No line for each request."""
     slow_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Requests that take so long are logged; 0 for none."""
+    """Requests that take so long are logged with what they asked for; 0 for none."""
     traces: bool = False
-    """A span for each request, exported as OpenTelemetry's own variables say."""
+    """A span for each request; where to is said by OpenTelemetry's own variables."""
 
     @model_validator(mode="after")
     def _see_order(self) -> Self:

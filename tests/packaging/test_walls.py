@@ -63,7 +63,12 @@ ALLOWED = {
         "hicache_storage.tools",
     },
     # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
-    "hicache_backends": {"hicache_storage", "hicache_metadata_server.protocol", "hicache_backends.hf3fs.client.local"},
+    "hicache_backends": {
+        "hicache_storage",
+        "hicache_metadata_server.protocol",
+        "hicache_metadata_server.client_tls",
+        "hicache_backends.hf3fs.client.local",
+    },
     # A command of its own.
     "hicache_backends.mooncake.cli": {"hicache_storage", "hicache_backends"},
     # The state machine without its server.
@@ -75,8 +80,22 @@ ALLOWED = {
     },
     # The judge and the judged share the messages, and nothing else.
     "hicache_conformance": {"hicache_storage", "hicache_metadata_server.protocol"},
-    "hicache_metadata_server": {"hicache_storage", "hicache_metadata_server.protocol"},
+    "hicache_metadata_server": {
+        "hicache_storage",
+        "hicache_metadata_server.protocol",
+        "hicache_metadata_server.client_tls",
+        "hicache_metadata_server.snapshots.checking",
+    },
     "hicache_metadata_server.protocol": set(),
+    # What clients ask of a server's certificate.
+    "hicache_metadata_server.client_tls": set(),
+    # Reads the driver's files as the driver does, where an operator wants them compared with the map.
+    "hicache_metadata_server.snapshots.checking": {
+        "hicache_storage",
+        "hicache_metadata_server",
+        "hicache_metadata_server.protocol",
+        "hicache_backends",
+    },
 }
 # Libraries that belong to one room; everywhere else they would make an import heavy.
 HOMES = {
@@ -116,7 +135,9 @@ def room(module: str) -> str:
         return ".".join(parts[:4])
     if parts[:3] == ["hicache_backends", "mooncake", "cli"]:
         return ".".join(parts[:3])
-    if parts[:2] == ["hicache_metadata_server", "protocol"]:
+    if parts[:3] == ["hicache_metadata_server", "snapshots", "checking"]:
+        return ".".join(parts[:3])
+    if parts[:2] in (["hicache_metadata_server", "protocol"], ["hicache_metadata_server", "client_tls"]):
         return ".".join(parts[:2])
     return ".".join(parts[:2]) if parts[0] == "hicache_storage" and len(parts) > 1 else parts[0]
 

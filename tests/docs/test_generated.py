@@ -1,0 +1,68 @@
+"""What pages have from the code is as the code has it now."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from pages import ROOT, pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+sys.path.insert(0, str(ROOT / "scripts" / "docs"))
+
+import diagrams
+import links
+import options
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if "<!-- options of" in page.read_text("utf-8")], ids=lambda page: page.stem
+)
+def test_tables_of_options_are_those_of_the_models(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert options.filled(text) == text, "run: .venv/bin/python scripts/docs/options.py"
+
+
+def test_every_model_has_a_table() -> None:
+    text = "".join(page.read_text("utf-8") for page in pages())
+    assert [name for name in options.MODELS if f"<!-- options of {name} -->" not in text] == []
+
+
+@pytest.mark.parametrize("model", options.MODELS)
+def test_every_option_says_what_it_does(model: str) -> None:
+    assert [option.name for option in options.MODELS[model]() if not option.meaning] == []
+
+
+@pytest.mark.parametrize("name", diagrams.DRAWINGS)
+def test_drawings_are_as_they_are_drawn(name: str) -> None:
+    file = diagrams.IMAGES / f"{name}.svg"
+    assert file.read_text("utf-8") == diagrams.DRAWINGS[name]().svg(), "run: .venv/bin/python scripts/docs/diagrams.py"
+
+
+@pytest.mark.parametrize(
+    ("html", "said"),
+    [
+        ('<a href="b.html">b</a>', "leads nowhere"),
+        ('<a href="#there">here</a>', "no such anchor"),
+        ('<a href="c.html#there">c</a>', "no such anchor"),
+        ('<a href="http://">x</a>', "no address"),
+        ('<script src="https://cdn.example.org/x.js"></script>', "from another server"),
+        ('<link rel="stylesheet" href="//fonts.example.org/x.css">', "from another server"),
+        ('<img src="x.png">', "leads nowhere"),
+    ],
+)
+def test_what_is_wrong_with_a_site_is_found(html: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(html)
+    (tmp_path / "c.html").write_text("<h1 id=here>c</h1>")
+    (problem, *_) = links.problems(tmp_path)
+    assert said in problem
+
+
+def test_a_right_site_has_no_problems(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "index.html").write_text('<h1 id="top"><a href="../#x">up</a><a href="https://example.org/">out</a>')
+    (tmp_path / "index.html").write_text('<p id="x"><a href="d/#top">down</a><link rel="canonical" href="https://example.org/">')
+    assert list(links.problems(tmp_path)) == []

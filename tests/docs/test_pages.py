@@ -1,0 +1,36 @@
+"""Every block of the documentation does what its page says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from blocks import PARSED, RUN, blocks
+from pages import ROOT, not_run, pages
+from reader import WHEELS, Reader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.docs
+
+NOT_RUN: Final = 14
+"""How many blocks are exempt. One more is one that nobody finds broken: change this number only for a reason."""
+QUICK_STARTS: Final = [ROOT / "docs" / f"quickstart-{path}.md" for path in ("author", "operator", "engine")]
+TOLD: Final = [page for page in (QUICK_STARTS if WHEELS else pages()) if any(b.language in RUN | PARSED for b in blocks(page))]
+
+
+@pytest.mark.parametrize("page", TOLD, ids=lambda page: page.stem)
+def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    reader = Reader(tmp_path, page)
+    try:
+        for block in blocks(page):
+            if not block.reason:
+                reader.read(block)
+    finally:
+        reader.close()
+
+
+def test_no_more_blocks_are_exempt() -> None:
+    exempt = [f"{block}: {block.reason}" for page in pages() for block in not_run(page)]
+    assert len(exempt) == NOT_RUN, "\n".join(exempt)
