@@ -17,13 +17,14 @@ from tests.conformance.metadata.judging import broken, errors, judged
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.test_real_server import SLOTS, Writer
+from tests.metadata_server.token_files import write_tokens
 
 SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
 
 
 def conforms(url, seed, tmp_path):
-    (tmp_path / "tokens").write_text("admin all\nread look\nwrite write\n")
-    with Served(command=f"{SHARED} --store {url} --token-file {tmp_path}/tokens") as place:
+    tokens = write_tokens(tmp_path / "tokens.json", all="admin all", look="read look", write="write write")
+    with Served(command=f"{SHARED} --store {url} --token-file {tokens}") as place:
         judgement = judged(place, seed=seed, tokens=True)
     assert errors(judgement) == []
     assert broken(judgement) == {}
