@@ -113,7 +113,7 @@ def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens", a="admin all", b="read look", c="write write")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in (2, 3))])
 def test_our_server_conforms_with_nothing_untested(seed, tokens):
     with Served(command=f"{DURABLE} --token-file {tokens}") as place:
         judgement = judged(place, seed=seed, tokens=True)
