@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def is_alive(pid):
         return False
 
 
+def eventually_ended(pids):
+    """The kernel's signal to the children of a killed parent is on its way when the parent's end is known."""
+    until = time.monotonic() + 30
+    while any(map(is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
 def children(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -40,6 +49,7 @@ def test_the_command_stops_what_it_started(number):
         rig.storage.close()
         command.send_signal(number)
         assert command.wait(60) == (0 if number is not signal.SIGKILL else -signal.SIGKILL)
+    assert eventually_ended(started)
     for pid in started:
         assert not is_alive(pid)
 
