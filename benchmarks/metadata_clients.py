@@ -3,7 +3,8 @@
     python benchmarks/metadata_clients.py
 
 A round trip is what a driver waits for: a question about 128 keys that are there. SGLang's client asks `get_page_indices`, ours
-`lookup`, whose answer also has generations, lengths and checksums.
+`lookup`, whose answer also has generations, lengths and checksums. Both are asked in a thread, as an engine does, and not in the
+main one, where our client does without its short way.
 
 Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
 """
@@ -11,12 +12,14 @@ Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes res
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +37,7 @@ from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 PEER, OURS = "SGLang 0.5.23", "hicache"
 SLOTS = 4096
@@ -64,6 +67,12 @@ def our_question(client: RemoteDirectory, keys: list[str]) -> Callable[[], int]:
     return lambda: sum(slot >= 0 for slot in client.lookup(asked, Call(1.0)).scopes[0].slots)
 
 
+def in_a_thread(measure: Callable[[], None]) -> None:
+    """Run it, and raise what it raises."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(measure).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/metadata-clients"))
@@ -73,6 +82,16 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
     options = parser.parse_args()
     results, cpu = Results(), Results()
+
+    def measure(count: str, contenders: Sequence[tuple[str, Callable[[], int]]]) -> None:
+        for who, ask in turns(contenders, options.rounds):
+            wait_for_quiet(options.patience)
+            begin = time.process_time()
+            for _ in range(options.calls):
+                results.time(count, "lookup", who, ask, expect=int(count))
+            spent = (time.process_time() - begin) / options.calls
+            cpu.samples.setdefault((count, "lookup"), Samples()).add(who, spent)
+
     with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
         commands = {
             PEER: [sys.executable, *PEER_COMMAND, "PORT"],
@@ -86,13 +105,7 @@ def main() -> None:
             client = RemoteDirectory(urls[OURS])
             keys = fresh_keys(count)
             contenders = [(PEER, peer_question(urls[PEER], keys)), (OURS, our_question(client, keys))]
-            for who, ask in turns(contenders, options.rounds):
-                wait_for_quiet(options.patience)
-                begin = time.process_time()
-                for _ in range(options.calls):
-                    results.time(str(count), "lookup", who, ask, expect=count)
-                spent = (time.process_time() - begin) / options.calls
-                cpu.samples.setdefault((str(count), "lookup"), Samples()).add(who, spent)
+            in_a_thread(functools.partial(measure, str(count), contenders))
             client.close()
     rows = [
         [

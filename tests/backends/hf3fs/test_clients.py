@@ -31,14 +31,14 @@ def geometry(name=SCOPE, slots=16, **changes):
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
-def loop_kind(request, monkeypatch):
+def loop_kind(request, monkeypatch, caller):
     """The remote client's loop is uvloop's, or, where that is not installed, the standard library's."""
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)
 
 
 @pytest.fixture(params=["local", "remote", "remote without uvloop"])
-def directory(request, tmp_path, monkeypatch):
+def directory(request, tmp_path, monkeypatch, caller):
     if request.param == "local":
         made = LocalDirectory(str(tmp_path), quarantine_seconds=0.05)
     else:
@@ -248,7 +248,7 @@ def test_a_deadline_beside_a_close_is_a_deadline(monkeypatch):
             act.__self__._work.close()
 
     with closing(RemoteDirectory("http://127.0.0.1:1")) as directory:
-        monkeypatch.setattr(directory, "_running", ClosedAfterTheStart)
+        monkeypatch.setattr(directory._thread, "start", ClosedAfterTheStart)
         with pytest.raises(StorageTimeoutError):
             directory.refresh(Call(0.01))
 

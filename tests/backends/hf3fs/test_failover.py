@@ -228,7 +228,7 @@ class Client:
 
 
 @pytest.fixture
-def client(ways):
+def client(ways, caller):
     made = Client(ways)
     with closing(made.directory):
         made.directory.refresh(Call(10))

@@ -34,7 +34,7 @@ MOST_DOUBLINGS: Final = 10
 
 
 class Server:
-    """One address, and how it fares. For the event loop's thread alone."""
+    """One address, and how it fares. Changed by the client's thread alone, but for `silent_since`, which whoever asks sets."""
 
     __slots__ = ("failures", "left", "resting", "rests_until", "routes", "silent_since", "url", "watcher")
 
@@ -51,6 +51,11 @@ class Server:
         self.silent_since: float | None = None
         """When the first request began since it has last said anything."""
         self.watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """It has answered the last request, and is not resting."""
+        return not self.failures and not self.resting
 
 
 class Servers:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from hicache_storage.observability import tracing
 from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, MutableMapping
+    from collections.abc import Generator, MutableMapping
+    from contextlib import AbstractContextManager
 
     from hicache_storage.observability.otel import Spans
-
-S = TypeVar("S")
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 def name(headers: MutableMapping[str, str]) -> None:
@@ -27,21 +24,13 @@ def name(headers: MutableMapping[str, str]) -> None:
         inject(headers)
 
 
-def traced(
-    request: Callable[Concatenate[S, str, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[S, str, P], Coroutine[Any, Any, T]]:
-    """Put a span around a request, whose first argument is its path, where calls are traced."""
-
-    @functools.wraps(request)
-    def asked(self: S, path: str, /, *args: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
-        spans = tracing.spans()
-        if spans is None:
-            return request(self, path, *args, **named)
-        return _within(spans, path, lambda: request(self, path, *args, **named))
-
-    return asked
+def spanned(path: str) -> AbstractContextManager[None]:
+    """A span around a request to a path, where calls are traced."""
+    spans = tracing.spans()
+    return nullcontext() if spans is None else _span(spans, path)
 
 
-async def _within(spans: Spans, path: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+@contextmanager
+def _span(spans: Spans, path: str) -> Generator[None]:
     with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
-        return await begin()
+        yield
