@@ -70,7 +70,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 DOCUMENTED: Final = Costs(
-    Line(180.0, 1.6), Line(650.0, 7.5), 430.0, 74e6, "docs/capacity.md: 2 busy cores of an Intel Xeon, Python 3.11"
+    Line(160.0, 0.75), Line(370.0, 2.8), 354.0, 75e6, "docs/capacity.md: 2 cores of an Intel Xeon, Python 3.11"
 )  # fmt: skip
 
 
