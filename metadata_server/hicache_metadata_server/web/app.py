@@ -16,8 +16,8 @@ from starlette.responses import Response
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.journal import Journal
-from hicache_metadata_server.protocol_history import AFTER
-from hicache_metadata_server.protocol_history import PATH as HISTORY
+from hicache_metadata_server.protocol.history import AFTER
+from hicache_metadata_server.protocol.history import PATH as HISTORY
 from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Desk

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.protocol_history import PATH as PATH_OF_HISTORY
+from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.audit import Entry, about, peer_of
