@@ -117,7 +117,8 @@ def create_app(
     """
     server = Server(service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds)
     version = service.about.server.rpartition(" ")[2]
-    app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
+    # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the token that it needs.
+    app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, docs_url=None, redoc_url=None)
     described = openapi(version)
 
     def schema() -> dict[str, Any]:
