@@ -134,6 +134,11 @@ def see_limits(request: Columns, limits: Limits) -> None:
             measure.deleted(request.scopes)
 
 
+def lease_seconds(limits: Limits, wish: float | None) -> float:
+    """How long a lease lasts that is wished so."""
+    return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
+
+
 def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
     """See that pages fit into the slots of their scopes (0: not known).
 
