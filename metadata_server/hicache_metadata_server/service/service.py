@@ -11,7 +11,7 @@ from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRec
 from hicache_metadata_server.service.limits import DEFAULTS, Measure, lease_seconds, see_lengths, see_limits
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
-from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
+from hicache_metadata_server.service.refused import draining, invalid, mismatch, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.snapshots.exported import exported
@@ -91,8 +91,7 @@ class MetadataService:
             created.append(known is None)
             for name in ("slots", "slot_bytes", "geometry", "identity"):
                 if known is not None and getattr(known, name) != getattr(part, name):
-                    message = f"scope {part.scope!r} has {name} {getattr(known, name)!r}, not {getattr(part, name)!r}"
-                    raise RefusedError(409, "mismatch", message, f"scopes[{i}].{name}")
+                    raise mismatch(part.scope, name, getattr(known, name), getattr(part, name), f"scopes[{i}].{name}")
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
         self.see_room(new, caller, "scopes")
@@ -142,7 +141,7 @@ class MetadataService:
         see_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
         if isinstance(request, p.Reserve) and self.draining:
-            raise RefusedError(503, "draining", "this server gives no new leases while it drains")
+            raise draining()
         if isinstance(request, p.Commit):
             see_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
 

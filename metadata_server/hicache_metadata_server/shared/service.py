@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure, lease_seconds, see_lengths, see_limits
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.refused import RefusedError, draining, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.service.totals import Totals
-from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
+from hicache_metadata_server.shared.answers import NOT_ONCE, value_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/openapi.json", "/metrics", PATH_OF_HISTORY)
-"""The other paths that are not every server's; they take a read token."""
+"""The other paths of the application behind; they take a read token."""
 OPEN_PAGES: Final = ("/openapi.json",)
 """Those that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
 LOOKS: Final = ("GET", "HEAD")
