@@ -46,7 +46,7 @@ def refuse(*_):
 def state(service, now):
     """Everything that clients can see."""
     return [
-        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.live(["a", "b"]))
+        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.slots(["a", "b"]))
         for name, scope in sorted(service.scopes.items())
     ]
 
