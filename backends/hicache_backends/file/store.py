@@ -199,7 +199,15 @@ class Store:
 
     def _make_capacity(self, limit_bytes: int, evicted: Callable[[Namespace, int], None]) -> Capacity:
         return Capacity(
-            limit_bytes, self.tree, self.board, self.shelves, self.drafts, self.changes, self.rewriter, self._catalogs.get, evicted
+            limit_bytes,
+            self.tree,
+            self.board,
+            self.shelves,
+            self.drafts,
+            self.changes,
+            self.rewriter,
+            self._catalogs.get,
+            evicted,
         )
 
     def _create(self, *, syncs: bool) -> None:
