@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from hicache_conformance.faults.plan import FaultPlan  # noqa: TC001 - msgspec r
 from hicache_conformance.redact import HIDDEN
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -57,6 +58,24 @@ class CaseOutcome:
     def function(self) -> str:
         """Name of the test without its parameters."""
         return self.case.partition("[")[0]
+
+
+class JudgedCase(Protocol):
+    """A case, as far as results are read again."""
+
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def broken_rule(self) -> str: ...
+
+
+CaseT = TypeVar("CaseT", bound=JudgedCase)
+
+
+def failing_cases(rule: str, cases: Sequence[CaseT]) -> list[CaseT]:
+    """The cases of a rule that found it broken, or else those in which the suite itself broke."""
+    failed = [case for case in cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", rule)]
+    return failed or [case for case in cases if case.outcome is Outcome.ERROR]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

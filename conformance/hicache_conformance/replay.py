@@ -9,7 +9,7 @@ import msgspec
 
 from hicache_conformance.faults.plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.manifest import parse_levels
-from hicache_conformance.outcomes import Outcome, Replay
+from hicache_conformance.outcomes import Outcome, Replay, failing_cases
 from hicache_conformance.report.results import store_is_fresh
 from hicache_conformance.runner import run
 from hicache_conformance.settings import Settings
@@ -46,8 +46,7 @@ class RecordedRule(msgspec.Struct, frozen=True):
 
     def failing(self) -> list[RecordedCase]:
         """The cases that found it broken, or else those in which the run itself broke."""
-        failed = [case for case in self.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.id)]
-        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
+        return failing_cases(self.id, self.cases)
 
 
 class Record(msgspec.Struct, frozen=True):

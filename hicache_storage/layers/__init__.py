@@ -1,4 +1,4 @@
-"""What wraps any driver: deadline, circuit breaker, metrics; and faults, for tests of what stands above."""
+"""What wraps any driver: deadline, circuit breaker, metrics, traces; and faults, for tests of what stands above."""
 
 from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer

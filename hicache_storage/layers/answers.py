@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.requests import RegisteredPool, pool_requests
 from hicache_storage.pools.adapter import page_access
@@ -12,7 +13,7 @@ from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.spec import PoolTransfer, StorageIdentity
+    from hicache_storage.spec import HiCacheStorage, PoolTransfer, StorageIdentity
 
 
 class Misses:
@@ -45,3 +46,15 @@ class Misses:
         """
         requests = pool_requests(transfers, self._pools, distinct_slots=reads)
         return {name: [False] * len(request.keys) for name, request in requests.items()}
+
+
+class AnsweringLayer(StorageLayer):
+    """A layer that may answer in place of the storage that it wraps."""
+
+    def __init__(self, inner: HiCacheStorage) -> None:
+        super().__init__(inner)
+        self._misses = Misses()
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._misses.register(self.identity, host_pool, host_pool_name)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.answers import Misses
-from hicache_storage.layers.base import StorageLayer
+from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.spec import StorageClosedError
 
 if TYPE_CHECKING:
@@ -87,18 +86,13 @@ class CircuitBreaker:
                 self._open_until = self._clock() + self._cooldown
 
 
-class CircuitBreakerLayer(StorageLayer):
+class CircuitBreakerLayer(AnsweringLayer):
     """Answers misses without asking, while the breaker is open. Misuse is told all the same."""
 
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
         super().__init__(inner)
         self.breaker = breaker
-        self._misses = Misses()
         self._closed = False
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._misses.register(self.identity, host_pool, host_pool_name)
 
     def batch_exists_v2(
         self,

@@ -11,8 +11,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hicache_storage.layers.answers import Misses
-from hicache_storage.layers.base import StorageLayer
+from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import Caller, Health, HiCacheStorageExtraInfo, PoolName, StorageTimeoutError, StuckReads
 
@@ -32,7 +31,7 @@ JOIN_SECONDS = 0.5
 AnswerT = TypeVar("AnswerT")
 
 
-class DeadlineLayer(StorageLayer):
+class DeadlineLayer(AnsweringLayer):
     """Runs calls that may hang in threads of its own and answers a miss when one does not come back in time.
 
     The wrapped storage is told the deadline too, so that it does not publish what its caller has given up (rule SET-8).
@@ -43,17 +42,12 @@ class DeadlineLayer(StorageLayer):
         super().__init__(inner)
         self._seconds = seconds
         self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
-        self._misses = Misses()
         self._workers = _Workers(type(inner).__name__)
         self._missed = 0
         self._answers = True
         self._closing = threading.Lock()
         self._closes = False
         self._closed = threading.Event()
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._misses.register(self.identity, host_pool, host_pool_name)
 
     def batch_exists_v2(
         self,

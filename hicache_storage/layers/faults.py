@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.answers import Misses
-from hicache_storage.layers.base import StorageLayer
+from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.spec import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class FaultOptions:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
-class FaultLayer(StorageLayer):
+class FaultLayer(AnsweringLayer):
     """Lets calls be late, hang, fail, or move some of their pages only. Thread-safe."""
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:
@@ -77,7 +76,6 @@ class FaultLayer(StorageLayer):
         self._random = Random(options.seed)
         self._lock = threading.Lock()
         self._relents = threading.Event()
-        self._misses = Misses()
         self.struck: Counter[str] = Counter()
         """Faults so far, by the names of the options."""
 
@@ -88,10 +86,6 @@ class FaultLayer(StorageLayer):
     def relent(self) -> None:
         """No more faults; what hangs goes on."""
         self._relents.set()
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._misses.register(self.identity, host_pool, host_pool_name)
 
     def batch_exists_v2(
         self,

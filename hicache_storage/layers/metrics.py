@@ -6,10 +6,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.base import StorageLayer, innermost
+from hicache_storage.layers.base import innermost
+from hicache_storage.layers.measuring import MeasuringLayer
 from hicache_storage.objects.recorder import StatsRecorder
-from hicache_storage.pools.adapter import page_access
-from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,13 +16,14 @@ if TYPE_CHECKING:
     from hicache_storage.spec import (
         HiCacheStorage,
         HiCacheStorageExtraInfo,
+        PoolName,
         PoolTransfer,
         PoolTransferResult,
         StorageStats,
     )
 
 
-class MetricsLayer(StorageLayer):
+class MetricsLayer(MeasuringLayer):
     """Counts pages, bytes and latencies by what the wrapped storage answers.
 
     `ObjectStorage` drivers count themselves, in more detail: from here a page that was there already looks written, and
@@ -33,11 +33,6 @@ class MetricsLayer(StorageLayer):
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
         self._recorder = StatsRecorder(type(innermost(inner)).__name__)
-        self._page_bytes: dict[PoolName, int] = {}
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
 
     def batch_exists_v2(
         self,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.base import StorageLayer
+from hicache_storage.layers.measuring import MeasuringLayer
 from hicache_storage.observability.request_ids import RequestScope, call_request_id
-from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ HITS = "hicache.hits"
 BYTES = "hicache.bytes"
 
 
-class TracingLayer(StorageLayer):
+class TracingLayer(MeasuringLayer):
     """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages, bytes and hits.
 
     It is outermost: the time at which the breaker refuses or the deadline passes is the caller's too. What the driver does
@@ -30,11 +29,6 @@ class TracingLayer(StorageLayer):
     def __init__(self, inner: HiCacheStorage, spans: Spans) -> None:
         super().__init__(inner)
         self._spans = spans
-        self._page_bytes: dict[PoolName, int] = {}
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
 
     def batch_exists_v2(
         self,

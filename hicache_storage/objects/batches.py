@@ -13,6 +13,7 @@ from hicache_storage.observability.request_ids import call_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from hicache_storage.spec import Caller
 
@@ -93,6 +94,12 @@ class ObjectRead:
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
+
+    @classmethod
+    def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
+        """A read into memory of its own, of a page that nobody asks for: to look at it once more."""
+        buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
+        return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
 
     @property
     def parts(self) -> list[memoryview]:

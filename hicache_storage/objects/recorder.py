@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hicache_storage.spec import PoolStats, StorageStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
     from hicache_storage.spec import PoolName
 
@@ -54,17 +54,6 @@ class StatsRecorder:
         with self._lock:
             for pool in pools:
                 self._pool(pool).latency[operation].observe(seconds)
-
-    def observe_lookup(self, present: Mapping[PoolName, Sequence[bool]], started: float) -> None:
-        """Record an exists: its latency and the pages it found. The shortest call is the one that metrics weigh on most."""
-        if not self.enabled:
-            return
-        seconds = time.perf_counter() - started
-        with self._lock:
-            for pool, pages in present.items():
-                stats = self._pool(pool)
-                stats.pages_hit += sum(pages)
-                stats.latency["exists"].observe(seconds)
 
     def snapshot(self) -> StorageStats:
         """A copy of the counters."""

@@ -143,6 +143,20 @@ class ObjectStorage(HiCacheStorage):
         """Whether the store answers; may raise."""
         return Health(ok=True)
 
+    # What a driver may call ----------------------------------------------------------------------------------------
+
+    def note_partial_faults(self, faults: Sequence[Exception], *, served: bool) -> None:
+        """Faults that a batch met in some of its pages, which it answers as missed or not stored.
+
+        Where others of its pages were served, a fault is counted here; else the first is raised, for the SDK to count and log.
+        """
+        if not faults:
+            return
+        if not served:
+            raise faults[0]
+        self.recorder.count_fault()
+        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, faults[0])
+
     # The contract ------------------------------------------------------------------------------------------------
 
     @property

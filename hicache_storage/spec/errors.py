@@ -29,7 +29,7 @@ from typing import ClassVar
 
 
 class HiCacheError(Exception):
-    """Base of everything this project raises; `code` is stable and append-only."""
+    """Base of what storages raise, and what finds and makes them; `code` is stable and append-only."""
 
     code: ClassVar[str] = "hicache"
 

@@ -60,6 +60,12 @@ def directories(options: Mapping[str, object]) -> dict[str, Path]:
     return found
 
 
+def nearest_directory(path: Path) -> Path:
+    """A directory, or the lowest one above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
 def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
     """Host and port of each server that options name, as URL or `host:port`, by option; several are separated by commas, or a list."""
     found = dict[str, list[tuple[str, int]]]()

@@ -226,9 +226,7 @@ def state_of(driver: str) -> str:
     files = {path for top in tops for path in (top.rglob("*.*") if top.is_dir() else [top]) if path.suffix in (".py", ".toml")}
     files = {path for path in files if not any(path.is_relative_to(part) for part in APART)}
     if control:
-        _add_modules(
-            files, f"{control.target or 'control_drivers'} {control.config} {control.transfer_engine} {control.trial_services}"
-        )
+        _add_modules(files, f"{control.target} {control.config} {control.transfer_engine} {control.trial_services}")
     # Services are started by commands that name this machine's paths.
     digest = hashlib.sha256(repr(control).replace(sys.executable, "").replace(str(ROOT), "").encode())
     for path in sorted(files):

@@ -1,6 +1,7 @@
 """Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands on its ground.
 
-What the grounds `disk`, `network` and `services` do to a plain program is in `test_grounds`.
+What the grounds `disk`, `network` and `services` do to a plain program is in `test_disk_ground`, `test_network_ground` and
+`test_service_grounds`.
 """
 
 from __future__ import annotations

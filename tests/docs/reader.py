@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +26,8 @@ from typing import TYPE_CHECKING, Final
 
 import yaml
 from blocks import COMPARED, printed, steps
+
+from hicache_conformance.ports import accepts, free_ports
 
 if TYPE_CHECKING:
     from blocks import Block, Step
@@ -141,7 +142,7 @@ class Reader:
         """Wait until a server accepts on the ports that its command names, as somebody does who looks at what it says."""
         deadline = time.monotonic() + 60
         for port in {local for local in self._ports.values() if local in command}:
-            while not _accepts(int(port)):
+            while not accepts(int(port)):
                 if time.monotonic() > deadline:
                     raise PageError(f"{block}: nobody listens at {port}\n$ {command}\n{(self._home / '.output').read_text()}")
                 time.sleep(0.02)
@@ -176,7 +177,7 @@ class Reader:
         """A text with this reader's ports and directories."""
         for place in PLACES:
             text = re.sub(rf"(?<![\w.]){place}", str(self._home / place[1:]), text)
-        return PORTS.sub(lambda match: self._ports.setdefault(match[1], str(_free_port())), text)
+        return PORTS.sub(lambda match: self._ports.setdefault(match[1], str(free_ports(1)[0])), text)
 
 
 def _furnished(home: Path) -> dict[str, str]:
@@ -259,14 +260,3 @@ def _alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

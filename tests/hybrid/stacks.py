@@ -104,6 +104,15 @@ class Session:
                 assert time.monotonic() < end
                 self.cache.poll()
 
+    def comes_back(self):
+        """All of it does from the storage, after the cache has forgotten it."""
+        self.insert()
+        assert self.stack.drain(60)
+        self.cache.reset()
+        self.fetch()
+        assert self.restore() == (self.LENGTH, self.LENGTH)
+        assert self.stack.drain(60)
+
     def _memory(self, rows, states):
         """Each tensor of the prefix on the device, with what belongs there."""
         for name, pool in self.stack.device_pools.items():

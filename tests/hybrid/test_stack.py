@@ -66,25 +66,13 @@ def test_bytes_come_back_from_every_tier(config, layout, backend):
 def test_bytes_come_back_to_a_gpu(config, backend):
     settings = config(backend=backend, device="cuda")
     with build(settings, storage=in_dict(settings)) as stack:
-        session = Session(stack)
-        session.insert()
-        assert stack.drain(60)
-        stack.cache.reset()
-        session.fetch()
-        assert session.restore() == (Session.LENGTH, Session.LENGTH)
-        assert stack.drain(60)
+        Session(stack).comes_back()
 
 
 def test_the_layout_by_heads_takes_states_along():
     settings = mamba_config(layout="page_head")
     with build(settings, storage=in_dict(settings)) as stack:
-        session = Session(stack)
-        session.insert()
-        assert stack.drain(60)
-        stack.cache.reset()
-        session.fetch()
-        assert session.restore() == (Session.LENGTH, Session.LENGTH)
-        assert stack.drain(60)
+        Session(stack).comes_back()
         assert stack.host_pools[PoolName.KV].layout == "page_head"
 
 

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 from hicache_conformance.grounds.services import stand_still
-from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
+from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
+from tests.interop.hybrids import MAMBA, PAGES, comes_back, hybrid, pages_back, works_again
 from tests.interop.metadata import live
 
 pytestmark = pytest.mark.interop
 
-PAGES = 6
-MAMBA = {"mamba": 1}
 DEADLINE_SECONDS = 2.0
-RECOVERY_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -34,35 +31,6 @@ def attached(ranks, server, tmp_path):
         return rank
 
     return attach
-
-
-def hybrid(make_pools, layout="page_first"):
-    pools = make_pools(layout)
-    pools.side["mamba"] = mamba_pool(layout)
-    return pools
-
-
-def comes_back(rank, backup):
-    """Whether all of it does, after the host has evicted everything."""
-    rank.wipe()
-    result = rank.prefetch(backup.tokens, windows=MAMBA)
-    return (
-        result.completed_tokens == len(backup.tokens)
-        and rank.delivered(result, backup)
-        and rank.delivered(result, backup, "mamba")
-    )
-
-
-def works_again(rank, start):
-    """Whether pages go out and come back, as soon as the driver has noticed that it can."""
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    while time.monotonic() < deadline:
-        rank.wipe()
-        backup = rank.backup(tokens(PAGES, start=start), checkpoints=MAMBA)
-        if backup.completed_tokens == PAGES * PAGE_SIZE and comes_back(rank, backup):
-            return True
-        time.sleep(0.2)
-    return False
 
 
 @pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
@@ -131,14 +99,7 @@ def test_more_prompts_than_the_file_holds(attached):
         backups.append(rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA))
     assert backups[-1].completed_tokens == PAGES * PAGE_SIZE
     assert comes_back(rank, backups[-1])
-    hits = 0
-    for backup in backups:
-        rank.wipe()
-        result = rank.prefetch(backup.tokens, windows=MAMBA)
-        hits += result.completed_tokens // PAGE_SIZE
-        if result.completed_tokens == len(backup.tokens):
-            assert rank.delivered(result, backup)
-            assert rank.delivered(result, backup, "mamba")
+    hits = sum(pages_back(rank, backup) for backup in backups)
     # A page of 1.5 KiB and its envelope take four sectors.
     assert PAGES <= hits <= (32 << 10) // 2048
 

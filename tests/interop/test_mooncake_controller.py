@@ -5,20 +5,17 @@ What any driver has to do there is asked of this one by the other modules, on th
 
 from __future__ import annotations
 
-import time
 import urllib.request
 
 import pytest
 
 from hicache_backends.mooncake.cluster import DevCluster
-from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
+from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
+from tests.interop.hybrids import MAMBA, PAGES, comes_back, hybrid, pages_back, works_again
 
 pytestmark = pytest.mark.interop
 
-PAGES = 6
-MAMBA = {"mamba": 1}
 DEADLINE_SECONDS = 2.0
-RECOVERY_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -40,40 +37,11 @@ def attach(ranks):
     return attached
 
 
-def hybrid(make_pools, layout="page_first", **options):
-    pools = make_pools(layout, **options)
-    pools.side["mamba"] = mamba_pool(layout)
-    return pools
-
-
 def objects(cluster):
     """How many objects the master knows."""
     with urllib.request.urlopen(f"http://127.0.0.1:{cluster._metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("master_key_count"))
-
-
-def is_back(rank, backup):
-    """Whether all of it comes back, after the host has evicted everything."""
-    rank.wipe()
-    result = rank.prefetch(backup.tokens, windows=MAMBA)
-    return (
-        result.completed_tokens == len(backup.tokens)
-        and rank.delivered(result, backup)
-        and rank.delivered(result, backup, "mamba")
-    )
-
-
-def works_again(rank, start):
-    """Whether pages go out and come back, as soon as the driver has noticed that it can."""
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    while time.monotonic() < deadline:
-        rank.wipe()
-        backup = rank.backup(tokens(PAGES, start=start), checkpoints=MAMBA)
-        if backup.completed_tokens == PAGES * PAGE_SIZE and is_back(rank, backup):
-            return True
-        time.sleep(0.2)
-    return False
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
@@ -83,14 +51,14 @@ def test_each_page_is_one_object(attach, cluster, make_pools, layout):
     rank = attach(cluster, hybrid(make_pools, layout))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
     assert objects(cluster) == PAGES + 1
-    assert is_back(rank, backup)
+    assert comes_back(rank, backup)
     assert rank.bridge.refused_calls == 0
 
 
 def test_without_a_master_everything_is_a_miss_until_there_is_one(attach, cluster):
     rank = attach(cluster, hybrid(mha_pools))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
-    assert is_back(rank, backup)
+    assert comes_back(rank, backup)
     cluster.master.kill()
     rank.wipe()
     assert rank.prefetch(backup.tokens, windows=MAMBA).hit_tokens == 0
@@ -142,14 +110,7 @@ def test_more_prompts_than_memory(attach):
             rank.wipe()
             backups.append(rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA))
         assert sum(backup.completed_tokens for backup in backups) * page_bytes // PAGE_SIZE > 2 * (16 << 20)
-        hits = 0
-        for backup in backups:
-            rank.wipe()
-            result = rank.prefetch(backup.tokens, windows=MAMBA)
-            hits += result.completed_tokens // PAGE_SIZE
-            if result.completed_tokens == len(backup.tokens):
-                assert rank.delivered(result, backup)
-                assert rank.delivered(result, backup, "mamba")
+        hits = sum(pages_back(rank, backup) for backup in backups)
         assert 0 < hits <= (16 << 20) // page_bytes
         assert works_again(rank, 5000)
 
@@ -158,7 +119,7 @@ def test_an_engine_that_lends_its_own_memory(attach):
     """No store service: the pages are in the engine that attached."""
     with DevCluster(0) as cluster:
         rank = attach(cluster, hybrid(mha_pools), global_segment_size="32mb")
-        assert is_back(rank, rank.backup(tokens(PAGES), checkpoints=MAMBA))
+        assert comes_back(rank, rank.backup(tokens(PAGES), checkpoints=MAMBA))
 
 
 def test_two_engines_share_what_one_of_them_has_written(attach, cluster):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.state.audit import problems_of
+from hicache_metadata_server.state.audit import audit
 from hicache_metadata_server.state.pins import Pins
 from hicache_metadata_server.state.restoring import SlotRow, restore, rows_from
 from hicache_metadata_server.state.scope import Scope
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QUARANTINE = 2.0
+
+
+def problems_of(scope: Scope) -> list[str]:
+    """What an fsck would say of a scope that nobody uses meanwhile."""
+    return [problem for piece in audit(scope) for problem in piece]
 
 
 @dataclass

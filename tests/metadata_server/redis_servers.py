@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import redis
 from redis.exceptions import BusyLoadingError, RedisError
+
+from hicache_conformance.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ class RedisServer:
     def __init__(self, directory: Path, **config: object) -> None:
         self.directory = directory
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        [self.port] = free_ports(1)
         self.config = {"save": "", "appendonly": "no", "dir": str(directory), "bind": "127.0.0.1"} | {
             name.replace("_", "-"): value for name, value in config.items()
         }
@@ -163,7 +164,7 @@ def redis_cluster(directory: Path, nodes: int = 3, **config: object) -> Iterator
         servers = []
         for number in range(nodes):
             where = directory / f"redis-{number}"
-            more = {"cluster_enabled": "yes", "cluster_port": free_port(), "cluster_node_timeout": 2000}
+            more = {"cluster_enabled": "yes", "cluster_port": free_ports(1)[0], "cluster_node_timeout": 2000}
             server = RedisServer(where, **more, **config)
             stack.callback(server.stop)
             server.start()
@@ -171,10 +172,3 @@ def redis_cluster(directory: Path, nodes: int = 3, **config: object) -> Iterator
         cluster = RedisCluster(servers)
         cluster.join()
         yield cluster
-
-
-def free_port() -> int:
-    """A port that nobody has just now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from contextlib import asynccontextmanager
 
@@ -17,9 +18,14 @@ from hicache_metadata_server.service.slices import ENTRIES
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.state.written import slots_of
 from hicache_metadata_server.stores.store import StoreError, open_store
+from hicache_metadata_server.web.front import HEALTH, PAGES
+from hicache_metadata_server.web.page.assets import read_assets
 from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.http_calls import SlowStore, run, running
 
+ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")
+SVG = b"http://www.w3.org/2000/svg"
+"""The name of a namespace, which nobody asks for."""
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 100_000}]}
 
 
@@ -327,6 +333,19 @@ def test_the_description_is_that_of_the_types():
             schemas = described["components"]["schemas"]
             assert schemas["ReserveScope"]["properties"]["prefixes"]["type"] == "array"
             assert {"Problem", "Leased", "Found", "CompatibleKeys"} <= set(schemas)
+
+    run(scenario())
+
+
+def test_what_a_browser_gets_refers_to_nothing_outside():
+    async def scenario():
+        async with running() as caller:
+            for path in (*read_assets(), *PAGES, *HEALTH, "/v2", "/v2/scopes"):
+                answer = await caller.send("GET", path)
+                assert answer.status == 200, path
+                assert set(ADDRESS.findall(answer.body)) <= {SVG}, path
+            for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+                assert (await caller.send("GET", path)).status == 404, "FastAPI's own load scripts from elsewhere"
 
     run(scenario())
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.protocol_history import History, SlowCall
+from hicache_metadata_server.protocol.history import History, SlowCall
 from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.web.history import MINUTES, SECONDS, Answered, Rings, quantile
 from hicache_metadata_server.web.slowest import KEPT, Slowest, named

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.scope import STEP, Scope
 from hicache_metadata_server.state.slots import FREE, LIVE, QUARANTINED
+from tests.metadata_server.histories import problems_of
 
 
 def scope_of(slots, quarantine=0.0):

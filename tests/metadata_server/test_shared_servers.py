@@ -10,14 +10,12 @@ import pytest
 
 from hicache_conformance.metadata.native import NativeClient, NativeScope
 from hicache_conformance.metadata.wire import Wire
-from hicache_conformance.verdict import Verdict
 from hicache_conformance.violation import Violation
-from hicache_metadata_server.protocol import Checked, Fsck
-from tests.conformance.metadata.judging import broken, errors, judged
+from tests.conformance.metadata.judging import conforms_entirely, judged
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import SERVE, Served
-from tests.metadata_server.test_real_server import SLOTS, Writer
 from tests.metadata_server.token_files import write_tokens
+from tests.metadata_server.writers import SLOTS, Writer, see_kept
 
 SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
 
@@ -26,10 +24,7 @@ def conforms(url, seed, tmp_path):
     tokens = write_tokens(tmp_path / "tokens.json", all="admin all", look="read look", write="write write")
     with Served(command=f"{SHARED} --store {url} --token-file {tokens}") as place:
         judgement = judged(place, seed=seed, tokens=True)
-    assert errors(judgement) == []
-    assert broken(judgement) == {}
-    assert judgement.verdict is Verdict.CONFORMANT
-    assert {str(result.outcome) for result in judgement.rules} == {"pass"}
+    conforms_entirely(judgement)
 
 
 def test_a_server_on_a_shared_store_conforms_with_nothing_untested(tmp_path):
@@ -84,19 +79,6 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
         scopes[0].client.wire.drop()
         until(lambda: scopes[0].client.wire.get("/readyz").status == 200)
         see_kept(scopes[0], writers)
-
-
-def see_kept(scope, writers):
-    owners = {}
-    for writer in writers:
-        keys = [key for key in writer.live if key not in writer.unsure]
-        for start in range(0, len(keys), 10_000):
-            some = keys[start : start + 10_000]
-            found = scope.lookup(some)
-            assert list(zip(found.slots, found.checksums, strict=True)) == [writer.live[key] for key in some]
-            owners |= {slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners}
-    assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
-    assert scope.client.call("/v2/fsck", Fsck(), Checked).problems == []
 
 
 def until(condition):

@@ -18,7 +18,7 @@ from hicache_metadata_server.simulation.events import Event, Op, TraceError, rea
 from hicache_metadata_server.simulation.load import Load, synthetic
 from hicache_metadata_server.simulation.outcome import Outcome
 from hicache_metadata_server.simulation.sizing import needs_of, slots_for
-from hicache_metadata_server.state.audit import problems_of
+from tests.metadata_server.histories import problems_of
 
 LOADS = st.builds(
     Load, engines=st.integers(1, 5), requests_per_second=st.floats(0.5, 5), seconds=st.floats(10, 60), prefixes=st.integers(1, 8),

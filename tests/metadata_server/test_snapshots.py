@@ -29,10 +29,10 @@ from hicache_metadata_server.snapshots.parts import Pages, SnapshotError, Tally
 from hicache_metadata_server.snapshots.remote import RemoteSource
 from hicache_metadata_server.snapshots.taking import snapshot_of
 from hicache_metadata_server.snapshots.target import fill, open_target
-from hicache_metadata_server.state.audit import problems_of
 from hicache_metadata_server.state.slots import LEASED
 from hicache_metadata_server.stores.store import StoreError, open_store
 from hicache_metadata_server.web.tokens import Tokens
+from tests.metadata_server.histories import problems_of
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 

@@ -46,7 +46,7 @@ def refuse(*_):
 def state(service, now):
     """Everything that clients can see."""
     return [
-        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.live(["a", "b"]))
+        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.slots(["a", "b"]))
         for name, scope in sorted(service.scopes.items())
     ]
 
@@ -216,23 +216,16 @@ def test_other_databases_are_left_alone(tmp_path):
     assert sqlite3.connect(file).execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
 
 
-def test_a_later_schema_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("schema", "said"), [(99, "later version"), (1, r"earlier version of this server \(schema 1;")], ids=["later", "earlier"]
+)
+def test_another_schema_is_refused(tmp_path, schema, said):
     opened(tmp_path)[0].close()
     database = sqlite3.connect(tmp_path / "m.db")
-    database.execute("PRAGMA user_version = 99")
+    database.execute(f"PRAGMA user_version = {schema}")
     database.commit()
     database.close()
-    with pytest.raises(StoreError, match="later version"):
-        opened(tmp_path)
-
-
-def test_an_earlier_schema_is_refused(tmp_path):
-    opened(tmp_path)[0].close()
-    database = sqlite3.connect(tmp_path / "m.db")
-    database.execute("PRAGMA user_version = 1")
-    database.commit()
-    database.close()
-    with pytest.raises(StoreError, match=r"earlier version of this server \(schema 1;"):
+    with pytest.raises(StoreError, match=said):
         opened(tmp_path)
 
 

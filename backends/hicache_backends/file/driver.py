@@ -120,7 +120,7 @@ class FileStorage(ObjectStorage):
             for catalog in catalogs:
                 catalog.note_service()
         store.after_call()
-        self._note_partial_fault(faults, bool(arrived))
+        self.note_partial_faults(faults, served=bool(arrived))
         return [[read in arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
@@ -139,7 +139,7 @@ class FileStorage(ObjectStorage):
         for catalog in catalogs:
             self._retire_damaged(catalog, [write for write in stored if write.replaces])
         store.after_call()
-        self._note_partial_fault([draft.fault for draft in drafts if draft.fault], bool(stored))
+        self.note_partial_faults([draft.fault for draft in drafts if draft.fault], served=bool(stored))
         return [[write in stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -234,15 +234,6 @@ class FileStorage(ObjectStorage):
     def _count_damaged(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_damaged=pages)
         logger.warning("%d more damaged pages in pool %s; they are misses until they are set again", pages, namespace.pool)
-
-    def _note_partial_fault(self, faults: Sequence[OSError], served: bool) -> None:
-        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
-        if not faults:
-            return
-        if not served:
-            raise faults[0]
-        self.recorder.count_fault()
-        logger.debug("answering misses for a part of a call: %s", faults[0])
 
 
 def _runs(catalogs: Sequence[Catalog], reads: Sequence[Sequence[ObjectRead]]) -> list[Run]:

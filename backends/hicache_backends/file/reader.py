@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.catalog import Run
-from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, kept
-from hicache_backends.posix.vectored import read_into
+from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, kept, stop_unless
+from hicache_backends.posix.vectored import read_into, scatter
 from hicache_storage.objects import ObjectRead, running_checksum
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Reader:
             return self._read_buffered(piece, self._buffers, call)
         targets = [buffer for read in piece.reads for buffer in read.buffers]
         with call.caller as waits:
-            _stop_unless(waits)
+            stop_unless(waits)
             if not read_into(piece.handle.descriptor, targets, piece.page * piece.page_bytes):
                 return False
             for page, read in enumerate(piece.reads, start=piece.page):
@@ -234,9 +234,9 @@ class Reader:
                 if read.verify(self._checksum(page)):
                     sound.append((read, page))
             with call.caller as waits:
-                _stop_unless(waits)
+                stop_unless(waits)
                 for read, page in sound:
-                    _scatter(page, read.buffers)
+                    scatter(page, read.buffers)
         return True
 
     def _read_long_page(self, piece: Piece, call: Call) -> bool:
@@ -254,7 +254,7 @@ class Reader:
     def _read_long_part(self, descriptor: int, target: memoryview, offset: int, checksum: xxh3_64, call: Call) -> bool:
         if self._buffers is None:
             with call.caller as waits:
-                _stop_unless(waits)
+                stop_unless(waits)
                 whole = read_into(descriptor, [target], offset)
                 checksum.update(target)
             return whole
@@ -264,7 +264,7 @@ class Reader:
                 return False
             checksum.update(part)
             with call.caller as waits:
-                _stop_unless(waits)
+                stop_unless(waits)
                 target[:] = part
         return True
 
@@ -291,15 +291,3 @@ class Reader:
         if self._direct:
             logger.warning("direct_io is not possible for %s with these buffers; reading through the page cache", bundle.path)
         self._direct = False
-
-
-def _stop_unless(waits: bool) -> None:
-    if not waits:
-        raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
-
-
-def _scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
-    start = 0
-    for target in targets:
-        target[:] = page[start : start + len(target)]
-        start += len(target)

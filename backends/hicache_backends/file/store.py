@@ -95,16 +95,7 @@ class Store:
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, damaged, syncs=config.fsync)
         buffered = not mount.is_local if config.stuck_reads == "auto" else config.stuck_reads == "buffered"
         self.buffers = Buffers(READ_BYTES) if buffered else None
-        self.reader = Reader(
-            self.descriptors,
-            self.workers,
-            self.buffers,
-            threads=threads,
-            bytes_per_thread=LOCAL_BYTES_PER_THREAD if mount.is_local else NETWORK_BYTES_PER_THREAD,
-            direct=direct,
-            verifies=config.verify_checksums,
-            retires_bad_sectors=mount.is_local,
-        )
+        self.reader = self._make_reader(config, threads=threads, direct=direct)
         self.writer = Writer(
             self.drafts,
             preallocates=mount.preallocates,
@@ -116,12 +107,7 @@ class Store:
         self._lock = threading.Lock()
         self._epoch = 0
         self._flush_at = time.monotonic() + FLUSH_SECONDS
-        self.capacity: Capacity | None = None
-        if config.capacity_bytes is not None:
-            self.capacity = Capacity(
-                config.capacity_bytes, self.tree, self.board, self.shelves, self.drafts, self.changes, self.rewriter,
-                self._catalogs.get, evicted,
-            )  # fmt: skip
+        self.capacity = None if config.capacity_bytes is None else self._make_capacity(config.capacity_bytes, evicted)
         self._tidy()
 
     def catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
@@ -198,6 +184,31 @@ class Store:
                 catalog = Catalog(namespace, shelf, self.descriptors, self.workers, parallel=not self.is_local)
                 self._catalogs[namespace.name] = catalog
             return catalog
+
+    def _make_reader(self, config: FileConfig, *, threads: int, direct: bool) -> Reader:
+        return Reader(
+            self.descriptors,
+            self.workers,
+            self.buffers,
+            threads=threads,
+            bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
+            direct=direct,
+            verifies=config.verify_checksums,
+            retires_bad_sectors=self.is_local,
+        )
+
+    def _make_capacity(self, limit_bytes: int, evicted: Callable[[Namespace, int], None]) -> Capacity:
+        return Capacity(
+            limit_bytes,
+            self.tree,
+            self.board,
+            self.shelves,
+            self.drafts,
+            self.changes,
+            self.rewriter,
+            self._catalogs.get,
+            evicted,
+        )
 
     def _create(self, *, syncs: bool) -> None:
         if os.path.exists(self.path) and not os.path.isdir(self.path):

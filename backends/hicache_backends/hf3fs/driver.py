@@ -103,12 +103,12 @@ class Hf3fsStorage(ObjectStorage):
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         outcome = self._reader.read(batches, call)
-        self._note_partial_fault(outcome.faults, bool(outcome.arrived))
+        self.note_partial_faults(outcome.faults, served=bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         outcome = self._writer.write(batches, call)
-        self._note_partial_fault(outcome.faults, bool(outcome.stored))
+        self.note_partial_faults(outcome.faults, served=bool(outcome.stored))
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -138,7 +138,7 @@ class Hf3fsStorage(ObjectStorage):
             if slot < 0:
                 continue
             if length == batch.namespace.object_bytes:
-                again = own_read(batch.namespace, key, verifies=self._config.verify_checksums)
+                again = ObjectRead.aside(batch.namespace, key, verifies_checksum=self._config.verify_checksums)
                 job = SlotRead(again, scope.file, slot)
                 store.engine.read([job], Call(call.remaining()))
                 certain &= job.fault is None
@@ -152,18 +152,3 @@ class Hf3fsStorage(ObjectStorage):
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
-
-    def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
-        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
-        if not faults:
-            return
-        if not served:
-            raise faults[0]
-        self.recorder.count_fault()
-        logger.debug("answering misses for a part of a call: %s", faults[0])
-
-
-def own_read(namespace: Namespace, key: str, *, verifies: bool = True) -> ObjectRead:
-    """A read into memory of nobody else's."""
-    buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
-    return ObjectRead(namespace, key, buffers, verifies_checksum=verifies)

@@ -140,13 +140,13 @@ class MooncakeStorage(ObjectStorage):
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         with self.attachment.call() as connection:
             outcome = read_steadily(self._reader, connection, [read for batch in batches for read in batch.reads], call)
-        self._note_partial_fault(outcome.faults, bool(outcome.arrived))
+        self.note_partial_faults(outcome.faults, served=bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         with self.attachment.call() as connection:
             outcome = self._writer.write(connection, [write for batch in batches for write in batch.writes], call)
-        self._note_partial_fault(outcome.faults, bool(outcome.stored))
+        self.note_partial_faults(outcome.faults, served=bool(outcome.stored))
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -165,26 +165,16 @@ class MooncakeStorage(ObjectStorage):
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
-        again = [self._own_read(read) for batch in batches for read in batch.reads]
+        verifies = self._config.verify_checksums
+        again = [
+            ObjectRead.aside(batch.namespace, read.key, verifies_checksum=verifies) for batch in batches for read in batch.reads
+        ]
         with self.attachment.call() as connection:
             outcome = read_steadily(self._reader, connection, again, call)
             going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
             if going:
                 connection.remove(list(dict.fromkeys(read.namespace.object_name(read.key) for read in going)))
         return not outcome.faults
-
-    def _own_read(self, read: ObjectRead) -> ObjectRead:
-        buffers = [memoryview(bytearray(length)) for length in read.namespace.geometry.component_bytes]
-        return ObjectRead(read.namespace, read.key, buffers, verifies_checksum=self._config.verify_checksums)
-
-    def _note_partial_fault(self, faults: Sequence[Exception], served: bool) -> None:
-        """A fault that has left nothing to answer is the SDK's to count and log; one that has not is counted here."""
-        if not faults:
-            return
-        if not served:
-            raise faults[0]
-        self.recorder.count_fault()
-        logger.debug("answering misses for a part of a call: %s", faults[0])
 
 
 def _register(attachment: Attachment, pool: RegisteredPool) -> None:

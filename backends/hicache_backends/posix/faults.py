@@ -14,6 +14,16 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """There is no such file, or not any more."""
 
 
+def stop_unless(waits: bool) -> None:
+    """End a read within `Call.caller`, which says whether anybody waits.
+
+    Raises:
+        OSError: nobody does; the buffers are the caller's again.
+    """
+    if not waits:
+        raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
+
+
 def kept(error: OSError) -> OSError:
     """An error without the frames it came from, which would keep their buffers and descriptors as long as it lives."""
     error.__context__ = error.__cause__ = None

@@ -34,6 +34,14 @@ def write_from(descriptor: int, buffers: Sequence[memoryview], offset: int) -> N
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
+    """Copy the bytes of a page into buffers, one after the other, which have room for all of them."""
+    start = 0
+    for target in targets:
+        target[:] = page[start : start + len(target)]
+        start += len(target)
+
+
 def _move_all(move: Move, descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool:
     for start in range(0, len(buffers), MAX_BUFFERS):
         some = buffers[start : start + MAX_BUFFERS] if len(buffers) > MAX_BUFFERS else buffers

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from hicache_conformance.faults.plan import FaultKind
 from hicache_conformance.faults.strike import struck
 from hicache_conformance.grounds.ground import Ground
 from hicache_conformance.grounds.placeholders import filled, port_names
+from hicache_conformance.ports import accepts, free_ports
 from hicache_conformance.sparse import copy_file
 from hicache_conformance.violation import Untestable
 
@@ -48,7 +48,8 @@ class Services:
         self._home = Path(tempfile.mkdtemp(prefix="hicache-services-"))
         self.tmp = tmp or self._home / "tmp"
         self.tmp.mkdir(parents=True, exist_ok=True)
-        self.ports: Mapping[str, int] = _free_ports(port_names(part for command in self.commands for part in command))
+        names = port_names(part for command in self.commands for part in command)
+        self.ports: Mapping[str, int] = dict(zip(names, free_ports(len(names)), strict=True))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -124,7 +125,7 @@ class Services:
 
     def _wait_for(self, number: int, words: Sequence[str], name: str) -> None:
         until, process = time.monotonic() + START_SECONDS, self._processes[number]
-        while not _accepts(self.ports[name]):
+        while not accepts(self.ports[name]):
             if process.poll() is not None or time.monotonic() > until:
                 ended = process.poll()
                 self.kill()
@@ -211,23 +212,6 @@ def _states(group: int) -> Generator[str]:
 def _behind_the_name(stat: Path) -> list[str]:
     """State, parent, group and so on; the name before them may hold anything."""
     return stat.read_text("utf-8", "replace").rpartition(")")[2].split()
-
-
-def _free_ports(names: Sequence[str]) -> dict[str, int]:
-    with contextlib.ExitStack() as held:
-        # All at once, so that none is given out twice.
-        sockets = {name: held.enter_context(socket.socket()) for name in names}
-        for listener in sockets.values():
-            listener.bind(("127.0.0.1", 0))
-        return {name: listener.getsockname()[1] for name, listener in sockets.items()}
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hicache_conformance.catalogue import cases_of
-from hicache_conformance.manifest import Level, Rule
+from hicache_conformance.manifest import Level, Rule, by_id, parse_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -60,12 +60,7 @@ class _Manifest:
 @cache
 def protocol_rules() -> dict[str, ProtocolRule]:
     """All rules by id, in the order of the document."""
-    found = dict[str, ProtocolRule]()
-    for rule in _manifest().rule:
-        if rule.id in found:
-            raise ValueError(f"metadata/rules.toml lists {rule.id} twice")
-        found[rule.id] = rule
-    return found
+    return by_id(_manifest().rule, "metadata/rules.toml")
 
 
 def rules_of(parts: Collection[Part]) -> dict[str, Rule]:
@@ -98,13 +93,7 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     Raises:
         ValueError: a part is unknown.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or "all" in names:
-        return tuple(Part)
-    unknown = [name for name in names if name not in list(Part)]
-    if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r}; parts are {', '.join(Part)}, or all")
-    return tuple(part for part in Part if part in names)
+    return parse_names(Part, text)
 
 
 @cache

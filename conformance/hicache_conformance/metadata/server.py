@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.metadata.wire import Unanswered, Wire
+from hicache_conformance.ports import accepts, free_ports
 
 if TYPE_CHECKING:
     from io import BufferedWriter
@@ -91,7 +91,7 @@ class Served(Remote):
     def __post_init__(self) -> None:
         if PORT not in self.command:
             raise ValueError(f"--serve needs {PORT} in its command, where the server is told its port")
-        self.port = _free_port()
+        [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
 
     @property
@@ -123,7 +123,7 @@ class Served(Remote):
         except OSError as error:
             raise CannotStartError(f"cannot run {words[0]!r}: {error}") from error
         deadline = time.monotonic() + START_SECONDS
-        while not _listens(self.port):
+        while not accepts(self.port):
             if self._process.poll() is not None:
                 raise CannotStartError(f"the server ended with {self._process.returncode} at its start: {self.log()[-1000:]}")
             if time.monotonic() > deadline:
@@ -163,18 +163,3 @@ class Served(Remote):
         if self._home is not None:
             self._home.cleanup()
             self._home = None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_conformance.foreign.setup import known
-from hicache_conformance.outcomes import Outcome
+from hicache_conformance.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -71,8 +71,7 @@ class RuleRow(msgspec.Struct, frozen=True):
 
     def failing(self) -> list[CaseRow]:
         """The cases that found this rule broken, or broke themselves."""
-        failed = [case for case in self.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.id)]
-        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
+        return failing_cases(self.id, self.cases)
 
 
 class Run(msgspec.Struct, frozen=True):

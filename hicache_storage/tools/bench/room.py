@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_storage.plugins import config_model, registry
 from hicache_storage.spec import parse_bytes, parse_config
 from hicache_storage.tools.bench.settings import MIN_PAGE_BYTES
-from hicache_storage.tools.options import directories
+from hicache_storage.tools.options import directories, nearest_directory
 
 if TYPE_CHECKING:
     from hicache_storage.tools.bench.settings import Cell, Contender, Sweep
@@ -37,7 +37,7 @@ def check_room(sweep: Sweep) -> None:
     places = dict[int, Path]()
     for contender in sweep.contenders:
         options = _check_contender(contender, sweep)
-        found = [_existing(path) for path in directories(options).values()]
+        found = [nearest_directory(path) for path in directories(options).values()]
         for place in found[:1]:
             device = place.stat().st_dev
             disks[device] += int(HEADROOM * sweep.space_bytes)
@@ -83,11 +83,6 @@ def _check_contender(contender: Contender, sweep: Sweep) -> dict[str, object]:
             f"{_gib(HEADROOM * sweep.space_bytes)} may be needed; give a smaller --space"
         )
     return options
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def _available_memory() -> int:

@@ -17,7 +17,7 @@ from hicache_storage.spec import parse_bytes
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.doctor.machine import size
 from hicache_storage.tools.doctor.trial import Unusable, usable_options
-from hicache_storage.tools.options import directories, servers
+from hicache_storage.tools.options import directories, nearest_directory, servers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -36,7 +36,7 @@ def check_directories(patient: Patient) -> Iterator[Finding]:
         return
     for option, path in directories(options).items():
         check = f"{patient.driver}: {option}"
-        place = _existing(path)
+        place = nearest_directory(path)
         if not path.is_dir() and path.exists():
             yield fail(check, f"{path} is no directory", f"choose another {option}")
         elif not os.access(place, os.W_OK | os.X_OK):
@@ -132,11 +132,6 @@ def _unnamed(place: Path, flags: int) -> Generator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def _kind(place: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.refused import invalid, key_reused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ class AnswerBook:
         if record is None or record.until <= now:
             return None
         if record.digest != digest:
-            raise RefusedError(422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER)
+            raise key_reused()
         return record
 
     def add(self, record: AnswerRecord) -> None:

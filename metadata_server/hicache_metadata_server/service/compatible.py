@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.limits import Measure, see_slots
+from hicache_metadata_server.service.refused import other_size, stale
 from hicache_metadata_server.service.tenants import ANYBODY, Caller
 from hicache_metadata_server.state.slots import LEASED
 
@@ -41,8 +41,7 @@ class CompatibleService:
             self._service.see_room([geometry], caller, "namespace")
             self._service.add_scope(geometry, caller.tenant)
         elif known.geometry.slots != request.num_pages:
-            message = f"scope {name!r} has {known.geometry.slots} pages, not {request.num_pages}"
-            raise RefusedError(409, "mismatch", message, "num_pages")
+            raise other_size(name, known.geometry.slots, request.num_pages)
 
     def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
         """Which keys are live; counts as use."""
@@ -82,14 +81,14 @@ class CompatibleService:
         measure.keys(list(map(itemgetter(0), request.written_keys_to_confirm)), "written_keys_to_confirm")
         measure.entries(request.pages_to_release, "pages_to_release")
         scope = self._service.find(f"{rank}:{request.namespace}")
-        self._see_slots(scope, request)
+        see_slots(request, scope.geometry.slots)
         scope.settle(now)
         refused = self._confirm(scope, request.written_keys_to_confirm)
         for i, done in enumerate(scope.release(request.pages_to_release, now)):
             if not done:
                 refused = refused or f"pages_to_release[{i}]"
         if refused:
-            raise RefusedError(409, "stale", "that slot is not reserved for that key; all else was done", refused)
+            raise stale(refused)
 
     def delete_keys(self, rank: int, request: p.CompatibleKeys, now: float) -> None:
         """Make keys go."""
@@ -105,14 +104,6 @@ class CompatibleService:
     def _with_keys(self, rank: int, request: p.CompatibleKeys) -> Scope:
         Measure(self._service.limits).keys(request.keys, "keys")
         return self._service.known(f"{rank}:{request.namespace}")
-
-    def _see_slots(self, scope: Scope, request: p.CompatibleConfirm) -> None:
-        slots = scope.geometry.slots
-        confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
-        for field, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", request.pages_to_release)):
-            if max(column, default=0) >= slots:
-                where = next(i for i, slot in enumerate(column) if slot >= slots)
-                raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
     def _confirm(self, scope: Scope, pairs: list[tuple[str, int]]) -> str:
         table, refused = scope.table, ""

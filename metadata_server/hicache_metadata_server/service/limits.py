@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server import protocol as p
@@ -132,6 +133,24 @@ def see_limits(request: Columns, limits: Limits) -> None:
             measure.leased(request.scopes)
         case p.Delete():
             measure.deleted(request.scopes)
+
+
+def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
+    """See that the slots of a confirm are some that its scope has.
+
+    Raises:
+        RefusedError: one is not.
+    """
+    confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
+    for field, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", request.pages_to_release)):
+        if max(column, default=0) >= slots:
+            where = next(i for i, slot in enumerate(column) if slot >= slots)
+            raise invalid(f"there are {slots} pages", f"{field}[{where}]")
+
+
+def lease_seconds(limits: Limits, wish: float | None) -> float:
+    """How long a lease lasts that is wished so."""
+    return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
 
 
 def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:

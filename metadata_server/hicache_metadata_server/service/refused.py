@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_metadata_server.protocol import Problem
+from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, Problem
 
 
 class RefusedError(Exception):
@@ -29,3 +29,28 @@ def too_large(message: str, field: str) -> RefusedError:
 def unknown_scope(name: str, field: str) -> RefusedError:
     """Nobody has initialized it."""
     return RefusedError(404, "unknown_scope", f"scope {name!r} is not initialized", field)
+
+
+def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -> RefusedError:
+    """A scope is there, and is another than the client takes it for."""
+    return RefusedError(409, "mismatch", f"scope {scope!r} has {name} {known!r}, not {wanted!r}", field)
+
+
+def other_size(scope: str, known: int, wanted: int) -> RefusedError:
+    """The same, of the compatible part."""
+    return RefusedError(409, "mismatch", f"scope {scope!r} has {known} pages, not {wanted}", "num_pages")
+
+
+def stale(field: str) -> RefusedError:
+    """A client of the compatible part confirms or releases what it does not hold."""
+    return RefusedError(409, "stale", "that slot is not reserved for that key; all else was done", field)
+
+
+def key_reused() -> RefusedError:
+    """The idempotency key belongs to another request."""
+    return RefusedError(422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER)
+
+
+def draining() -> RefusedError:
+    """No new leases."""
+    return RefusedError(503, "draining", "this server gives no new leases while it drains")

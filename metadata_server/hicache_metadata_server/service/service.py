@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.answers import AnswerBook
 from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRecord
-from hicache_metadata_server.service.limits import DEFAULTS, Measure, see_lengths, see_limits
+from hicache_metadata_server.service.limits import DEFAULTS, Measure, lease_seconds, see_lengths, see_limits
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
-from hicache_metadata_server.service.refused import RefusedError, invalid, too_large, unknown_scope
+from hicache_metadata_server.service.refused import draining, invalid, mismatch, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.snapshots.exported import exported
@@ -91,8 +91,7 @@ class MetadataService:
             created.append(known is None)
             for name in ("slots", "slot_bytes", "geometry", "identity"):
                 if known is not None and getattr(known, name) != getattr(part, name):
-                    message = f"scope {part.scope!r} has {name} {getattr(known, name)!r}, not {getattr(part, name)!r}"
-                    raise RefusedError(409, "mismatch", message, f"scopes[{i}].{name}")
+                    raise mismatch(part.scope, name, getattr(known, name), getattr(part, name), f"scopes[{i}].{name}")
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
         self.see_room(new, caller, "scopes")
@@ -142,7 +141,7 @@ class MetadataService:
         see_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
         if isinstance(request, p.Reserve) and self.draining:
-            raise RefusedError(503, "draining", "this server gives no new leases while it drains")
+            raise draining()
         if isinstance(request, p.Commit):
             see_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
 
@@ -173,7 +172,7 @@ class MetadataService:
     def do_reserve(self, request: p.Reserve, now: float) -> p.Leases:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
-        seconds, answers = self._lease_seconds(request.lease_seconds), list[p.Leased]()
+        seconds, answers = lease_seconds(self.limits, request.lease_seconds), list[p.Leased]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
             first, evicted = self._leases.take(len(part.keys)), scope.evicted
@@ -219,7 +218,7 @@ class MetadataService:
     def do_renew(self, request: p.Renew, now: float) -> p.SettledLeases:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
-        until = now + self._lease_seconds(request.lease_seconds)
+        until = now + lease_seconds(self.limits, request.lease_seconds)
         return self._settled(request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until))
 
     def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
@@ -427,10 +426,6 @@ class MetadataService:
 
     def _all_known(self, parts: Sequence[_Part]) -> list[Scope]:
         return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
-
-    def _lease_seconds(self, wish: float | None) -> float:
-        limits = self.limits
-        return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
 
     def _settled(
         self, parts: Sequence[_PartT], scopes: Sequence[Scope], settle: Callable[[_PartT, Scope], list[bool]]

@@ -1,1 +1,1 @@
-"""Several servers on one Redis or Valkey: each operation on a scope is one Lua script there, and no server has state of its own."""
+"""Several servers on one Redis or Valkey: what is done to a scope is done there, by Lua scripts; no server keeps what another would miss."""

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER
-from hicache_metadata_server.service.refused import RefusedError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,16 +47,6 @@ def columns_of(pages: bytes) -> tuple[list[int], list[int]]:
     """Lengths and checksums."""
     flat = struct.unpack(f"<{len(pages) // 8}Q", pages)
     return list(flat[::2]), list(flat[1::2])
-
-
-def reused() -> RefusedError:
-    """The idempotency key belongs to another request."""
-    return RefusedError(422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER)
-
-
-def draining() -> RefusedError:
-    """No new leases."""
-    return RefusedError(503, "draining", "this server gives no new leases while it drains")
 
 
 def value_of(reply: list[Any]) -> Any:

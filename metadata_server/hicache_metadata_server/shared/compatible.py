@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.limits import Measure, see_slots
+from hicache_metadata_server.service.refused import RefusedError, other_size, stale
 from hicache_metadata_server.service.slices import groups_of
 from hicache_metadata_server.service.tenants import ANYBODY, Caller
 from hicache_metadata_server.shared.answers import NOT_ONCE, Once, value_of
@@ -15,7 +15,6 @@ from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_metadata_server.shared.scopes import Known
     from hicache_metadata_server.shared.service import SharedService
 
 
@@ -43,8 +42,7 @@ class SharedCompatible:
             # Another client was quicker.
             (known,) = await self._service.catalog.find([name], ["namespace"])
         if known.geometry.slots != request.num_pages:
-            message = f"scope {name!r} has {known.geometry.slots} pages, not {request.num_pages}"
-            raise RefusedError(409, "mismatch", message, "num_pages")
+            raise other_size(name, known.geometry.slots, request.num_pages)
 
     async def exists(self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE) -> dict[str, Any]:
         """Which keys are live; counts as use."""
@@ -83,13 +81,11 @@ class SharedCompatible:
         measure.entries(releases, "pages_to_release")
         name = f"{rank}:{request.namespace}"
         (known,) = await self._service.catalog.find([name], ["namespace"])
-        for field, column in (("written_keys_to_confirm", [slot for _, slot in pairs]), ("pages_to_release", releases)):
-            _see_slots(known, column, field)
+        see_slots(request, known.geometry.slots)
         confirmed, released = await self._confirm(name, pairs, releases)
         for field, done in (("written_keys_to_confirm", confirmed), ("pages_to_release", released)):
             if not all(done):
-                message = "that slot is not reserved for that key; all else was done"
-                raise RefusedError(409, "stale", message, f"{field}[{done.index(False)}]")
+                raise stale(f"{field}[{done.index(False)}]")
 
     async def delete_keys(self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE) -> None:
         """Make keys go."""
@@ -133,10 +129,3 @@ class SharedCompatible:
             confirmed += done[0]
             released += done[1]
         return confirmed, released
-
-
-def _see_slots(known: Known, column: Sequence[int], field: str) -> None:
-    slots = known.geometry.slots
-    if max(column, default=0) >= slots:
-        where = next(i for i, slot in enumerate(column) if slot >= slots)
-        raise invalid(f"there are {slots} pages", f"{field}[{where}]")

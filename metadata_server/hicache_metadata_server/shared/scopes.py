@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.refused import RefusedError, too_large, unknown_scope
+from hicache_metadata_server.service.refused import RefusedError, key_reused, mismatch, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, NO_QUOTA, Caller, Holding, Quota, beyond_quota
 from hicache_metadata_server.shared.answers import (
     NOT_ONCE,
@@ -15,7 +15,6 @@ from hicache_metadata_server.shared.answers import (
     UNKNOWN,
     Once,
     packed,
-    reused,
     unpacked,
     value_of,
 )
@@ -119,7 +118,7 @@ class Scopes:
         )  # fmt: skip
         (reply,) = await self.link.run([call])
         if reply[0] == REUSED:
-            raise reused()
+            raise key_reused()
         if reply[0] == REFUSED:
             scope, at, known = value_of(reply)
             if at == BEYOND_QUOTA:
@@ -162,7 +161,7 @@ class Scopes:
             for place, reply in zip(lost, await self._run_again([tasks[place] for place in lost], once), strict=True):
                 replies[place] = reply
         if any(reply[0] == REUSED for reply in replies):
-            raise reused()
+            raise key_reused()
         return replies
 
     async def claim(self, once: Once) -> bool:
@@ -174,7 +173,7 @@ class Scopes:
         call = Call(script("claim"), (once_key(once.key),), (once.digest, self._once_milliseconds))
         (held,) = await self.link.run([call])
         if held == 0:
-            raise reused()
+            raise key_reused()
         return bool(held == 2)
 
     async def unclaim(self, once: Once) -> None:
@@ -240,5 +239,4 @@ def _mismatch(parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str,
         return RefusedError(403, "forbidden", f"scope {parts[scope].scope!r} is another tenant's", f"scopes[{scope}]")
     name, part = FIELDS[at], parts[scope]
     value: object = int(known) if name.startswith("slot") else known
-    message = f"scope {part.scope!r} has {name} {value!r}, not {getattr(part, name)!r}"
-    return RefusedError(409, "mismatch", message, f"scopes[{scope}].{name}")
+    return mismatch(part.scope, name, value, getattr(part, name), f"scopes[{scope}].{name}")

@@ -7,13 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure, see_lengths, see_limits
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.limits import Measure, lease_seconds, see_lengths, see_limits
+from hicache_metadata_server.service.refused import RefusedError, draining, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.service.totals import Totals
-from hicache_metadata_server.shared.answers import NOT_ONCE, draining, value_of
+from hicache_metadata_server.shared.answers import NOT_ONCE, value_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
@@ -133,7 +133,7 @@ class SharedService:
         await self._check(request)
         if self.draining and not once.digest:
             raise draining()
-        seconds = self.lease_seconds(request.lease_seconds)
+        seconds = lease_seconds(self.limits, request.lease_seconds)
         return await self._in_pieces(request, once, seconds=seconds, draining=self.draining)  # type: ignore[no-any-return]
 
     async def commit(self, request: p.Commit, once: Once = NOT_ONCE) -> p.SettledLeases:
@@ -150,7 +150,7 @@ class SharedService:
     async def renew(self, request: p.Renew, once: Once = NOT_ONCE) -> p.SettledLeases:
         """Let leases last from now on."""
         await self._check(request)
-        seconds = self.lease_seconds(request.lease_seconds)
+        seconds = lease_seconds(self.limits, request.lease_seconds)
         return await self._in_pieces(request, once, seconds=seconds)  # type: ignore[no-any-return]
 
     async def unpin(self, request: p.Unpin, once: Once = NOT_ONCE, caller: Caller = ANYBODY) -> None:
@@ -243,11 +243,6 @@ class SharedService:
             raise
         self.problem = ""
         return more
-
-    def lease_seconds(self, wish: float | None) -> float:
-        """How long a lease lasts that is wished so."""
-        limits = self.limits
-        return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
 
     # Helpers.
 

@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from hicache_metadata_server.disk import sync_directory
 from hicache_metadata_server.snapshots.frames import End, FrameReader, FrameWriter, Origin, part_of
 from hicache_metadata_server.snapshots.parts import Counters, SnapshotError, Tally
 
@@ -81,19 +82,6 @@ class Backup:
                 yield FrameReader(file)
             except SnapshotError as error:
                 raise SnapshotError(f"{self._path}: {error}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Let the disk have what was renamed in it.
-
-    Raises:
-        OSError: it cannot.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(aside: Path, origin: Origin, parts: Iterable[Part]) -> Tally:

@@ -9,8 +9,8 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from hicache_metadata_server.disk import sync_directory
 from hicache_metadata_server.service.changes import Changes, ScopeRecord
-from hicache_metadata_server.snapshots.backup import sync_directory
 from hicache_metadata_server.snapshots.local import opened_store
 from hicache_metadata_server.snapshots.parts import Counters, Pages, Rests, ScopeHead, SnapshotError, Tally
 from hicache_metadata_server.snapshots.taking import snapshot_of

@@ -27,11 +27,6 @@ def audit(scope: Scope) -> Iterator[list[str]]:
         yield [*_free_list(scope), *_index(scope), *_chains(scope), *_order(scope)]
 
 
-def problems_of(scope: Scope) -> list[str]:
-    """All of them at once; the first hundred."""
-    return [problem for piece in audit(scope) for problem in piece][:SHOWN]
-
-
 def _counts(scope: Scope) -> list[str]:
     table, unused = scope.table, scope.geometry.slots - len(scope.table)
     listed = {

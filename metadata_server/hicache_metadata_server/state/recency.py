@@ -54,9 +54,6 @@ class Recency:
     def __len__(self) -> int:
         return self._pages
 
-    def __contains__(self, key: str) -> bool:
-        return self.slot(key) >= 0
-
     def __iter__(self) -> Iterator[str]:
         table = self._table
         live = [slot for slot, state in enumerate(table.states) if state == LIVE]
@@ -75,10 +72,6 @@ class Recency:
         if self._pages == len(by_key) or bytes(map(states.__getitem__, slots)).count(LIVE) == len(slots):
             return slots
         return [slot if slot >= 0 and states[slot] == LIVE else -1 for slot in slots]
-
-    def live(self, keys: Sequence[str]) -> list[bool]:
-        """Which keys are live."""
-        return [slot >= 0 for slot in self.slots(keys)]
 
     def used(self, keys: Sequence[str]) -> list[int]:
         """The same as `slots`, and counts as use, from the last key to the first."""

@@ -29,8 +29,8 @@ too late. Scopes of fewer than `STEP` slots keep none."""
 class Scope:
     """The slots of one scope.
 
-    Every method is called with the time, which never goes back, and does what is due by then before anything else, up to `STEP`
-    slots of it. `changed` collects the slots whose state a restart must know; whoever keeps it takes them.
+    The time is passed in and never goes back. What a client asks for is done after what is due by then, up to `STEP` slots of it.
+    `changed` collects the slots whose state a restart must know; whoever keeps it takes them.
     """
 
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The slots of a scope as columns: 69 bytes a slot that was ever used, none for the others; and the slot of each key."""
+"""The slots of a scope as columns: 73 bytes a slot that was ever used, none for the others; and the slot of each key."""
 
 from __future__ import annotations
 

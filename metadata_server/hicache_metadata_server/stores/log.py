@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
+from hicache_metadata_server.disk import sync_directory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -124,7 +126,7 @@ class Log:
         try:
             self._size = self._put(self._head)
             if self._synchronous:
-                _sync_directory(file.parent)
+                sync_directory(file.parent)
         except OSError:
             self.close()
             raise
@@ -162,11 +164,3 @@ def _record(content: memoryview, place: int) -> _Record | None:
     if end > len(content) or xxhash.xxh3_64_intdigest(content[place + 8 : end]) != checksum:
         return None
     return _Record(group, follows, bytes(content[place + _HEAD.size : end]), end)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

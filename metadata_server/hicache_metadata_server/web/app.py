@@ -16,8 +16,8 @@ from starlette.responses import Response
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.journal import Journal
-from hicache_metadata_server.protocol_history import AFTER
-from hicache_metadata_server.protocol_history import PATH as HISTORY
+from hicache_metadata_server.protocol.history import AFTER
+from hicache_metadata_server.protocol.history import PATH as HISTORY
 from hicache_metadata_server.service.refused import RefusedError, invalid
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.desk import Desk
@@ -117,7 +117,8 @@ def create_app(
     """
     server = Server(service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds)
     version = service.about.server.rpartition(" ")[2]
-    app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, redoc_url=None)
+    # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the token that it needs.
+    app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, docs_url=None, redoc_url=None)
     described = openapi(version)
 
     def schema() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.protocol_history import PATH as PATH_OF_HISTORY
+from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
 from hicache_metadata_server.service.refused import RefusedError, too_large
 from hicache_metadata_server.stores.store import StoreError
 from hicache_metadata_server.web.audit import Entry, about, peer_of
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
-PAGES: Final = ("/openapi.json", "/docs", "/metrics", PATH_OF_HISTORY)
-"""The other paths that are not every server's; they take a read token."""
-OPEN_PAGES: Final = ("/openapi.json", "/docs")
-"""Pages that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
+PAGES: Final = ("/openapi.json", "/metrics", PATH_OF_HISTORY)
+"""The other paths of the application behind; they take a read token."""
+OPEN_PAGES: Final = ("/openapi.json",)
+"""Those that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
 LOOKS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)

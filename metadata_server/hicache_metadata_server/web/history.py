@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hicache_metadata_server.protocol_history import Series
+from hicache_metadata_server.protocol.history import Series
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

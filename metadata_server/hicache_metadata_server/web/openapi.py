@@ -7,9 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.protocol_history import AFTER
-from hicache_metadata_server.protocol_history import PATH as HISTORY
-from hicache_metadata_server.protocol_history import ROUTE as HISTORY_ROUTE
+from hicache_metadata_server.protocol.history import AFTER
+from hicache_metadata_server.protocol.history import PATH as HISTORY
+from hicache_metadata_server.protocol.history import ROUTE as HISTORY_ROUTE
 
 TEMPLATE: Final = "#/components/schemas/{name}"
 REFUSALS: Final = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.protocol_history import History, SlowCall
+from hicache_metadata_server.protocol.history import History, SlowCall
 from hicache_metadata_server.web.history import Rings
 from hicache_metadata_server.web.slowest import SPAN_SECONDS, Slowest, named
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from hicache_metadata_server.protocol import MSGPACK
-from hicache_metadata_server.protocol_history import SlowCall
+from hicache_metadata_server.protocol.history import SlowCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -26,6 +26,21 @@ def flip(path, position):
         file.write(bytes([byte ^ 0x40]))
 
 
+def misread_once(monkeypatch, module):
+    """A bit of the next bytes that a module reads is another; the list is empty once it has been."""
+    real, lies = module.read_into, [None]
+
+    def misread(descriptor, buffers, offset):
+        whole = real(descriptor, buffers, offset)
+        if lies:
+            lies.pop()
+            buffers[0][7] ^= 1
+        return whole
+
+    monkeypatch.setattr(module, "read_into", misread)
+    return lies
+
+
 def test_a_flipped_bit_costs_one_page_for_everyone_until_it_is_set_again(rig):
     a, b, keys = rig(), rig(), chain("a", 8)
     a.put(keys)
@@ -153,16 +168,7 @@ def test_a_damaged_page_is_not_written_anew_beside_those_that_stay(rig):
 def test_a_page_that_is_misread_once_while_others_are_dropped_is_not_lost(rig, monkeypatch):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
-    real, lies = rewriter_module.read_into, [None]
-
-    def misread(descriptor, buffers, offset):
-        whole = real(descriptor, buffers, offset)
-        if lies:
-            lies.pop()
-            buffers[0][7] ^= 1
-        return whole
-
-    monkeypatch.setattr(rewriter_module, "read_into", misread)
+    lies = misread_once(monkeypatch, rewriter_module)
     assert a.storage.delete(keys[:1]) == [True]
     assert lies == []
     for side in (a, rig()):
@@ -186,16 +192,7 @@ def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
 def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, stuck_reads):
     a, keys = rig(stuck_reads=stuck_reads), chain("a", 4)
     a.put(keys)
-    real, lies = reader_module.read_into, [None]
-
-    def misread(descriptor, buffers, offset):
-        whole = real(descriptor, buffers, offset)
-        if lies:
-            lies.pop()
-            buffers[0][7] ^= 1
-        return whole
-
-    monkeypatch.setattr(reader_module, "read_into", misread)
+    misread_once(monkeypatch, reader_module)
     before = a.bundles()
     assert a.versions(keys) == [None, 0, 0, 0]
     assert a.present(keys) == [True] * 4

@@ -100,13 +100,7 @@ def test_any_text_is_a_key_and_no_two_are_the_same(rig, tmp_path):
     {"adapter": "lora"}, {"salt": "s"}, {"layer_end": 4}, {"head_end": 2},
 ], ids=lambda changes: "-".join(changes))  # fmt: skip
 def test_another_identity_shares_nothing(rig, changes):
-    a, b, keys = rig(), rig(who=identity(**changes)), chain("a", 3)
-    a.put(keys)
-    assert b.hit(keys) == 0
-    assert b.get(keys) == [None] * 3
-    b.put(keys, version=1)
-    assert a.holds(keys, version=0)
-    assert b.holds(keys, version=1)
+    share_nothing(rig(), rig(who=identity(**changes)))
 
 
 @pytest.mark.parametrize("other", [
@@ -114,7 +108,11 @@ def test_another_identity_shares_nothing(rig, changes):
     {"dtype": "float16"}, {"layout": "layer_first"},
 ], ids=str)  # fmt: skip
 def test_a_pool_of_another_geometry_shares_nothing(rig, other):
-    a, b, keys = rig(), rig(**other), chain("a", 3)
+    share_nothing(rig(), rig(**other))
+
+
+def share_nothing(a, b):
+    keys = chain("a", 3)
     a.put(keys)
     assert b.hit(keys) == 0
     assert b.get(keys) == [None] * 3

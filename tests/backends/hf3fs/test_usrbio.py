@@ -11,10 +11,9 @@ from datetime import timedelta
 import pytest
 
 from hicache_backends.hf3fs import store as store_module
-from hicache_backends.hf3fs.driver import own_read
 from hicache_backends.hf3fs.slots.engine import SlotRead
 from hicache_backends.hf3fs.slots.usrbio import SharedPages
-from hicache_storage.objects import Call
+from hicache_storage.objects import Call, ObjectRead
 from tests.backends.hf3fs.harness import chain, content
 from tests.backends.hf3fs.usrbio_stand_in import StandIn
 
@@ -129,7 +128,7 @@ def test_several_threads_share_the_rings(usrbio, library):
 
     def work():
         for _ in range(5):
-            jobs = [SlotRead(own_read(scope.namespace, key), scope.file, slot) for key, slot in places.items()]
+            jobs = [SlotRead(ObjectRead.aside(scope.namespace, key), scope.file, slot) for key, slot in places.items()]
             engine.read(jobs, Call(20))
             read.extend(jobs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hicache_storage.spec import Capabilities, Durability, Sharing
@@ -34,7 +34,7 @@ class Control:
     field_fault: str = ""
     """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
     target: str = ""
-    """`"module:Class"`; empty for `control_drivers` and the control's own name."""
+    """`"module:Class"`."""
     transfer_engine: str = ""
     """`"module:Class"` of the engine that the level stream copies with; empty for the SDK's."""
     config: str = "control_plain:PlainConfig"
@@ -42,3 +42,8 @@ class Control:
     capabilities: Capabilities = IN_PROCESS
     capacity_option: str = ""
     trial_services: tuple[tuple[str, ...], ...] = ()
+
+
+def in_module(module: str, controls: Mapping[str, Control]) -> dict[str, Control]:
+    """Controls whose drivers are classes of that module, by their own names."""
+    return {name: replace(control, target=f"{module}:{name}") for name, control in controls.items()}

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from control_drivers import Objects
 from control_networked import Networked
+from control_objects import Objects
 from control_plain import Plain
 
 from hicache_storage.spec import PoolName, PoolStats, StorageStats

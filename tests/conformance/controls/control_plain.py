@@ -35,6 +35,10 @@ class PlainConfig(DriverConfig, frozen=True, kw_only=True):
     store: str = "default"
 
 
+class FileControlConfig(PlainConfig, frozen=True, kw_only=True):
+    path: str
+
+
 class Plain(HiCacheStorage):
     """Keeps the bytes of each page in a dictionary, without an envelope; so nothing notices what a fault does to them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from control_plain import Plain
 
@@ -120,23 +120,6 @@ class FreesUnderALoad(Engine):
 
 
 # Drivers --------------------------------------------------------------------------------------------------------------
-
-
-class ReadsHostPagesLate(Plain):
-    """Copies a page when it is first read, not when it is set."""
-
-    views: ClassVar[dict[tuple[object, ...], list[memoryview]]] = {}
-
-    def put(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
-        if not self.there(pool, key):
-            self.views[self.place(pool, key)] = page
-            self.pages[self.place(pool, key)] = b""
-        return True
-
-    def take(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
-        if (late := self.views.pop(self.place(pool, key), None)) is not None:
-            self.pages[self.place(pool, key)] = b"".join(late)
-        return super().take(pool, key, page)
 
 
 class DeliversHostPagesLate(Plain):

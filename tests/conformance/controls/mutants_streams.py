@@ -9,7 +9,7 @@ _WHERE = ("Stream",)
 
 def _engine(name: str, *breaks: str, told: str = "") -> Control:
     return Control(
-        breaks=breaks, told=told, where=_WHERE, target="control_drivers:Objects", transfer_engine=f"control_streams:{name}"
+        breaks=breaks, told=told, where=_WHERE, target="control_objects:Objects", transfer_engine=f"control_streams:{name}"
     )
 
 
@@ -28,7 +28,7 @@ CONTROLS = {
     "FreesUnderACopy": _engine("FreesUnderACopy", "ST-3", told="handed out before the copy is done"),
     "FreesUnderALoad": _engine("FreesUnderALoad", "ST-3", told="a load reads was freed"),
     "ReadsHostPagesLate": Control(
-        breaks=("ST-1",), told="after the set had returned", where=_WHERE, target="control_streams:ReadsHostPagesLate"
+        breaks=("ST-1",), told="after the set had returned", where=_WHERE, target="control_pages:KeepsHostPages"
     ),
     "DeliversHostPagesLate": Control(
         breaks=("ST-1",), told="as a kernel sees it", where=_WHERE, target="control_streams:DeliversHostPagesLate"

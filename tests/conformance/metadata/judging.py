@@ -13,6 +13,7 @@ from hicache_conformance.metadata.run import Order, judge_run, run
 from hicache_conformance.metadata.server import Remote, Served
 from hicache_conformance.outcomes import Outcome
 from hicache_conformance.settings import Settings
+from hicache_conformance.verdict import Verdict
 from tests.conformance.metadata.faulty import FAULTS, server
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def listening(fault: str = "", **options: object) -> Iterator[Remote]:
 def served(fault: str = "") -> Served:
     """One in a process of its own, which can be killed."""
     named = f" --fault {fault}" if fault else ""
-    command = f"{sys.executable} -m tests.conformance.metadata.reference --port {{port}} --journal {{tmp}}/journal{named}"
+    command = f"{sys.executable} -m tests.conformance.metadata.reference_server --port {{port}} --journal {{tmp}}/journal{named}"
     return Served(command=command)
 
 
@@ -67,6 +68,14 @@ def judged_fault(name: str, seed: int = 1) -> Judgement:
 def broken(judgement: Judgement) -> dict[str, str]:
     """The rules that a server breaks, and what was said."""
     return {result.rule.id: result.reason for result in judgement.rules if result.outcome is Outcome.FAIL}
+
+
+def conforms_entirely(judgement: Judgement) -> None:
+    """A server keeps every rule, and none went untested."""
+    assert errors(judgement) == []
+    assert broken(judgement) == {}
+    assert judgement.verdict is Verdict.CONFORMANT
+    assert {str(result.outcome) for result in judgement.rules} == {"pass"}
 
 
 def errors(judgement: Judgement) -> list[str]:

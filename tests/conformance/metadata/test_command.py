@@ -17,7 +17,7 @@ from hicache_conformance.metadata.wire import Unanswered, Wire
 from tests.conformance.metadata.judging import listening
 
 ROOT = Path(__file__).parents[3]
-SERVE = f"{sys.executable} -m tests.conformance.metadata.reference --port {{port}}"
+SERVE = f"{sys.executable} -m tests.conformance.metadata.reference_server --port {{port}}"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, JobT, pieces, runs
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.faults import kept
-from hicache_backends.posix.vectored import read_into, write_from
+from hicache_backends.posix.faults import kept, stop_unless
+from hicache_backends.posix.vectored import read_into, scatter, write_from
 from hicache_backends.posix.workers import Workers
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.envelope import checksum
@@ -114,10 +114,10 @@ class PosixEngine(SlotEngine):
             job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
             job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
         with call.caller as waits:
-            _stop_unless(waits)
+            stop_unless(waits)
             for job, page in zip(run, pages, strict=True):
                 if job.read.verify():
-                    _scatter(page, job.read.buffers)
+                    scatter(page, job.read.buffers)
                 job.whole = True
         return True
 
@@ -146,7 +146,7 @@ class PosixEngine(SlotEngine):
     ) -> bool:
         if self._buffers is None:
             with call.caller as waits:
-                _stop_unless(waits)
+                stop_unless(waits)
                 if not read_into(descriptor, targets, offset):
                     return False
                 if digest is not None:
@@ -160,8 +160,8 @@ class PosixEngine(SlotEngine):
             if digest is not None:
                 digest.update(some[: sum(map(len, pages))])
             with call.caller as waits:
-                _stop_unless(waits)
-                _scatter(some, targets)
+                stop_unless(waits)
+                scatter(some, targets)
         return True
 
 
@@ -173,7 +173,7 @@ def _fill_in_place(run: Sequence[SlotRead], descriptor: int, call: Call) -> bool
         targets += job.read.parts
         targets.append(gap)
     with call.caller as waits:
-        _stop_unless(waits)
+        stop_unless(waits)
         if not read_into(descriptor, targets[:-1], file.offset(run[0].slot)):
             return False
         for job in run:
@@ -229,18 +229,6 @@ def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int) -> None:
         offset += sum(map(len, sources))
     write.seal(digest.intdigest())
     write_from(descriptor, [memoryview(write.envelope)], offset)
-
-
-def _scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
-    start = 0
-    for target in targets:
-        target[:] = page[start : start + len(target)]
-        start += len(target)
-
-
-def _stop_unless(waits: bool) -> None:
-    if not waits:
-        raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
 
 
 def _stop_if_late(run: Sequence[SlotWrite], call: Call) -> None:

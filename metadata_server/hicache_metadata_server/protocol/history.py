@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_metadata_server.protocol import Answer, Natural, Route, Token
+from hicache_metadata_server.protocol.elements import Answer, Natural, Token
+from hicache_metadata_server.protocol.routes import Route
 
 PATH: Final = "/v2/history"
 AFTER: Final = "after"

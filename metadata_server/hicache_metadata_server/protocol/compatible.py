@@ -1,0 +1,55 @@
+"""The compatible part: what SGLang's clients ask. Unknown fields are ignored, as SGLang's server ignores them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct, field
+
+from hicache_metadata_server.protocol.elements import Key, Namespace, Natural, Slots, Token
+
+
+class CompatibleInitialize(Struct, frozen=True, kw_only=True):
+    """`POST /{rank}/initialize`."""
+
+    num_pages: Slots
+    namespace: Namespace = "kv"
+
+
+class CompatibleKeys(Struct, frozen=True, kw_only=True):
+    """`POST /{rank}/exists`, `/{rank}/get_page_indices` and `/{rank}/delete_keys`."""
+
+    keys: list[Key]
+    namespace: Namespace = "kv"
+
+
+class CompatibleReserve(Struct, frozen=True, kw_only=True):
+    """`POST /{rank}/reserve_and_allocate_page_indices`: pairs of a key and the key before it in its chain, which may be ""."""
+
+    keys: list[tuple[Key, str]]
+    namespace: Namespace = "kv"
+
+
+class CompatibleConfirm(Struct, frozen=True, kw_only=True):
+    """`POST /{rank}/confirm_write`: pairs of a key and its slot, and slots to give back unwritten."""
+
+    written_keys_to_confirm: list[tuple[Key, Natural]] = field(default_factory=list[tuple[str, int]])
+    pages_to_release: list[Natural] = field(default_factory=list[int])
+    namespace: Namespace = "kv"
+
+
+class CompatibleClear(Struct, frozen=True, kw_only=True):
+    """`POST /{rank}/clear`."""
+
+    namespace: Namespace = "kv"
+
+
+COMPATIBLE_ROUTES: Final[dict[str, tuple[type[Struct], Token]]] = {
+    "initialize": (CompatibleInitialize, Token.WRITE),
+    "exists": (CompatibleKeys, Token.READ),
+    "reserve_and_allocate_page_indices": (CompatibleReserve, Token.WRITE),
+    "confirm_write": (CompatibleConfirm, Token.WRITE),
+    "get_page_indices": (CompatibleKeys, Token.READ),
+    "delete_keys": (CompatibleKeys, Token.WRITE),
+    "clear": (CompatibleClear, Token.WRITE),
+}

@@ -1,0 +1,67 @@
+"""The routes of the native part, each with its messages and the token that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hicache_metadata_server.protocol.about import About
+from hicache_metadata_server.protocol.elements import Answer, Request, Token
+from hicache_metadata_server.protocol.pages import (
+    Abort,
+    Clear,
+    Cleared,
+    Commit,
+    Delete,
+    Initialize,
+    Initialized,
+    Leases,
+    LookedUp,
+    Lookup,
+    Marked,
+    Renew,
+    Reserve,
+    SettledLeases,
+    Touch,
+    Unpin,
+)
+from hicache_metadata_server.protocol.upkeep import Checked, Drain, Draining, Export, Exported, Fsck, Inspect, Inspected, Scopes
+
+IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route of the native part."""
+
+    method: str
+    path: str
+    request: type[Request] | None
+    answer: type[Answer] | None
+    """None for 204."""
+    token: Token
+    changes: bool = False
+    """Takes an idempotency key."""
+
+
+ROUTES: Final = {
+    route.path: route
+    for route in (
+        Route("GET", "/v2", None, About, Token.READ),
+        Route("POST", "/v2/initialize", Initialize, Initialized, Token.WRITE, changes=True),
+        Route("POST", "/v2/lookup", Lookup, LookedUp, Token.READ),
+        Route("POST", "/v2/reserve", Reserve, Leases, Token.WRITE, changes=True),
+        Route("POST", "/v2/commit", Commit, SettledLeases, Token.WRITE, changes=True),
+        Route("POST", "/v2/abort", Abort, SettledLeases, Token.WRITE, changes=True),
+        Route("POST", "/v2/renew", Renew, SettledLeases, Token.WRITE, changes=True),
+        Route("POST", "/v2/unpin", Unpin, None, Token.READ),
+        Route("POST", "/v2/touch", Touch, Marked, Token.READ),
+        Route("POST", "/v2/delete", Delete, Marked, Token.WRITE, changes=True),
+        Route("POST", "/v2/clear", Clear, Cleared, Token.WRITE, changes=True),
+        Route("GET", "/v2/scopes", None, Scopes, Token.READ),
+        Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),
+        Route("POST", "/v2/fsck", Fsck, Checked, Token.ADMIN),
+        Route("POST", "/v2/drain", Drain, Draining, Token.ADMIN),
+        Route("POST", "/v2/export", Export, Exported, Token.ADMIN),
+    )
+}
