@@ -112,12 +112,27 @@ class RedisServer:
         """Be a replica of another, and wait until it has what that one has."""
         with self.client() as client:
             client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-            until(lambda: client.info("replication")["master_link_status"] == "up", "the replica does not follow")
+            until(lambda: self._follows(client, primary), "the replica does not follow")
+
+    def _follows(self, client: redis.Redis, primary: RedisServer) -> bool:
+        """Both say so."""
+        if client.info("replication").get("master_link_status") != "up":
+            return False
+        with primary.client() as other:
+            told = other.info("replication").values()
+        return any(isinstance(one, dict) and (one.get("port"), one.get("state")) == (self.port, "online") for one in told)
 
     def lead(self) -> None:
         """Be no replica any more."""
         with self.client() as client:
             client.execute_command("REPLICAOF", "NO", "ONE")
+
+    def cut_off(self, primary: RedisServer) -> None:
+        """The same, with all that its primary has by now."""
+        with self.client() as client, primary.client() as other:
+            goal = other.info("replication")["master_repl_offset"]
+            until(lambda: client.info("replication")["slave_repl_offset"] >= goal, "the replica does not catch up")
+        self.lead()
 
     def kill(self) -> None:
         """Kill -9."""
@@ -235,10 +250,7 @@ class RedisCluster:
         for node, replica in zip(self.nodes, self.replicas, strict=False):
             with node.client() as one, replica.client() as client:
                 client.execute_command("CLUSTER REPLICATE", one.execute_command("CLUSTER MYID").decode())
-                until(
-                    lambda client=client: client.info("replication").get("master_link_status") == "up",
-                    "a replica does not follow",
-                )
+                until(lambda one=node, other=replica, client=client: other._follows(client, one), "a replica does not follow")
 
     def wait(self) -> None:
         """Wait until every node says that the cluster is whole."""

@@ -18,7 +18,7 @@ from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.refused import RefusedError
 from hicache_metadata_server.shared.answers import Once
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.link import ANSWER_SECONDS, Link
+from hicache_metadata_server.shared.link import Link
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.shared.starting import see_store
 from hicache_metadata_server.stores.store import StoreError
@@ -35,11 +35,11 @@ PATIENCE_SECONDS = 30.0
 
 
 @asynccontextmanager
-async def service_on(url, *, replicas=0, slots=4000, answer_seconds=ANSWER_SECONDS):
+async def service_on(url, *, replicas=0, slots=4000):
     limits = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
-    service = SharedService(Link(url, answer_seconds, replicas), limits, durability=p.Durability.NONE)
+    service = SharedService(Link(url, replicas=replicas), limits, durability=p.Durability.NONE)
     try:
-        await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)]))
+        await eventually(lambda: service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)])))
         yield service
     finally:
         await service.link.close()
@@ -84,8 +84,8 @@ def test_nothing_is_told_that_no_replica_has(pair):
     primary, replica = pair
 
     async def scenario():
-        async with service_on(primary.url, replicas=1, answer_seconds=0.4) as service:
-            first = await leased(service, ["a", "b"])
+        async with service_on(primary.url, replicas=1) as service:
+            first = await eventually(lambda: leased(service, ["a", "b"]))
             replica.suspend()
             once = Once("once", b"digest")
             with pytest.raises(StoreError, match="0 of 1 replicas have it"):
@@ -98,7 +98,7 @@ def test_nothing_is_told_that_no_replica_has(pair):
                 await service.tick(8)
             assert "0 of 1 replicas" in service.problem
             replica.resume()
-            assert await committed(service, first.leases, once) == [p.Settled.DONE] * 2
+            assert await eventually(lambda: committed(service, first.leases, once)) == [p.Settled.DONE] * 2
             await service.tick(8)
             assert service.problem == ""
 
@@ -121,7 +121,7 @@ def test_a_change_that_a_replica_has_outlives_its_primary(pair, moving):
     async def scenario():
         async with service_on(url_of(moving), replicas=1) as service:
             told = await stored(service, [f"k{number}" for number in range(300)])
-            late = await leased(service, ["late"])
+            late = await eventually(lambda: leased(service, ["late"]))
             primary.kill()
             with pytest.raises(StoreError):
                 await live(service, ["k0"])
@@ -147,7 +147,7 @@ def test_leases_that_a_replica_lacks_are_given_to_nobody_else(pair, moving):
         async with service_on(url_of(moving), slots=8) as service:
             before = await stored(service, ["kept"])
             # From here on it is cut off, and its primary goes on.
-            replica.lead()
+            replica.cut_off(primary)
             lost = await stored(service, ["lost"])
             late = await leased(service, ["late"])
             moving.lead_to(replica.port)
@@ -186,7 +186,7 @@ def test_a_primary_that_is_none_any_more_is_left(pair, moving):
     async def scenario():
         async with service_on(url_of(moving)) as service:
             await stored(service, ["a"])
-            replica.lead()
+            replica.cut_off(primary)
             moving.lead_to(replica.port)
             assert await live(service, ["a"]) == ["a"], "by the connection that there is"
             primary.follow(replica)
@@ -209,7 +209,7 @@ def test_pages_whose_slots_were_given_away_behind_a_replica_are_misses(pair, mov
             old = chain("old", 4)
             assert rig.put(old) == [True] * 4
             where = {rig.slot(key) for key in old}
-            replica.lead()
+            replica.cut_off(primary)
             # Goes on with a primary that nobody follows, until the slots are others'.
             new = list[str]()
             while not where <= {rig.slot(key) for key in new}:
@@ -277,10 +277,12 @@ def test_sentinels_tell_who_the_primary_is_now(tmp_path):
         run(under_load(url, servers[0].kill, after=400))
 
 
-def test_sentinels_that_know_no_such_primary(tmp_path):
-    with redis_replicas(tmp_path) as servers, sentinels(tmp_path, servers[0], replicas=1, number=1) as url:
-        with pytest.raises(StoreError, match="No master found for 'other'"):
-            see_store(url.replace("/cache/", "/other/"), p.Durability.NONE)
+def test_sentinels_that_know_no_such_primary(pair, tmp_path):
+    with (
+        sentinels(tmp_path, pair[0], replicas=1, number=1) as url,
+        pytest.raises(StoreError, match="No master found for 'other'"),
+    ):
+        see_store(url.replace("/cache/", "/other/"), p.Durability.NONE)
 
 
 def test_a_cluster_promotes_a_replica(tmp_path):

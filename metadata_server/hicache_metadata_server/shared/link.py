@@ -189,7 +189,9 @@ class Link:
         from redis.exceptions import ReadOnlyError
         from redis.exceptions import TimeoutError as RedisTimeoutError
 
-        if isinstance(error, (RedisConnectionError, RedisTimeoutError, ReadOnlyError)):
+        # Redis 6.2 tells within another message what has ended a script.
+        read_only = isinstance(error, ReadOnlyError) or "-READONLY" in str(error)
+        if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
             self._nodes_changed = True
             if not self.is_cluster:
                 # Those that lie idle are broken as well, if Redis was started again, or lead to a primary that is none any more: each
