@@ -42,7 +42,13 @@ class Secured:
     @property
     def options(self) -> dict[str, Any]:
         """Of redis-py."""
-        return {"ssl": True, "ssl_ca_certs": str(self.ca), "ssl_certfile": str(self.certificate), "ssl_keyfile": str(self.key)}
+        return {
+            "ssl": True,
+            "ssl_ca_certs": str(self.ca),
+            "ssl_certfile": str(self.certificate),
+            "ssl_keyfile": str(self.key),
+            "ssl_check_hostname": False,
+        }
 
     @property
     def query(self) -> str:

@@ -119,10 +119,11 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
     known += _TLS if secure else []
     known += _SENTINEL if kind is Kind.SENTINEL else []
     options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(set(options) - set(known))
+    unknown = set(options) - set(known)
     if unknown:
-        why = "; those of TLS need rediss://" if not secure and set(unknown) <= set(_TLS) else ""
-        raise ValueError(f"store: an address of this kind has the options {', '.join(known)}, not {', '.join(unknown)}{why}")
+        # Which ones is not told: they may be a part of a password with a `?`.
+        why = "; those of TLS need rediss://" if unknown <= set(_TLS) else ""
+        raise ValueError(f"store: an address of this kind has no options but {', '.join(known)}{why}")
     for option in (*_TLS, "password_file", "sentinel_password_file"):
         if option in options and not Path(options[option]).is_file():
             raise ValueError(f"store: {option}: there is no file {options[option]}")
