@@ -8,7 +8,7 @@ dir=${1:?usage: scripts/setup.sh DIR}
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
 # chromium: the tests click through the status page (380 MB; apt-get took 10 s for it); fonts-dejavu-core: without a font it draws no text.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
-# redis-server: several metadata servers share one.
+# redis-server: several metadata servers share one. systemd: its systemd-analyze reads the unit; nothing of it runs.
 packages=()
 command -v fusermount3 >/dev/null || packages+=(fuse3)
 ldconfig -p | grep -q libfuse3 || packages+=(libfuse3-dev)
@@ -22,6 +22,7 @@ command -v chromedriver >/dev/null || packages+=(chromium-driver)
 [[ -d /usr/share/fonts/truetype/dejavu ]] || packages+=(fonts-dejavu-core)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 command -v redis-server >/dev/null || packages+=(redis-server)
+command -v systemd-analyze >/dev/null || packages+=(systemd)
 if ((${#packages[@]})); then
   as_root=()
   ((EUID == 0)) || as_root=(sudo)

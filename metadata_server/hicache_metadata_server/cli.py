@@ -232,7 +232,7 @@ def drain(
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.service.importing import import_scopes
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
 
     if is_shared(store):
         from hicache_metadata_server.shared.offline import import_into_store
@@ -246,7 +246,7 @@ def _import(store: str, scopes: Any, tenant: str) -> None:
 
 def _fsck_store(store: str, request: Any) -> Any:
     from hicache_metadata_server.protocol import Checked
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
 
     if is_shared(store):
         from hicache_metadata_server.shared.offline import fsck_store

@@ -18,7 +18,7 @@ from hicache_metadata_server.allocator import give_back, keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.shared.link import is_shared, shown
+from hicache_metadata_server.shared.address import is_shared, shown
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
@@ -105,17 +105,19 @@ def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
     """One server of several on one Redis."""
     from hicache_metadata_server.shared.starting import see_store, shared_app, shared_service
 
-    see_store(settings.store, settings.durability)
+    see_store(settings.store, settings.durability, settings.store_replicas)
     service = shared_service(
         settings.store,
         settings.limits,
         settings.durability,
         name=f"hicache-storage {_version()}",
         most_scopes=settings.most_scopes,
+        replicas=settings.store_replicas,
     )
     security = Security.of(settings, service)
     _log.info(
-        "started", store=shown(settings.store), durability=str(settings.durability), instance=service.about.instance,
+        "started", store=shown(settings.store), durability=str(settings.durability), replicas=settings.store_replicas,
+        instance=service.about.instance,
         tokens=bool(security.tokens), tls=security.tls is not None,
     )  # fmt: skip
     return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security

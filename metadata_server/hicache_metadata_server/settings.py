@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MOST_SCOPES
+from hicache_metadata_server.shared.address import is_shared
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -28,6 +29,8 @@ class ServerSettings(BaseSettings):
     """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as `redis://HOST:PORT/DB`."""
     durability: p.Durability = p.Durability.PROCESS
     """What acknowledged changes survive: the death of the process, or of the machine; `none` with a Redis that keeps less."""
+    store_replicas: Annotated[int, Field(ge=0)] = 0
+    """Replicas of a Redis that have to have what is answered before it is answered, so that one of them can take over."""
     token_file: Path | None = None
     """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do everything."""
     read_token: SecretStr | None = None
@@ -87,6 +90,8 @@ class ServerSettings(BaseSettings):
             raise ValueError("TLS needs a certificate and a key")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs a certificate of the server")
+        if self.store_replicas and not is_shared(self.store):
+            raise ValueError("store_replicas is about a store in Redis")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Redis servers and clusters of a test's own: on free ports, in its own directory, ended with it.
+"""Redis servers, Sentinels and clusters of a test's own: on free ports, in its own directory, ended with it.
 
 `REDIS_SERVER` in the environment names another binary than `redis-server`, such as one of Valkey.
 """
@@ -11,7 +11,8 @@ import signal
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import redis
 from redis.exceptions import BusyLoadingError, RedisError
@@ -19,45 +20,126 @@ from redis.exceptions import BusyLoadingError, RedisError
 from hicache_conformance.ports import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 PATIENCE = 30.0
 SLOTS = 16_384
 
 
-class RedisServer:
-    """One server process. What it has written outlives `kill` and `stop`, and the next `start` reads it."""
+class Secured:
+    """PEM files of a server that speaks TLS alone, and asks for its clients' certificates."""
 
-    def __init__(self, directory: Path, **config: object) -> None:
-        self.directory = directory
+    def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
+        self.ca, self.certificate, self.key = ca, certificate, key
+
+    @property
+    def config(self) -> dict[str, object]:
+        return {
+            "tls-ca-cert-file": self.ca, "tls-cert-file": self.certificate, "tls-key-file": self.key, "tls-auth-clients": "yes",
+            "tls-replication": "yes", "tls-cluster": "yes",
+        }  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of redis-py."""
+        return {
+            "ssl": True,
+            "ssl_ca_certs": str(self.ca),
+            "ssl_certfile": str(self.certificate),
+            "ssl_keyfile": str(self.key),
+            "ssl_check_hostname": False,
+        }
+
+    @property
+    def query(self) -> str:
+        """Of an address."""
+        return "?" + urlencode({"ca": self.ca, "certificate": self.certificate, "key": self.key}, safe="/")
+
+
+class RedisServer:
+    """One server process. What it has written outlives `kill` and `stop`, and the next `start` reads it.
+
+    Args:
+        password: of the user `default`.
+        config: settings of redis.conf by their names; a list for one that is given several times.
+    """
+
+    def __init__(self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object) -> None:
+        self.directory, self.tls, self.password = directory, tls, password
         self.directory.mkdir(parents=True, exist_ok=True)
         [self.port] = free_ports(1)
-        self.config = {"save": "", "appendonly": "no", "dir": str(directory), "bind": "127.0.0.1"} | {
-            name.replace("_", "-"): value for name, value in config.items()
-        }
+        self.config = {
+            "save": "", "appendonly": "no", "dir": str(directory), "bind": "127.0.0.1",
+            # Replicas need not wait for others that may come.
+            "repl-diskless-sync-delay": 0,
+        } | {name.replace("_", "-"): value for name, value in config.items()}  # fmt: skip
+        if password:
+            self.config |= {"requirepass": password, "masterauth": password}
+        if tls is not None:
+            self.config |= tls.config
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return self.url_of()
 
-    def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE)
+    def url_of(self, login: str = "") -> str:
+        """Its address, with a login, which ends with `@`."""
+        if self.tls is not None:
+            return f"rediss://{login}127.0.0.1:{self.port}/0{self.tls.query}"
+        return f"redis://{login}127.0.0.1:{self.port}/0"
+
+    def client(self, **options: Any) -> redis.Redis:
+        secure = self.tls.options if self.tls is not None else {}
+        login = {"password": self.password} if self.password else {}
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE, **(login | secure | options))
+
+    @property
+    def _ports(self) -> list[str]:
+        if self.tls is not None:
+            return ["--port", "0", "--tls-port", str(self.port)]
+        return ["--port", str(self.port)]
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
-        binary = os.environ.get("REDIS_SERVER", "redis-server")
-        assert shutil.which(binary), f"there is no {binary}; scripts/setup.sh installs it"
-        options = [f"--{name} {value}" if value != "" else f'--{name} ""' for name, value in self.config.items()]
-        command = [binary, "-", "--port", str(self.port)]
-        lines = "\n".join(option.removeprefix("--") for option in options)
+        lines = [
+            f"{name} {value}" if value != "" else f'{name} ""'
+            for name, values in self.config.items()
+            for value in (values if isinstance(values, list) else [values])
+        ]
         with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self.process = subprocess.Popen([binary(), "-", *self._ports], stdin=subprocess.PIPE, stdout=log, stderr=log)
         assert self.process.stdin is not None
-        self.process.stdin.write(lines.encode() + b"\n")
+        self.process.stdin.write("\n".join(lines).encode() + b"\n")
         self.process.stdin.close()
         self._wait()
+
+    def follow(self, primary: RedisServer) -> None:
+        """Be a replica of another, and wait until it has what that one has."""
+        with self.client() as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
+            until(lambda: self._follows(client, primary), "the replica does not follow")
+
+    def _follows(self, client: redis.Redis, primary: RedisServer) -> bool:
+        """Both say so."""
+        if client.info("replication").get("master_link_status") != "up":
+            return False
+        with primary.client() as other:
+            told = other.info("replication").values()
+        return any(isinstance(one, dict) and (one.get("port"), one.get("state")) == (self.port, "online") for one in told)
+
+    def lead(self) -> None:
+        """Be no replica any more."""
+        with self.client() as client:
+            client.execute_command("REPLICAOF", "NO", "ONE")
+
+    def cut_off(self, primary: RedisServer) -> None:
+        """The same, with all that its primary has by now."""
+        with self.client() as client, primary.client() as other:
+            goal = other.info("replication")["master_repl_offset"]
+            until(lambda: client.info("replication")["slave_repl_offset"] >= goal, "the replica does not catch up")
+        self.lead()
 
     def kill(self) -> None:
         """Kill -9."""
@@ -104,15 +186,57 @@ class RedisServer:
                     return
 
 
-class RedisCluster:
-    """Masters without replicas that share all hash slots."""
+class Sentinel:
+    """A Sentinel process that watches one primary, under the name `cache`."""
 
-    def __init__(self, nodes: list[RedisServer]) -> None:
-        self.nodes = nodes
+    def __init__(self, directory: Path, primary: RedisServer, *, quorum: int, down_milliseconds: int = 400) -> None:
+        directory.mkdir(parents=True)
+        [self.port], self._directory = free_ports(1), directory
+        lines = [
+            f"port {self.port}", "bind 127.0.0.1", f"dir {directory}", f"sentinel monitor cache 127.0.0.1 {primary.port} {quorum}",
+            f"sentinel down-after-milliseconds cache {down_milliseconds}", "sentinel failover-timeout cache 4000",
+        ]  # fmt: skip
+        # It writes what it learns into the same file.
+        self._file = directory / "sentinel.conf"
+        self._file.write_text("\n".join(lines) + "\n")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self._directory / "log").open("ab") as log:
+            self.process = subprocess.Popen([binary(), str(self._file), "--sentinel"], stdout=log, stderr=log)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE)
+
+    def sees(self, replicas: int, sentinels: int) -> bool:
+        try:
+            with self.client() as client:
+                state = client.sentinel_master("cache")
+        except RedisError:
+            return False
+        return bool((state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1))
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+class RedisCluster:
+    """Masters that share all hash slots, and replicas, the first of them of the first master and so on."""
+
+    def __init__(self, nodes: list[RedisServer], replicas: list[RedisServer]) -> None:
+        self.nodes, self.replicas = nodes, replicas
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return self.url_of()
+
+    def url_of(self, login: str = "") -> str:
+        tls = self.nodes[0].tls
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis{'s' if tls else ''}+cluster://{login}{hosts}{tls.query if tls else ''}"
 
     def client(self) -> redis.RedisCluster:
         return redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port, socket_timeout=PATIENCE)
@@ -121,21 +245,23 @@ class RedisCluster:
         """Give each node its share of the hash slots, and wait until all know of all."""
         share = -(-SLOTS // len(self.nodes))
         first = self.nodes[0]
-        for number, node in enumerate(self.nodes):
+        for number, node in enumerate([*self.nodes, *self.replicas]):
             with node.client() as client:
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-                start = number * share
-                client.execute_command("CLUSTER ADDSLOTSRANGE", start, min(start + share, SLOTS) - 1)
+                if node in self.nodes:
+                    start = number * share
+                    client.execute_command("CLUSTER ADDSLOTS", *range(start, min(start + share, SLOTS)))
                 if node is not first:
                     client.execute_command("CLUSTER MEET", "127.0.0.1", first.port, first.config["cluster-port"])
         self.wait()
+        for node, replica in zip(self.nodes, self.replicas, strict=False):
+            with node.client() as one, replica.client() as client:
+                client.execute_command("CLUSTER REPLICATE", one.execute_command("CLUSTER MYID").decode())
+                until(lambda one=node, other=replica, client=client: other._follows(client, one), "a replica does not follow")
 
     def wait(self) -> None:
         """Wait until every node says that the cluster is whole."""
-        deadline = time.monotonic() + PATIENCE
-        while not all(self._is_whole(node) for node in self.nodes):
-            assert time.monotonic() < deadline, "the cluster does not become whole"
-            time.sleep(0.05)
+        until(lambda: all(map(self._is_whole, [*self.nodes, *self.replicas])), "the cluster does not become whole")
 
     def _is_whole(self, node: RedisServer) -> bool:
         with node.client() as client:
@@ -143,13 +269,14 @@ class RedisCluster:
             fields = (
                 info if isinstance(info, dict) else dict(line.split(":", 1) for line in str(info).splitlines() if ":" in line)
             )
-        return fields["cluster_state"] == "ok" and int(fields["cluster_known_nodes"]) == len(self.nodes)
+        known = int(fields["cluster_known_nodes"])
+        return fields["cluster_state"] == "ok" and known == len(self.nodes) + len(self.replicas)
 
 
 @contextmanager
-def redis_server(directory: Path, **config: object) -> Iterator[RedisServer]:
+def redis_server(directory: Path, name: str = "redis", **config: Any) -> Iterator[RedisServer]:
     """A running server, with settings of redis.conf by their names (`appendonly="yes"`)."""
-    server = RedisServer(directory / "redis", **config)
+    server = RedisServer(directory / name, **config)
     try:
         server.start()
         yield server
@@ -158,17 +285,54 @@ def redis_server(directory: Path, **config: object) -> Iterator[RedisServer]:
 
 
 @contextmanager
-def redis_cluster(directory: Path, nodes: int = 3, **config: object) -> Iterator[RedisCluster]:
+def redis_cluster(directory: Path, nodes: int = 3, replicas: int = 0, **config: Any) -> Iterator[RedisCluster]:
     """A running cluster of its own."""
     with ExitStack() as stack:
         servers = []
-        for number in range(nodes):
-            where = directory / f"redis-{number}"
+        for number in range(nodes + replicas):
             more = {"cluster_enabled": "yes", "cluster_port": free_ports(1)[0], "cluster_node_timeout": 2000}
-            server = RedisServer(where, **more, **config)
+            server = RedisServer(directory / f"redis-{number}", **(more | config))
             stack.callback(server.stop)
             server.start()
             servers.append(server)
-        cluster = RedisCluster(servers)
+        cluster = RedisCluster(servers[:nodes], servers[nodes:])
         cluster.join()
         yield cluster
+
+
+@contextmanager
+def redis_replicas(directory: Path, replicas: int = 1, **config: Any) -> Iterator[list[RedisServer]]:
+    """A primary and its replicas."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server(directory, f"redis-{number}", **config)) for number in range(1 + replicas)]
+        for server in servers[1:]:
+            server.follow(servers[0])
+        yield servers
+
+
+@contextmanager
+def sentinels(directory: Path, primary: RedisServer, *, replicas: int, number: int = 3) -> Iterator[str]:
+    """Sentinels that know of all replicas and of each other; the address of what they watch."""
+    with ExitStack() as stack:
+        started = []
+        for each in range(number):
+            one = Sentinel(directory / f"sentinel-{each}", primary, quorum=number // 2 + 1)
+            stack.callback(one.stop)
+            one.start()
+            started.append(one)
+        until(lambda: all(one.sees(replicas, number) for one in started), "the Sentinels do not find each other")
+        yield "redis+sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in started) + "/cache/0"
+
+
+def binary() -> str:
+    name = os.environ.get("REDIS_SERVER", "redis-server")
+    assert shutil.which(name), f"there is no {name}; scripts/setup.sh installs it"
+    return name
+
+
+def until(condition: Callable[[], object], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+

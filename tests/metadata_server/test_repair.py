@@ -27,6 +27,7 @@ from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.state.written import SlotChanges, SlotLeases, SlotStates
 from hicache_metadata_server.stores.store import open_store
 from tests.backends.hf3fs.harness import Rig, chain
+from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
 from tests.metadata_server.test_snapshots import Engine, address, live, write
 
@@ -234,6 +235,43 @@ def test_of_a_server_that_runs(planted):
         assert "mends nothing by itself" in " ".join(hicache("fsck", "--url", server.url, "--repair").output.split())
         assert "another server has this store" in hicache("fsck", "--store", planted.store, "--files", planted.data).output
     assert "checked as a whole" in " ".join(hicache("fsck", "0:kv", "--store", planted.store, "--repair").output.split())
+
+
+@pytest.fixture(params=["one Redis", pytest.param("a cluster", marks=pytest.mark.fuzz)])
+def shared_url(request, tmp_path):
+    with redis_server(tmp_path) if request.param == "one Redis" else redis_cluster(tmp_path) as one:
+        yield one.url
+
+
+def test_of_servers_on_one_redis(shared_url, tmp_path):
+    """The driver writes through one of them, and the other one is asked."""
+    command = SERVE.replace("sqlite:///STORE", shared_url) + " --durability none"
+    with served(command) as (server, _), served(command) as (other, client):
+        rig = Rig(tmp_path / "data", metadata_url=server.url, file_size="1MiB")
+        try:
+            assert all(rig.put(NAMES))
+            where = ("--url", other.url, "--files", tmp_path / "data")
+            done = hicache("fsck", *where)
+            assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True), done.output
+            bad = NAMES[2:5]
+            flip(rig, rig.slot(bad[0]), 100)
+            swap(rig, rig.slot(bad[1]), rig.slot(bad[2]))
+            done = hicache("fsck", *where)
+            assert done.exit_code == 1, done.output
+            assert sum(line.startswith(rig.scope.name) for line in done.output.splitlines()) == 3
+            done = hicache("fsck", rig.scope.name, *where, "--repair")
+            assert "3 pages deleted" in done.output
+            assert hicache("fsck", *where, "--sample", "5").exit_code == 0
+            asked = p.Lookup(scopes=[p.LookupScope(scope=rig.scope.name, keys=NAMES)])
+            slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
+            assert [key for key, slot in zip(NAMES, slots, strict=True) if slot < 0] == bad
+            assert rig.put(bad, version=1) == [True] * 3
+            rig.expect(bad, version=1)
+            assert hicache("fsck", *where).exit_code == 0
+            told = hicache("fsck", "--store", shared_url, "--files", tmp_path / "data")
+            assert "name one of them by --url" in " ".join(told.output.split())
+        finally:
+            rig.storage.close()
 
 
 def test_a_backup_is_restored_with_the_pages_that_are_still_there(planted, tmp_path):

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli import app
 from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.shared.address import shown
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.link import Link, shown
+from hicache_metadata_server.shared.link import Link
 from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.opening import kept_by
 from hicache_metadata_server.shared.service import SharedService

@@ -65,7 +65,7 @@ def copy(
     Of a store that no server has open all is copied. A server goes on serving while most of it is copied; then it drains, and
     what has changed is copied. It is left draining, or set free again if the copy fails.
     """
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
     from hicache_metadata_server.snapshots.target import fill, open_target
 
     with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
@@ -98,7 +98,7 @@ def backup(
     certificate: Certificate = None,
 ) -> None:
     """Write all scopes into one file. A server may go on serving: pages that come, go or move meanwhile are left out."""
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
     from hicache_metadata_server.snapshots.backup import write_backup
     from hicache_metadata_server.snapshots.frames import Origin
 
@@ -228,5 +228,9 @@ def _print(tally: Tally, what: str) -> None:
 
 def _public(address: str) -> str:
     """An address without user and password."""
+    from hicache_metadata_server.shared.address import is_shared, shown
+
+    if is_shared(address):
+        return shown(address).replace("***@", "", 1)
     user, at, rest = urlsplit(address).netloc.rpartition("@")
     return address.replace(f"{user}{at}{rest}", rest, 1) if at else address

@@ -38,7 +38,7 @@ def fsck_with_files(
     scopes: Sequence[str], url: str, shown: Shown, store: str, files: Path | None, sample: int | None, *, repair: bool
 ) -> int:
     """Check a store that no server has open, or else the server at `url`; returns the exit status."""
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
 
     if is_shared(store):
         fail("servers go on with a shared store while it is checked: name one of them by --url")

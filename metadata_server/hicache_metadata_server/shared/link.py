@@ -1,40 +1,28 @@
-"""The way to Redis: one server, or a cluster."""
+"""The way to Redis: one server, one that Sentinels know, or a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
 import structlog
 
+from hicache_metadata_server.shared.address import Kind, address_of
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from redis.asyncio import Redis
-    from redis.asyncio.cluster import RedisCluster
-
     from hicache_metadata_server.shared.scripts import Script
 
-SCHEMES: Final = (
-    "redis",
-    "rediss",
-    "unix",
-    "valkey",
-    "valkeys",
-    "redis+cluster",
-    "rediss+cluster",
-    "valkey+cluster",
-    "valkeys+cluster",
-)
 ANSWER_SECONDS: Final = 2.0
 """Nobody waits longer for Redis. What it was asked may be done all the same."""
-CONNECT_SECONDS: Final = 1.0
-CONNECTIONS: Final = 64
-"""At most, of one server process."""
-
+REPLICA_SECONDS: Final = 1.0
+"""For replicas to say that they have a change; within the time for an answer."""
+REDIRECTIONS: Final = 5
+"""Times that a cluster is asked where a key is now, 50 ms apart."""
+MARK: Final = b"replicated"
+"""A key that is written last; in a cluster it is behind a key of the same node."""
 
 _log = structlog.get_logger()
 
@@ -46,45 +34,53 @@ class Call(NamedTuple):
     keys: tuple[bytes, ...]
     arguments: tuple[bytes | int | str, ...]
 
+    @property
+    def command(self) -> tuple[bytes | int | str, ...]:
+        """For a Redis that knows the script."""
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
 
-def is_shared(url: str) -> bool:
-    """Whether an address is one of Redis or Valkey."""
-    return "://" in url and url.partition("://")[0] in SCHEMES
-
-
-def shown(url: str) -> str:
-    """An address without its password."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    @property
+    def whole_command(self) -> tuple[bytes | int | str, ...]:
+        """For one that does not."""
+        return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
 
 
 class Link:
     """Connections to one Redis or to a cluster; made when they are needed, and made again when they break.
 
     Used from one event loop. Methods raise `StoreError` where Redis is not reached, does not answer in time, or refuses.
+
+    Args:
+        url: of the store.
+        answer_seconds: after which Redis is taken for gone.
+        replicas: that must have whatever a script's answer tells, before it is told.
+
+    Raises:
+        ImportError: the library for it is missing.
+        ValueError: the address is none.
     """
 
-    def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS) -> None:
-        self.shown = shown(url)
-        self.is_cluster = "+cluster" in url.partition("://")[0]
-        self._client: Any = _cluster(url, answer_seconds) if self.is_cluster else _single(url, answer_seconds)
+    def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
+        from hicache_metadata_server.shared.connecting import client_of
+
+        address = address_of(url)
+        self.shown, self.replicas = address.shown, replicas
+        self.is_cluster = address.kind is Kind.CLUSTER
+        self._nodes_changed = False
+        self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
+        self._client, self._close = client_of(address, answer_seconds)
 
     async def run(self, calls: Sequence[Call]) -> list[Any]:
         """What those scripts answer; they are sent together, and each is done as a whole."""
         from redis.exceptions import NoScriptError
 
-        answers = await self._send([("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments) for call in calls])
+        send = self._send_on if self.replicas else self._send
+        answers = await send([call.command for call in calls])
         for place, call in enumerate(calls):
             if isinstance(answers[place], NoScriptError):
                 # A Redis that was started again, or another node: it keeps the script from now on.
-                command = ("EVAL", call.script.source, len(call.keys), *call.keys, *call.arguments)
-                (answers[place],) = await self._send([command])
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise self._error(answer)
-        return answers
+                (answers[place],) = await send([call.whole_command])
+        return await self._seen(answers)
 
     async def command(self, *parts: bytes | int | str, **options: Any) -> Any:
         """What a command answers."""
@@ -95,11 +91,7 @@ class Link:
 
     async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """What several commands answer, each on its own."""
-        answers = await self._send(commands)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise self._error(answer)
-        return answers
+        return await self._seen(await self._send(commands))
 
     async def on_each(self, *parts: str) -> list[Any]:
         """What a command answers on every node that is written to."""
@@ -112,18 +104,18 @@ class Link:
 
     async def close(self) -> None:
         """End all connections."""
-        await self._client.aclose()
+        await self._close()
 
-    async def _send(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+    async def _seen(self, answers: list[Any]) -> list[Any]:
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise await self._failed(answer)
+        return answers
+
+    async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(commands) == 1 or self.is_cluster:
             return list(await asyncio.gather(*(self._one(command) for command in commands)))
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        try:
-            return list(await pipeline.execute(raise_on_error=False))
-        except _errors() as error:
-            raise await self._failed(error) from error
+        return await self._together(commands)
 
     async def _one(self, command: tuple[Any, ...]) -> Any:
         from redis.exceptions import NoScriptError
@@ -135,13 +127,84 @@ class Link:
         except _errors() as error:
             raise await self._failed(error) from error
 
+    async def _together(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            return list(await pipeline.execute(raise_on_error=False))
+        except _errors() as error:
+            raise await self._failed(error) from error
+
+    async def _send_on(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send scripts, and wait until replicas have what they have done and seen.
+
+        `WAIT` is about what its own connection has written. A script that has only looked may tell what another connection has written,
+        so that something is written behind it.
+        """
+        if self.is_cluster:
+            return list(await asyncio.gather(*(self._one_on(command) for command in commands)))
+        *answers, marked, replicas = await self._together([*commands, ("SET", b"hm:" + MARK, b""), self._wait])
+        await self._see_replicas(marked, replicas)
+        return answers
+
+    async def _one_on(self, command: tuple[Any, ...]) -> Any:
+        """The same for one script in a cluster, on one connection to the node that has its keys."""
+        from redis.exceptions import AskError, ClusterDownError, TryAgainError
+
+        key: bytes = command[3]
+        # Keys without a hash tag are those of requests that are held once; their scripts write by themselves.
+        marks = [("SET", key + b":" + MARK, b"")] if key.startswith(b"hm:{") else []
+        for _ in range(REDIRECTIONS):
+            answer, *marked = await self._on_node(key, [command, *marks, self._wait])
+            if not isinstance(answer, (AskError, ClusterDownError, TryAgainError)):
+                break
+            # Not done: the key has moved, or is about to.
+            self._nodes_changed = True
+            await asyncio.sleep(0.05)
+        if not isinstance(answer, Exception):
+            await self._see_replicas(*marked)
+        return answer
+
+    async def _on_node(self, key: bytes, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        try:
+            await self._learn_nodes()
+            node = self._client.get_node_from_key(key)
+            pipeline = self._client.pipeline()
+            for command in commands:
+                pipeline.execute_command(*command, target_nodes=node)
+            # Not redirected one by one: they belong on one connection.
+            return list(await pipeline.execute(raise_on_error=False, allow_redirections=False))
+        except _errors() as error:
+            raise await self._failed(error) from error
+
+    async def _see_replicas(self, *marked: Any) -> None:
+        """What is behind a script's answer: at the end, how many replicas have it."""
+        *_, replicas = await self._seen(list(marked))
+        if replicas < self.replicas:
+            raise StoreError(f"{self.shown}: {replicas} of {self.replicas} replicas have it: it may be lost if one takes over")
+
     async def _failed(self, error: Exception) -> StoreError:
         from redis.exceptions import ConnectionError as RedisConnectionError
+        from redis.exceptions import ReadOnlyError
+        from redis.exceptions import TimeoutError as RedisTimeoutError
 
-        if isinstance(error, RedisConnectionError) and not self.is_cluster:
-            # Those that lie idle are broken as well, if Redis was started again: each would be a request that fails.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+        # Redis 6.2 tells within another message what has ended a script.
+        read_only = isinstance(error, ReadOnlyError) or "-READONLY" in str(error)
+        if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
+            self._nodes_changed = True
+            if not self.is_cluster:
+                # Those that lie idle are broken as well, if Redis was started again, or lead to a primary that is none any more: each
+                # would be a request that fails.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
         return self._error(error)
+
+    async def _learn_nodes(self) -> None:
+        """See which nodes a cluster has, at first and when they may have changed."""
+        await self._client.initialize()
+        if self._nodes_changed:
+            await self._client.nodes_manager.initialize()
+            self._nodes_changed = False
 
     def _error(self, error: Exception) -> StoreError:
         from redis.exceptions import ResponseError
@@ -153,41 +216,6 @@ class Link:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    from redis.exceptions import RedisError
+    from redis.exceptions import RedisClusterException, RedisError
 
-    return (RedisError, OSError, TimeoutError)
-
-
-def _single(url: str, answer_seconds: float) -> Redis:
-    from redis.asyncio import BlockingConnectionPool, Redis
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
-    pool = BlockingConnectionPool.from_url(
-        "redis" + url.removeprefix("valkey") if url.startswith("valkey") else url, max_connections=CONNECTIONS, timeout=answer_seconds, socket_timeout=answer_seconds,
-        socket_connect_timeout=CONNECT_SECONDS,
-        # What was sent may have been done: only whoever has an idempotency key may send it again.
-        retry=Retry(NoBackoff(), 0),
-    )  # fmt: skip
-    return Redis.from_pool(pool)
-
-
-def _cluster(url: str, answer_seconds: float) -> RedisCluster:
-    from redis.asyncio.cluster import ClusterNode, RedisCluster
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
-    parts = urlsplit(url.replace("+cluster", "", 1))
-    login, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = login.partition(":")
-    nodes = list[ClusterNode]()
-    for host in hosts.split(","):
-        name, _, port = host.rpartition(":")
-        if not name or not port.isdecimal():
-            raise ValueError(f"store: {host!r} is no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT")
-        nodes.append(ClusterNode(name.strip("[]"), int(port)))
-    return RedisCluster(
-        startup_nodes=nodes, username=user or None, password=password or None, ssl=parts.scheme in ("rediss", "valkeys"),
-        socket_timeout=answer_seconds, socket_connect_timeout=CONNECT_SECONDS, max_connections=CONNECTIONS,
-        retry=Retry(NoBackoff(), 0),
-    )  # fmt: skip
+    return (RedisError, RedisClusterException, OSError, TimeoutError)

@@ -30,6 +30,9 @@ async def see_redis(link: Link, wanted: Durability) -> None:
     """
     for info in await link.on_each("INFO"):
         _see_node(link, info)
+        if int(info.get("connected_slaves", 0)) < link.replicas:
+            # They may come; until then changes are refused.
+            _log.warning("replicas_missing", store=link.shown, wanted=link.replicas, connected=info.get("connected_slaves"))
     try:
         policies = await _config(link, "maxmemory-policy")
         files, fsyncs = await _config(link, "appendonly"), await _config(link, "appendfsync")

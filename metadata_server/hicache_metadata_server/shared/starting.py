@@ -20,15 +20,24 @@ if TYPE_CHECKING:
 
 
 def shared_service(
-    url: str, limits: p.Limits, durability: p.Durability, *, name: str = "hicache-storage", most_scopes: int = MOST_SCOPES
+    url: str,
+    limits: p.Limits,
+    durability: p.Durability,
+    *,
+    name: str = "hicache-storage",
+    most_scopes: int = MOST_SCOPES,
+    replicas: int = 0,
 ) -> SharedService:
     """What one server of several knows of a store; its connections are made in the event loop that it is used in.
+
+    Args:
+        replicas: that have to have what is answered.
 
     Raises:
         StoreError: the library for it is missing.
         ValueError: the address is none.
     """
-    return SharedService(open_link(url), limits, durability=durability, name=name, most_scopes=most_scopes)
+    return SharedService(open_link(url, replicas), limits, durability=durability, name=name, most_scopes=most_scopes)
 
 
 def shared_app(service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0) -> Front:
@@ -37,7 +46,7 @@ def shared_app(service: SharedService, *, security: Security | None = None, slow
     return create_app(cast("Any", service), MemoryStore(), security=security, desk=SharedDesk(service), slow_seconds=slow_seconds)
 
 
-def see_store(url: str, durability: p.Durability) -> None:
+def see_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
     """See that the store is there and keeps what is promised.
 
     Raises:
@@ -46,7 +55,7 @@ def see_store(url: str, durability: p.Durability) -> None:
     """
 
     async def see() -> None:
-        link = open_link(url)
+        link = open_link(url, replicas)
         try:
             await see_redis(link, durability)
         finally:
@@ -55,7 +64,7 @@ def see_store(url: str, durability: p.Durability) -> None:
     asyncio.run(see())
 
 
-def open_link(url: str) -> Link:
+def open_link(url: str, replicas: int = 0) -> Link:
     """The way to the store at an address.
 
     Raises:
@@ -63,6 +72,6 @@ def open_link(url: str) -> Link:
         ValueError: the address is none.
     """
     try:
-        return Link(url)
+        return Link(url, replicas=replicas)
     except ImportError as error:
         raise StoreError(f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})") from error

@@ -55,7 +55,7 @@ def open_target(url: str, *, replace: bool) -> Target:
         StoreError: a server has it.
         SnapshotError: it holds something, and may not be replaced.
     """
-    from hicache_metadata_server.shared.link import is_shared
+    from hicache_metadata_server.shared.address import is_shared
     from hicache_metadata_server.stores.store import SQLITE
 
     if url.startswith(SQLITE) and len(url) > len(SQLITE):

@@ -54,6 +54,10 @@ class Forward:
         else:
             self._healed.set()
 
+    def lead_to(self, port: int) -> None:
+        """Hand on to another port from now on, as an address does that is moved; connections to the old one stay open."""
+        self._to = port
+
     def close(self) -> None:
         self.manner = Manner.REFUSES
 

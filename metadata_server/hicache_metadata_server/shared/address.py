@@ -1,0 +1,176 @@
+"""Addresses of shared stores, taken apart. Nothing that is raised or shown has a password in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+PORT: Final = 6379
+SENTINEL_PORT: Final = 26379
+_SCHEME: Final = re.compile(r"(?:redis|valkey)(s?)(?:\+(cluster|sentinel))?|unix")
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{1,5}))?")
+_ESCAPED: Final = "in an address `/`, `?`, `#`, `@`, `[` and `]` of a password are written %2F, %3F, %23, %40, %5B and %5D"
+_TLS: Final = ("ca", "certificate", "key")
+_SENTINEL: Final = ("sentinel_user", "sentinel_password_file")
+
+
+class Kind(StrEnum):
+    """Who is at an address."""
+
+    ONE = "one"
+    SOCKET = "socket"
+    CLUSTER = "cluster"
+    SENTINEL = "sentinel"
+    """Sentinels, which know the primary."""
+
+
+@dataclass(frozen=True)
+class Login:
+    """Who the store takes a server for."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files; "" for those that are not given."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a shared store is, and how it is spoken to."""
+
+    kind: Kind
+    shown: str
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    """Of a socket."""
+    name: str = ""
+    """What Sentinels call the primary."""
+    db: int = 0
+    login: Login = Login()
+    sentinel_login: Login = Login()
+    tls: Tls | None = None
+
+
+def is_shared(url: str) -> bool:
+    """Whether an address is one of Redis or Valkey."""
+    return "://" in url and _SCHEME.fullmatch(url.partition("://")[0]) is not None
+
+
+def shown(url: str) -> str:
+    """An address as it may be written down: without its login and its options."""
+    scheme, mark, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")
+    return scheme + mark + ("***@" if login or at else "") + place.partition("?")[0]
+
+
+def address_of(url: str) -> Address:
+    """An address taken apart.
+
+    Raises:
+        ValueError: it is none; the message says what is wrong, and shows nothing that could be a password.
+    """
+    parts = _parts(url)
+    scheme = _SCHEME.fullmatch(parts.scheme)
+    if scheme is None:
+        raise ValueError(
+            "store: a shared store is redis://HOST:PORT/DB, rediss://, redis+cluster://, redis+sentinel:// or unix:///PATH"
+        )
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise ValueError(f"store: {_ESCAPED}")
+    login, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    kind = Kind.SOCKET if parts.scheme == "unix" else Kind(scheme[2] or Kind.ONE)
+    secure = bool(scheme[1])
+    options = _options(parts.query, kind, secure=secure)
+    name, db, path = _place(kind, parts.path, options.pop("db", ""))
+    if password and "password_file" in options:
+        raise ValueError("store: the address has a password, and a password_file: leave one out")
+    return Address(
+        kind, shown(url), _hosts(hosts, kind), path, name, db,
+        Login(unquote(user), unquote(password), options.get("password_file", "")),
+        Login(options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")),
+        Tls(*(options.get(one, "") for one in _TLS)) if secure else None,
+    )  # fmt: skip
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        # Its message shows the login.
+        raise ValueError(f"store: the address is none; {_ESCAPED}") from None
+
+
+def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
+    known = ["password_file"]
+    known += ["db"] if kind is Kind.SOCKET else []
+    known += _TLS if secure else []
+    known += _SENTINEL if kind is Kind.SENTINEL else []
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = set(options) - set(known)
+    if unknown:
+        # Which ones is not told: they may be a part of a password with a `?`.
+        why = "; those of TLS need rediss://" if unknown <= set(_TLS) else ""
+        raise ValueError(f"store: an address of this kind has no options but {', '.join(known)}{why}")
+    for option in (*_TLS, "password_file", "sentinel_password_file"):
+        if option in options and not Path(options[option]).is_file():
+            raise ValueError(f"store: {option}: there is no file {options[option]}")
+    if options.get("key") and not options.get("certificate"):
+        raise ValueError("store: key: a key needs its certificate")
+    return options
+
+
+def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
+    """Name of the primary, number of the database, path of the socket."""
+    name, place = "", unquote(path)
+    if kind is Kind.SOCKET:
+        if not place:
+            raise ValueError("store: a socket is unix:///PATH")
+    elif kind is Kind.SENTINEL:
+        name, _, db = place.removeprefix("/").partition("/")
+        if not name:
+            raise ValueError(
+                "store: Sentinels are redis+sentinel://HOST:PORT,HOST:PORT/NAME or .../NAME/DB, with the primary's name"
+            )
+    else:
+        db = place.strip("/")
+    if db and not db.isdecimal():
+        raise ValueError("store: the database is a number")
+    if kind is Kind.CLUSTER and int(db or 0):
+        raise ValueError("store: a cluster has no database but 0")
+    return name, int(db or 0), place
+
+
+def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
+    if kind is Kind.SOCKET:
+        return ()
+    found = list[tuple[str, int]]()
+    for host in text.split(","):
+        matched = _HOST.fullmatch(host)
+        port = matched and (matched[2] or _default_port(kind))
+        if not matched or not port or not 0 < int(port) < 65536:
+            # What stands behind a colon may be a password whose host was forgotten.
+            told = f"{host!r} is" if ":" not in text else "one of the hosts is"
+            raise ValueError(f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT")
+        found.append((matched[1].strip("[]"), int(port)))
+    if kind is Kind.ONE and len(found) > 1:
+        raise ValueError(
+            "store: several hosts are a cluster (redis+cluster://), or Sentinels (redis+sentinel://), which know which of them is the primary"
+        )
+    return tuple(found)
+
+
+def _default_port(kind: Kind) -> str:
+    return {Kind.ONE: str(PORT), Kind.SENTINEL: str(SENTINEL_PORT)}.get(kind, "")

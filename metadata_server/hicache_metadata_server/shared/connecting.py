@@ -1,0 +1,112 @@
+"""Clients of redis-py for each kind of address."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
+
+from hicache_metadata_server.shared.address import Address, Kind, Login, Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONNECT_SECONDS: Final = 1.0
+SENTINEL_SECONDS: Final = 0.5
+"""For each Sentinel to connect, and to answer."""
+CONNECTIONS: Final = 64
+"""At most, of one server process."""
+
+
+class PasswordFile(CredentialProvider):
+    """Reads the password for each connection anew, so that it can be changed while servers run."""
+
+    def __init__(self, login: Login) -> None:
+        self._login = login
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Password, or user and password.
+
+        Raises:
+            AuthenticationError: the file cannot be read, or is empty.
+        """
+        try:
+            password = Path(self._login.password_file).read_text("utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise AuthenticationError(f"{self._login.password_file} cannot be read: {type(error).__name__}") from None
+        if not password:
+            raise AuthenticationError(f"{self._login.password_file} is empty")
+        return (self._login.user, password) if self._login.user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same."""
+        return self.get_credentials()
+
+
+class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Waits for a connection, as that of one Redis does."""
+
+
+def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[], Any]]:
+    """A client, whose connections are made when they are needed, and what closes it."""
+    # What was sent may have been done: only whoever has an idempotency key may send it again.
+    options: dict[str, Any] = {
+        "socket_timeout": answer_seconds, "socket_connect_timeout": CONNECT_SECONDS, "retry": Retry(NoBackoff(), 0),
+        "max_connections": CONNECTIONS, **_login(address.login), **_tls(address.tls),
+    }  # fmt: skip
+    if address.kind is Kind.CLUSTER:
+        nodes = [ClusterNode(host, port) for host, port in address.hosts]
+        cluster = RedisCluster(startup_nodes=nodes, ssl=address.tls is not None, **options)
+        return cluster, cluster.aclose
+    if address.kind is Kind.SENTINEL:
+        return _by_sentinel(address, options | {"timeout": answer_seconds, "db": address.db})
+    pool = BlockingConnectionPool(timeout=answer_seconds, db=address.db, **_where(address), **options)
+    one = Redis.from_pool(pool)
+    return one, one.aclose
+
+
+def _where(address: Address) -> dict[str, Any]:
+    if address.kind is Kind.SOCKET:
+        return {"connection_class": UnixDomainSocketConnection, "path": address.path}
+    [(host, port)] = address.hosts
+    return {"connection_class": SSLConnection if address.tls else Connection, "host": host, "port": port}
+
+
+def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    secure = {"ssl": True} if address.tls else {}
+    asked: dict[str, Any] = {
+        "socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0),
+        **secure, **_login(address.sentinel_login), **_tls(address.tls),
+    }  # fmt: skip
+    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asked)
+    primary: Redis = sentinels.master_for(address.name, connection_pool_class=_SentinelPool, **secure, **options)
+
+    async def close() -> None:
+        await primary.aclose()
+        for sentinel in sentinels.sentinels:
+            await sentinel.aclose()
+
+    return primary, close
+
+
+def _login(login: Login) -> dict[str, Any]:
+    if login.password_file:
+        return {"credential_provider": PasswordFile(login)}
+    return {"username": login.user or None, "password": login.password or None}
+
+
+def _tls(tls: Tls | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_ca_certs": tls.ca or None, "ssl_certfile": tls.certificate or None, "ssl_keyfile": tls.key or None,
+        "ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }  # fmt: skip
