@@ -44,7 +44,4 @@ def prefix_of(namespace_name: str) -> str:
 
 def _is_plain(keys: Sequence[str]) -> bool:
     """Whether all of them are letters and digits of ASCII, and neither empty nor long."""
-    if not keys:
-        return True
-    lengths = [*map(len, keys)]
-    return min(lengths) > 0 and max(lengths) <= LONGEST and "".join(keys).encode().isalnum()
+    return not keys or (all(keys) and max(map(len, keys)) <= LONGEST and "".join(keys).encode().isalnum())
