@@ -29,7 +29,7 @@ def object_names(namespace: Namespace, keys: Sequence[str]) -> list[str]:
     return [prefix + key for key in keys]
 
 
-def names_of(objects: Sequence[ObjectRead] | Sequence[ObjectWrite]) -> list[str]:
+def names_of(objects: Sequence[ObjectRead | ObjectWrite]) -> list[str]:
     """Names of the objects of reads or writes, in their order."""
     names = list[str]()
     for namespace, some in groupby(objects, attrgetter("namespace")):
