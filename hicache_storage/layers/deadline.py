@@ -55,10 +55,13 @@ class DeadlineLayer(AnsweringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        info, longest = self._within(extra_info), self.capabilities.lookup_seconds
+        if longest is not None and longest <= (info.deadline_seconds or self._seconds):
+            return self.inner.batch_exists_v2(keys, pool_transfers, info)
         return self._bounded(
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda: self._misses.exists(keys, pool_transfers),
-            self._within(extra_info),
+            info,
         )
 
     def batch_get_v2(

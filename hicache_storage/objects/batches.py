@@ -154,7 +154,7 @@ class ObjectRead:
 class ObjectWrite:
     """One page to be written from buffers."""
 
-    __slots__ = ("_envelope", "buffers", "key", "namespace", "replaces")
+    __slots__ = ("_envelope", "buffers", "existed", "key", "namespace", "replaces")
 
     def __init__(self, namespace: Namespace, key: str, buffers: list[memoryview], *, replaces: bool = False) -> None:
         self.namespace = namespace
@@ -163,6 +163,8 @@ class ObjectWrite:
         """The page's components."""
         self.replaces = replaces
         """An object of this key may be there and is damaged: this one takes its place."""
+        self.existed = False
+        """The object was there already, whole, and nothing was written; set by drivers that find that out themselves."""
         self._envelope: bytes | None = None
 
     @property

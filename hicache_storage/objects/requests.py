@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from hicache_storage.objects.namespace import Namespace, check_keys
@@ -82,6 +83,14 @@ def _resolve(transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> tuple
     return keys, indices
 
 
+@cache
+def _offsets(page_size: int) -> torch.Tensor:
+    """Of the slots of a page from its first."""
+    import torch
+
+    return torch.arange(page_size, dtype=torch.int64, device="cpu")
+
+
 def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None) -> list[int]:
     geometry = pool.namespace.geometry
     page_size, where = geometry.page_size, f"pool {pool.name!r}: host_indices"
@@ -106,7 +115,7 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
         return []
     by_page = indices.view(pages, page_size) if indices.is_contiguous() else indices.reshape(pages, page_size)
     first = by_page[:, 0]
-    if page_size > 1 and not bool((by_page[:, 1:] - by_page[:, :-1] == 1).all()):
+    if page_size > 1 and not torch.equal(by_page, first.unsqueeze(1) + _offsets(page_size)):
         raise InvalidTransferError(f"{where} must hold pages of {page_size} consecutive slots")
     slots = cast("list[int]", first.tolist())
     if min(slots) < 0 or max(slots) + page_size > geometry.size:

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
 from hicache_storage.objects.lifecycle import Lifecycle
@@ -90,6 +90,9 @@ class ObjectStorage(HiCacheStorage):
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
 
+    writes_find_existing: ClassVar[bool] = False
+    """`write_objects` leaves out by itself what exists, and says so (`ObjectWrite.existed`): the SDK does not ask before."""
+
     # What a driver implements ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -107,7 +110,7 @@ class ObjectStorage(HiCacheStorage):
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         """For each batch, store each write's parts as one object, visible whole or not at all; `True` where it is.
 
-        The SDK has left out pages that exist. Publish nothing once `call.expired()`.
+        The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once `call.expired()`.
         """
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -350,7 +353,7 @@ class ObjectStorage(HiCacheStorage):
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
-        existing = self._lookup(lookups, call) if requests else []
+        existing = self._existing(lookups, call) if requests else []
         stored = [dict(zip(keys, present, strict=True)) for (_, keys), present in zip(lookups, existing, strict=True)]
         batches = [self._missing_pages(request, known) for request, known in zip(requests, stored, strict=True)]
         pending = [index for index, batch in enumerate(batches) if batch.writes]
@@ -360,6 +363,12 @@ class ObjectStorage(HiCacheStorage):
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
         return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
+
+    def _existing(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+        """Pages that need not be written; none where the driver finds them itself, unless this rank writes none anyway."""
+        if self.writes_find_existing and all(self._identity.is_writer(pool.name) for pool, _ in lookups):
+            return [[False] * len(keys) for _, keys in lookups]
+        return self._lookup(lookups, call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
         """The pages that this rank has to write: those not stored, each once, from the slot where its key first stands."""
@@ -381,14 +390,14 @@ class ObjectStorage(HiCacheStorage):
         return WriteBatch(namespace, writes)
 
     def _account_write(self, request: PoolRequest, stored: dict[str, bool], batch: WriteBatch, outcome: Sequence[bool]) -> None:
-        pages = sum(outcome)
+        pages = sum(ok and not write.existed for write, ok in zip(batch.writes, outcome, strict=True))
         stored.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
         self._forget_damage(batch.namespace, [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok])
         self.recorder.count(
             request.pool.name,
             pages_written=pages,
             bytes_written=pages * batch.namespace.page_bytes,
-            pages_refused=len(outcome) - pages,
+            pages_refused=outcome.count(False),
         )
 
     def _fits(self, namespace: Namespace) -> bool:

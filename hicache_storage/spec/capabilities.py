@@ -60,6 +60,11 @@ class Capabilities:
 
     False for what does not leave the machine: memory, a local disk.
     """
+    lookup_seconds: float | None = None
+    """Longest time that an exists of an open storage takes, whatever the store does, by limits that the driver itself keeps.
+
+    It needs no thread where the deadline is not shorter. None where it may hang.
+    """
     device_memory: bool = False
     """Host pools may lie in device memory."""
     max_page_bytes: int | None = None

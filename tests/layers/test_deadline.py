@@ -184,6 +184,21 @@ def test_without_need_there_is_no_thread(hanging):
     assert threading.active_count() == before
 
 
+def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
+    """Unless its deadline comes first."""
+    layer, storage, pool, _ = hanging("nothing", lookup_seconds=0.02)
+    threads = []
+    storage.before = lambda asked: threads.append((asked, threading.current_thread()))
+    layer.batch_exists_v2(["a"])
+    layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.01))
+    layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    here = threading.current_thread()
+    assert [(asked, thread is here) for asked, thread in threads] == [
+        ("exist", True), ("exist", False), ("exist", False), ("write", False),
+    ]  # fmt: skip
+    layer.close()
+
+
 def test_the_default_stack(kit):
     storage, _pool = kit.dict_storage()
     layers = wrap(storage, StorageOptions())

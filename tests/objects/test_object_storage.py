@@ -60,6 +60,41 @@ def test_an_existing_key_is_not_written_again(kit):
     assert "write" not in storage.asked
 
 
+class TestDriversThatFindWhatExists:
+    def test_they_are_not_asked_before(self, kit, finding):
+        storage, pool = finding()
+        first = pool.fill(0, 1)
+        pool.fill(1, 2)
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+        assert storage.batch_set_v2([pool.transfer("kv", ["b", "a", "b"], [1, 1, 0])]) == {"kv": [True] * 3}
+        assert storage.asked == ["connect", "write", "write"]
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [3])]) == {"kv": [True]}
+        assert pool.page(3) == first
+        stats = storage.get_stats().pools["kv"]
+        assert (stats.pages_written, stats.bytes_written, stats.pages_refused) == (2, 2 * pool.geometry.page_bytes, 0)
+
+    def test_a_rank_that_does_not_write_asks(self, kit, finding):
+        storage, pool = finding(identity=kit.identity(kv_replicated=True, tp_rank=1, tp_size=2))
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+        assert storage.asked == ["connect", "exist"]
+
+    @pytest.fixture
+    def finding(self, kit, monkeypatch):
+        """Makes storages of a driver that leaves out by itself what is there."""
+
+        def write(storage, batches, call):
+            storage._note("write")
+            for each in (each for batch in batches for each in batch.writes):
+                name = each.namespace.object_name(each.key)
+                each.existed = name in storage.objects
+                storage.objects.setdefault(name, each.tobytes())
+            return [[True] * len(batch.writes) for batch in batches]
+
+        monkeypatch.setattr(kit.storage, "write_objects", write)
+        monkeypatch.setattr(kit.storage, "writes_find_existing", True)
+        return kit.dict_storage
+
+
 def test_two_transfers_of_one_pool_answer_in_one_list(kit):
     storage, pool = kit.dict_storage()
     stored(storage, pool, ["a", "b"], [0, 1])

@@ -107,7 +107,9 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
-        Meta(description="How long the master may take over one request or connection. $MC_RPC_TIMEOUT_MS counts first."),
+        Meta(
+            description="How long the master may take over one request, and over a connection, 2 s at most. $MC_RPC_TIMEOUT_MS counts first."
+        ),
     ] = 5.0
     wait_seconds: Annotated[
         float, Meta(ge=0, description="How long a set waits for room that is being made, or for pages that others are storing.")

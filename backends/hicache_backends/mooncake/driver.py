@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.attachment import Attachment
+from hicache_backends.mooncake.client.opening import longest_lookup
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
+from hicache_backends.mooncake.names import object_name, object_names, prefix_of
 from hicache_backends.mooncake.reader import BufferedReader, DirectReader
 from hicache_backends.mooncake.steady import read_steadily
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
@@ -48,6 +51,8 @@ class MooncakeStorage(ObjectStorage):
         ConfigError: a setting is missing or has no usable value.
     """
 
+    writes_find_existing = True
+
     def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
         self._config, self._settings = config, client_settings(config)
         self._buffer_bytes = buffer_bytes(config, self._settings)
@@ -61,6 +66,7 @@ class MooncakeStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 networked=True,
+                lookup_seconds=longest_lookup(self._settings),
                 stuck_reads=StuckReads.WAITS if self._buffer_bytes is None else StuckReads.BUFFERED,
             ),
             verifies_checksums=config.verify_checksums,
@@ -132,10 +138,9 @@ class MooncakeStorage(ObjectStorage):
         return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        names = _names(batches)
         with self.attachment.call() as connection:
-            answers = iter(connection.exist(names))
-        return [[next(answers) for _ in batch.keys] for batch in batches]
+            answers = connection.exist(_names(batches))
+        return _by_batch(batches, answers)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         with self.attachment.call() as connection:
@@ -155,13 +160,12 @@ class MooncakeStorage(ObjectStorage):
         distinct = list(dict.fromkeys(names))
         with self.attachment.call() as connection:
             removed = {name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok}
-        answers = iter([_take(removed, name) for name in names])
-        return [[next(answers) for _ in batch.keys] for batch in batches]
+        return _by_batch(batches, [_take(removed, name) for name in names])
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         with self.attachment.call() as connection:
             for name in dict.fromkeys(namespace.name for namespace in namespaces):
-                connection.remove_prefix(f"{name}-")
+                connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
@@ -173,7 +177,7 @@ class MooncakeStorage(ObjectStorage):
             outcome = read_steadily(self._reader, connection, again, call)
             going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
             if going:
-                connection.remove(list(dict.fromkeys(read.namespace.object_name(read.key) for read in going)))
+                connection.remove(list(dict.fromkeys(object_name(read.namespace, read.key) for read in going)))
         return not outcome.faults
 
 
@@ -182,7 +186,14 @@ def _register(attachment: Attachment, pool: RegisteredPool) -> None:
 
 
 def _names(batches: Sequence[LookupBatch]) -> list[str]:
-    return [batch.namespace.object_name(key) for batch in batches for key in batch.keys]
+    return list(chain.from_iterable(object_names(batch.namespace, batch.keys) for batch in batches))
+
+
+def _by_batch(batches: Sequence[LookupBatch], answers: list[bool]) -> list[list[bool]]:
+    if len(batches) == 1:
+        return [answers]
+    every = iter(answers)
+    return [[next(every) for _ in batch.keys] for batch in batches]
 
 
 def _take(names: set[str], name: str) -> bool:

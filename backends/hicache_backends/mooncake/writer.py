@@ -1,4 +1,5 @@
-"""Writes pages: objects are begun, their bytes gathered from the components and the envelope, and then made visible."""
+"""Writes pages: objects are begun, the bytes of those that were not there gathered from the components and the envelope, and
+then made visible."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
+from hicache_backends.mooncake.names import names_of
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageUnavailableError
 
@@ -38,16 +40,11 @@ class WriteOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """A write as the library takes it."""
+    """A write under its name, and its place in the block."""
 
     write: ObjectWrite
     name: str
-    addresses: list[int]
-    sizes: list[int]
-
-    @property
-    def offsets(self) -> list[int]:
-        return [0, *accumulate(self.sizes[:-1])]
+    place: int
 
 
 class PageWriter:
@@ -91,18 +88,17 @@ class PageWriter:
         outcome: WriteOutcome,
         call: Call,
     ) -> None:
-        left, place = list[_Object](), 0
-        for write in filter(_is_whole, writes):
-            left.append(_gathered(write, block, place) if self._is_gathered(write) else _scattered(write, block, place))
-            place += left[-1].sizes[-1]
-        if len(left) < len(writes):
+        whole = [write for write in writes if _is_whole(write)]
+        if len(whole) < len(writes):
             outcome.faults.append(StorageUnavailableError("a page has another length than its namespace says"))
+        places = accumulate(map(self._needed, whole), initial=0)
+        left = [_Object(*item) for item in zip(whole, names_of(whole), places, strict=False)]
         replaced = [item.name for item in left if item.write.replaces]
         if replaced:
             connection.remove(replaced)
         pause = SHORTEST_PAUSE
         while left and not call.expired():
-            left = self._pass(connection, left, outcome, call)
+            left = self._pass(connection, left, block, outcome, call)
             seconds = call.remaining()
             if not left or time.monotonic() + pause > until or (seconds is not None and seconds < 2 * pause):
                 return
@@ -112,11 +108,15 @@ class PageWriter:
     def _is_gathered(self, write: ObjectWrite) -> bool:
         return self._gathers and write.namespace.object_bytes <= GATHERED_BYTES
 
+    def _needed(self, write: ObjectWrite) -> int:
+        """Bytes of a block."""
+        return write.namespace.object_bytes if self._is_gathered(write) else ENVELOPE_BYTES
+
     def _portions(self, writes: Sequence[ObjectWrite]) -> Iterator[list[ObjectWrite]]:
         """Lists of writes that fit into a request and a block."""
         some, size = list[ObjectWrite](), 0
         for write in writes:
-            needed = write.namespace.object_bytes if self._is_gathered(write) else ENVELOPE_BYTES
+            needed = self._needed(write)
             if some and (len(some) == MOST_OBJECTS or size + needed > GATHER_BLOCK_BYTES):
                 yield some
                 some, size = [], 0
@@ -125,10 +125,13 @@ class PageWriter:
         if some:
             yield some
 
-    def _pass(self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome, call: Call) -> list[_Object]:
+    def _pass(
+        self, connection: Connection, items: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
+    ) -> list[_Object]:
         """Store what can be stored now; what there may be room for, or an answer about, later."""
         connection.settle()
-        codes = connection.begin([item.name for item in items], [sum(item.sizes) for item in items], self._config)
+        sizes = [item.write.namespace.object_bytes for item in items]
+        codes = connection.begin([item.name for item in items], sizes, self._config)
         begun, others, later = list[_Object](), list[_Object](), list[_Object]()
         for item, code in zip(items, codes, strict=True):
             if not code:
@@ -141,17 +144,20 @@ class PageWriter:
             else:
                 outcome.faults.append(StorageUnavailableError(f"an object cannot be stored (code {code})"))
         if begun:
-            self._transfer(connection, begun, outcome, call)
+            self._transfer(connection, begun, block, outcome, call)
         return later + _not_stored_by_others(connection, others, outcome)
 
-    def _transfer(self, connection: Connection, begun: Sequence[_Object], outcome: WriteOutcome, call: Call) -> None:
+    def _transfer(
+        self, connection: Connection, begun: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
+    ) -> None:
         arrived, published = [False] * len(begun), False
         try:
+            parts = [self._parts(item, block) for item in begun]
             arrived = connection.transfer(
                 [item.name for item in begun],
-                [item.addresses for item in begun],
-                [item.sizes for item in begun],
-                [item.offsets for item in begun],
+                [addresses for addresses, _ in parts],
+                [sizes for _, sizes in parts],
+                [list(accumulate(sizes[:-1], initial=0)) for _, sizes in parts],
             )
             # All bytes have been read. A caller who has left may have been answered already (rule SET-8).
             if not call.expired():
@@ -163,6 +169,20 @@ class PageWriter:
                 connection.withdraw(given_up)
         if not all(arrived):
             outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
+
+    def _parts(self, item: _Object, block: Block) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of what an object is sent from, after its envelope, and a small page, were put into the block."""
+        write, start = item.write, item.place
+        if not self._is_gathered(write):
+            block.view[start : start + ENVELOPE_BYTES] = write.envelope
+            sizes = [*map(len, write.buffers), ENVELOPE_BYTES]
+            return [*map(address_of, write.buffers), block.address + start], sizes
+        end = start
+        # The checksum of the envelope is computed first, and leaves the components in the cache.
+        for part in write.parts:
+            block.view[end : end + len(part)] = part
+            end += len(part)
+        return [block.address + start], [end - start]
 
     def _publish(self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> None:
         if not items:
@@ -176,28 +196,16 @@ class PageWriter:
 def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> list[_Object]:
     """Objects that are there whole are stored; the others are being written, and may be there soon."""
     there = connection.exist([item.name for item in items]) if items else []
-    outcome.stored.update(item.write for item, exists in zip(items, there, strict=True) if exists)
-    return [item for item, exists in zip(items, there, strict=True) if not exists]
+    left = list[_Object]()
+    for item, exists in zip(items, there, strict=True):
+        if exists:
+            item.write.existed = True
+            outcome.stored.add(item.write)
+        else:
+            left.append(item)
+    return left
 
 
 def _is_whole(write: ObjectWrite) -> bool:
     """Always, unless somebody makes up objects of another length, which this store shall not hold."""
     return tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes
-
-
-def _gathered(write: ObjectWrite, block: Block, place: int) -> _Object:
-    end = place
-    for part in write.parts:
-        block.view[end : end + len(part)] = part
-        end += len(part)
-    return _Object(write, write.namespace.object_name(write.key), [block.address + place], [end - place])
-
-
-def _scattered(write: ObjectWrite, block: Block, place: int) -> _Object:
-    block.view[place : place + ENVELOPE_BYTES] = write.envelope
-    return _Object(
-        write,
-        write.namespace.object_name(write.key),
-        [*map(address_of, write.buffers), block.address + place],
-        [*map(len, write.buffers), ENVELOPE_BYTES],
-    )

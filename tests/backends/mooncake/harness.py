@@ -9,6 +9,7 @@ import torch
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.config import MooncakeConfig
 from hicache_backends.mooncake.driver import MooncakeStorage
+from hicache_backends.mooncake.names import object_name
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.stack import wrap
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
@@ -54,7 +55,7 @@ class Rig:
         return self.storage.batch_exists_v2(keys, None, self._info(seconds)).kv_hit_pages
 
     def name(self, key):
-        return self.driver.pools["kv"].namespace.object_name(key)
+        return object_name(self.driver.pools["kv"].namespace, key)
 
     @property
     def stats(self):

@@ -53,6 +53,28 @@ def test_pages_come_back(rig, way, components):
     assert one.hits(keys) == 3
 
 
+@pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
+def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
+    """The library finds them when it is to begin them; nothing is asked before, and nothing of them is read."""
+    one, sent, asked = rig(components=components), [], []
+    one.storage.open()
+    connection = one.driver.attachment._connection
+    transfer, exist = connection.transfer, connection.exist
+    monkeypatch.setattr(connection, "transfer", lambda names, *rest: (sent.append(names), transfer(names, *rest))[1])
+    monkeypatch.setattr(connection, "exist", lambda names: (asked.append(names), exist(names))[1])
+    keys = chain("there", 6)
+    assert one.put(keys[:2]) == [True] * 2
+    assert (sent, asked) == ([[one.name(key) for key in keys[:2]]], [])
+    assert one.put(keys, version=1) == [True] * 6
+    assert sent[1:] == [[one.name(key) for key in keys[2:]]]
+    assert asked == [[one.name(key) for key in keys[:2]]]
+    assert one.put(keys, version=2) == [True] * 6
+    assert len(sent) == 2
+    assert (one.stats.pages_written, one.stats.pages_refused) == (6, 0)
+    one.expect(keys[:2])
+    one.expect(keys[2:], version=1)
+
+
 def test_more_pages_than_one_request_takes(rig):
     one = rig(pages=600, components=(64,))
     keys = chain("many", 600)

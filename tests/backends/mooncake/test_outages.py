@@ -99,6 +99,26 @@ def test_the_master_hangs():
         wait_for_hits(workers)
 
 
+@pytest.mark.parametrize("gone", ["kill", "suspend"])
+def test_lookups_end_by_themselves(gone):
+    """Within the time that the driver declares, in their caller's thread: the deadline is longer."""
+    with DevCluster(1, 16 << 20) as cluster:
+        rig = Rig(cluster.options, deadline=60.0, rpc_timeout_seconds=0.5)
+        longest = rig.driver.capabilities.lookup_seconds
+        assert longest is not None
+        assert longest < 60.0
+        assert rig.put(["a"]) == [True]
+        getattr(cluster.master, gone)()
+        for _ in range(3):
+            began = time.monotonic()
+            assert rig.hits(["a"]) == 0
+            assert time.monotonic() - began < longest
+        assert rig.storage.get_stats().deadlines_missed == 0
+        if gone == "suspend":
+            cluster.master.resume()
+        rig.storage.close()
+
+
 def test_a_store_is_killed():
     with DevCluster(2, 32 << 20, client_ttl_seconds=2) as cluster, under_load(cluster.options) as workers:
         wait_for_hits(workers)

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.client.opening import set_up, warm_up
+from hicache_backends.mooncake.client.opening import PROBE_SECONDS, set_up, warm_up
 from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hicache_backends.mooncake.client.library import Store
     from hicache_backends.mooncake.config import ClientSettings
 
-PROBE_SECONDS: Final = 2.0
-"""How long a master may be silent before it counts as hanging."""
 MOST_NAMES: Final = 50_000
 """In one request: the master takes about 3 us for each."""
 
@@ -90,11 +88,13 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
+        if len(names) <= MOST_NAMES:
+            return self._exist(names)
         return [there for start in range(0, len(names), MOST_NAMES) for there in self._exist(names[start : start + MOST_NAMES])]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
-        strange = [code for code in codes if code < 0 and code not in library.GONE]
+        strange = [code for code in codes if code < 0 and code not in library.GONE] if _any_failed(codes) else []
         if strange:
             raise StorageUnavailableError(f"the master answered {strange[0]} to the question whether an object is there")
         return [code == 1 for code in codes]
@@ -233,9 +233,9 @@ class Connection:
         """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
         with self._call() as store:
             codes = _fitting(request(store), count)
-            if codes and all(code == library.RPC_FAILED for code in codes) and self._is_there():
+            if codes and codes.count(library.RPC_FAILED) == count and self._is_there():
                 codes = _fitting(request(store), count)
-        self._suspect = any(code in library.UNREACHABLE for code in codes)
+        self._suspect = _any_failed(codes) and any(code in library.UNREACHABLE for code in codes)
         return codes
 
     def _answered(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
@@ -245,7 +245,7 @@ class Connection:
             StorageUnavailableError: it has not, for any of the objects; or the answer is of another length.
         """
         codes = self._asked(request, count)
-        if codes and all(code in library.UNREACHABLE for code in codes):
+        if _any_failed(codes) and all(code in library.UNREACHABLE for code in codes):
             if codes[0] == library.RPC_TIMED_OUT:
                 raise StorageTimeoutError("the master has not answered in time")
             raise StorageUnavailableError("the master cannot be reached")
@@ -259,6 +259,11 @@ class Connection:
         except StorageUnavailableError:
             return False
         return True
+
+
+def _any_failed(codes: Sequence[int]) -> bool:
+    """Quicker than to look at each: most requests fail for no object."""
+    return min(codes, default=0) < 0
 
 
 def _fitting(codes: list[int], count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,11 @@ WARM_THREADS: Final = 6
 WARM_REQUESTS: Final = 10
 WARM_NAMES: Final = [f"hicache-warm-up-{number}" for number in range(64)]
 WAIT_SECONDS: Final = 2.0
+PROBE_SECONDS: Final = 2.0
+"""How long a master may be silent, or take to accept a connection, before it counts as hanging."""
+CONNECT_ATTEMPTS: Final = 4
+CONNECT_PAUSE: Final = 1.0
+"""Of the library, where it finds its connections to the master dead: seconds after each attempt."""
 
 
 def set_up(settings: ClientSettings) -> Store:
@@ -29,10 +35,8 @@ def set_up(settings: ClientSettings) -> Store:
         StorageUnavailableError: the library refuses.
     """
     store = library.new_store()
-    milliseconds = str(max(1, int(settings.rpc_timeout_seconds * 1000)))
     variables = {
-        "MC_RPC_TIMEOUT_MS": milliseconds,
-        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        **_time_limits(settings),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     }
     with library.environment(variables):
@@ -53,6 +57,25 @@ def set_up(settings: ClientSettings) -> Store:
             f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and protocol {settings.protocol!r}"
         )
     return store
+
+
+def longest_lookup(settings: ClientSettings) -> float | None:
+    """Seconds after which a request of a client that is set up has ended; None where nobody can tell.
+
+    It is asked twice where the library has found a connection dead, each time after a probe.
+    """
+    limits = {name: os.environ.get(name, limit) for name, limit in _time_limits(settings).items()}
+    if settings.master is None or not all(limit.isdecimal() for limit in limits.values()):
+        return None
+    request, connect = (int(limit) / 1000 for limit in limits.values())
+    return CONNECT_ATTEMPTS * (connect + CONNECT_PAUSE) + 2 * request + 2 * PROBE_SECONDS
+
+
+def _time_limits(settings: ClientSettings) -> dict[str, str]:
+    """Of a request to the master, and of a connection to it, in milliseconds."""
+    request, connect = settings.rpc_timeout_seconds, min(PROBE_SECONDS, settings.rpc_timeout_seconds)
+    names = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
+    return {name: str(max(1, int(seconds * 1000))) for name, seconds in zip(names, (request, connect), strict=True)}
 
 
 def warm_up(ask: Callable[[list[str]], object]) -> None:
