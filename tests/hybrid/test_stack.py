@@ -100,6 +100,29 @@ def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
         assert second.drain(60)
 
 
+def test_files_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
+    """An L3 may evict what is alive on the host. Found out when something is stored behind it, and mended once."""
+    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}), device_states=8)
+
+    with build(settings) as stack:
+        Session(stack, length=GRID).insert()
+        assert stack.drain(60)
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        Session(stack).insert()
+        assert stack.drain(60)
+        assert stack.cache.usage().tokens_stored_again == GRID
+        Session(stack, length=Session.LENGTH + GRID).insert()
+        assert stack.drain(60)
+        assert stack.cache.usage().tokens_stored_again == GRID
+    with build(settings) as second:
+        session = Session(second)
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert second.drain(60)
+
+
 def test_storages_of_other_fields_do_not_meet(config, tmp_path):
     options = {"path": str(tmp_path)}
     with build(config(storage=StorageConfig(driver="file", model="m", options=options))) as first:
@@ -273,18 +296,18 @@ class Pair:
 def test_a_build_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     with pytest.raises(OtherRankError, match="another rank could not make its pools"):
-        build(settings, agreement=Pair(None, [0]))
+        build(settings, agreement=Pair(None, None, [0]))
 
 
 def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
     """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
-    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
         assert settings.slots_of("kv")[1] == 8 * PAGE
         assert stack.host_pools[PoolName.KV].size == 2 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 6
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
-    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
         assert stack.host_pools[PoolName.KV].size == 16 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 3
 
@@ -293,7 +316,7 @@ def test_a_storage_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     storage = in_dict(settings)
     with pytest.raises(OtherRankError, match="another rank could not make its storage"):
-        build(settings, storage=storage, agreement=Pair(None, None, None, [0]))
+        build(settings, storage=storage, agreement=Pair(None, None, None, None, [0]))
     assert storage._lifecycle.closed
     assert storage.asked == []
 
@@ -314,8 +337,8 @@ def test_ranks_are_built_together(tmp_path):
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], outputs
     found = [json.loads(out) for out, _ in outputs]
-    assert found[0]["refused"] == "OtherRankError"
-    assert found[1]["refused"] == "DriverNotFoundError"
+    assert found[0]["refused"] == ["OtherRankError", "OtherRankError", "ConfigError", "ConfigError", "OtherRankError"]
+    assert found[1]["refused"] == ["ConfigError", "ConfigError", "ConfigError", "ConfigError", "DriverNotFoundError"]
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
     assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2

@@ -70,8 +70,9 @@ def test_what_is_not_whole_pages_is_refused(slots):
 
 
 def test_slots_are_integers():
-    with pytest.raises(InvalidTransferError, match="whole pages"):
-        page_numbers(torch.tensor([0.0, 1.0]), 2)
+    for slots in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([False, True])):
+        with pytest.raises(InvalidTransferError, match=f"must be int64, got {slots.dtype}"):
+            page_numbers(slots, 2)
 
 
 # Rectangles -----------------------------------------------------------------------------------------------------------
