@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MadeT = TypeVar("MadeT")
 
 LARGEST: Final = 1 << 56
-"""Numbers up to it are compared, and told, as they are; whatever else by a digest that is no larger."""
+"""Numbers up to it are compared, and told, as they are; whatever else by a digest, which is larger."""
 
 
 class OtherRankError(HiCacheError, RuntimeError):
@@ -71,8 +71,8 @@ def agreed(agreement: Agreement, what: str, make: Callable[[], MadeT]) -> MadeT:
 def _number(value: object) -> int:
     if isinstance(value, int) and abs(value) <= LARGEST:
         return value
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+    return LARGEST + 1 + int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
 def _difference(name: str, value: object, low: int, high: int) -> str:
-    return f"{name} ({value} here, {low} to {high} in all)" if type(value) is int else name
+    return f"{name} ({value} here, {low} to {high} in all)" if type(value) is int and high <= LARGEST else name

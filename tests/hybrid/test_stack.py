@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache_storage import create_storage
 from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
 from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
 from hicache_storage.transfer import StreamSimulator
@@ -100,16 +101,17 @@ def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
         assert second.drain(60)
 
 
-def test_files_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
-    """An L3 may evict what is alive on the host. Found out when something is stored behind it, and mended once."""
-    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}), device_states=8)
-
+def test_pages_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
+    """An L3 may lose what is alive on the host. Found out when something is stored behind it, and mended once."""
+    options = {"path": str(tmp_path)}
+    settings = config(storage=StorageConfig(driver="file", model="m", options=options))
     with build(settings) as stack:
         Session(stack, length=GRID).insert()
         assert stack.drain(60)
-        for path in tmp_path.rglob("*"):
-            if path.is_file():
-                path.unlink()
+        with create_storage("file", settings.identity("m"), options) as other:
+            for name, pool in stack.host_pools.items():
+                other.register_mem_host_pool_v2(pool, name)
+            other.clear()
         Session(stack).insert()
         assert stack.drain(60)
         assert stack.cache.usage().tokens_stored_again == GRID

@@ -34,7 +34,7 @@ import sys
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("msgspec", "xxhash", "hypothesis", "fastapi", "aiohttp", "numpy", "pytest_timeout", "xdist"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nothing())
 import pytest

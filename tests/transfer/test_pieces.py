@@ -159,9 +159,12 @@ def test_copies_with_gaps_are_rectangles_for_cuda(monkeypatch):
     cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
     assert torch.equal(device, host)
     assert calls == [(4, 7)]
+    forgotten = []
+    monkeypatch.setattr(cuda_runtime, "forget_error", lambda: forgotten.append(True))
     monkeypatch.setattr(cuda_runtime, "_memcpy_2d", lambda: lambda *arguments: 1)
     with pytest.raises(StreamFailedError, match="12 rows of 16 bytes failed with error 1"):
         cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
+    assert forgotten
 
 
 class _Addressed:
