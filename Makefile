@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers clean
+.PHONY: demo test lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -21,6 +21,10 @@ types: $(VENV)/.installed
 
 unit: $(VENV)/.installed
 	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs" -n 2 --dist loadfile --durations 20
+
+# On a machine with a CUDA device; `scripts/gpu_tests.sh PYTHON` does the same in a Python that has torch and pytest and little else.
+gpu: $(VENV)/.installed
+	scripts/gpu_tests.sh $(PYTHON)
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.agreement import Agreement, AgreementError, GroupAgreement, SingleRank
+    from hicache_storage.hybrid.alike import OtherRankError
     from hicache_storage.hybrid.attachment import StorageAttachedError
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         MambaHybridStack,
         MambaStackConfig,
         MLAGeometry,
-        OtherRankError,
         StorageConfig,
         build_dsa_hybrid_stack,
         build_mamba_hybrid_stack,
@@ -96,7 +96,7 @@ _HOMES = {
     "MambaGeometry": "stack",
     "MambaHybridStack": "stack",
     "MambaStackConfig": "stack",
-    "OtherRankError": "stack",
+    "OtherRankError": "alike",
     "ParallelConfig": "parallel",
     "PoolEntry": "groups",
     "PrefetchOperation": "prefetch",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
+from hicache_storage.hybrid.alike import check_alike
+from hicache_storage.hybrid.parallel import AXES
 from hicache_storage.spec import ConfigError, HiCacheError
 
 if TYPE_CHECKING:
@@ -78,16 +80,28 @@ class GroupAgreement:
             timeout_seconds: how long a rank waits for the others.
 
         Raises:
-            ConfigError: torch.distributed has another rank or size than `parallel`.
+            ConfigError: torch.distributed has another rank or size than `parallel`, or another rank has other sizes.
+            OtherRankError: the first is so on another rank.
         """
-        world, expected = (dist.get_rank(), dist.get_world_size()), (parallel.rank, parallel.replica_size * parallel.dp_size)
-        if world != expected:
-            raise ConfigError(f"torch.distributed has rank {world[0]} of {world[1]}, parallel has {expected[0]} of {expected[1]}")
+        world = cls._over(None, timeout_seconds)
+        try:
+            sizes = {f"{axis}_size": getattr(parallel, f"{axis}_size") for axis in AXES}
+            check_alike(world, sizes, _misplaced(parallel))
+        except BaseException:
+            world.close()
+            raise
+        if parallel.dp_size == 1:
+            return world
         # Every rank takes part in making every group, and is a member of one.
-        groups = [
-            dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo") for ranks in parallel.replicas
-        ]
-        agreement = cls(cast("dist.ProcessGroup", groups[parallel.dp_rank]))
+        groups = [cls._over(ranks, timeout_seconds) for ranks in parallel.replicas]
+        world.close()
+        return groups[parallel.dp_rank]
+
+    @classmethod
+    def _over(cls, ranks: list[int] | None, timeout_seconds: float) -> Self:
+        """A group of its own; of the whole world for None."""
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+        agreement = cls(cast("dist.ProcessGroup", group))
         agreement._owned = agreement._group
         return agreement
 
@@ -108,3 +122,10 @@ class GroupAgreement:
             self._broken = error
             raise AgreementError(f"the ranks could not agree: {error}") from error
         return cast("list[int]", vector.tolist())
+
+
+def _misplaced(parallel: ParallelConfig) -> ConfigError | None:
+    world, expected = (dist.get_rank(), dist.get_world_size()), (parallel.rank, parallel.replica_size * parallel.dp_size)
+    if world == expected:
+        return None
+    return ConfigError(f"torch.distributed has rank {world[0]} of {world[1]}, parallel has {expected[0]} of {expected[1]}")

@@ -54,12 +54,14 @@ class PoolPages:
 
 
 class BackupJob(Job):
-    """Stores what is not stored yet, the pools of each part of the span in one call."""
+    """Stores what is not stored yet, the pools of each part of the span in one call; then looks for the pages before it."""
 
     def __init__(self, calls: StorageCalls, pools: Sequence[PoolPages], pages: int, chain: Sequence[str], prefix: int) -> None:
         super().__init__()
         self._calls, self._pools, self._pages = calls, pools, pages
         self._chain, self._prefix = chain, prefix
+        self.found = prefix
+        """Leading pages of the prefix that are there, or all for all that is known; guarded by `lock`."""
 
     def perform(self) -> None:
         for start in range(0, max(1, self._pages), BATCH_PAGES):
@@ -70,6 +72,25 @@ class BackupJob(Job):
                     return
             if parts:
                 self._store(parts, self._chain[: self._prefix + start])
+        if self._prefix and self._pages and all(all(pool.stored) for pool in self._pools):
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """Find out whether the storage still has what the span is of use with."""
+        before, own = self._chain[: self._prefix], self._chain[self._prefix :]
+        found = self._leading(before, ())
+        # A storage that fails has nothing, neither what it has just taken.
+        if found is None or (found < self._prefix and not self._leading(own, before)):
+            return
+        with self.lock:
+            if not self.abandoned:
+                self.found = found
+
+    def _leading(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int | None:
+        with self.lock:
+            if not self.begin_call():
+                return None
+        return self._calls.leading(keys, prefix_keys)
 
     def _store(self, parts: Sequence[tuple[PoolPages, list[int]]], prefix_keys: Sequence[str]) -> None:
         answer = self._calls.write([pool.transfer(numbers) for pool, numbers in parts], prefix_keys)
@@ -92,12 +113,12 @@ class BackupOperation:
         self.job: BackupJob | None = None
         self.over = False
         """Whether no further attempt is made."""
-        self._chain, self._prefix = chain, prefix
+        self._chain, self.prefix = chain, prefix
 
     def next_job(self, calls: StorageCalls) -> BackupJob:
         """Another attempt."""
         self.attempts += 1
-        self.job = BackupJob(calls, self.pools, self.pages, self._chain, self._prefix)
+        self.job = BackupJob(calls, self.pools, self.pages, self._chain, self.prefix)
         return self.job
 
     def query(self) -> bool:
@@ -107,6 +128,10 @@ class BackupOperation:
     def complete(self) -> bool:
         """Whether all is stored."""
         return all(all(pool.stored) for pool in self.pools)
+
+    def found(self) -> int:
+        """Leading pages of the prefix that are there; all where that is not known."""
+        return self.prefix if self.job is None else self.job.found
 
     def stored_pages(self) -> int:
         """Leading pages of the span that are stored in all pools, with all side pages that end in them."""
@@ -178,9 +203,11 @@ class Backups:
             self._lead(operation)
         votes = self._agreement.minimum([vote for operation in self._live for vote in _votes(operation)])
         results, left = list[BackupResult](), list[BackupOperation]()
-        for operation, over, stored, complete in zip(self._live, votes[::3], votes[1::3], votes[2::3], strict=True):
+        agreed = zip(votes[::4], votes[1::4], votes[2::4], votes[3::4], strict=True)
+        for operation, (over, stored, complete, found) in zip(self._live, agreed, strict=True):
             if over:
-                results.append(BackupResult(operation.operation_id, stored, bool(complete)))
+                lost_from = found if complete and found < operation.prefix else None
+                results.append(BackupResult(operation.operation_id, stored, bool(complete), lost_from))
                 self._count(operation)
             else:
                 left.append(operation)
@@ -223,11 +250,11 @@ class Backups:
         self._stats.count(pages_backed_up=stored, pages_dropped=total - stored)
 
 
-def _votes(operation: BackupOperation) -> tuple[int, int, int]:
-    """Whether it is over on this rank, how much is stored, and whether that is all."""
+def _votes(operation: BackupOperation) -> tuple[int, int, int, int]:
+    """Whether it is over on this rank, how much is stored, whether that is all, and how much of what is before it is there."""
     if not operation.over:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     if operation.job is None:
-        return 1, operation.stored_pages(), int(operation.complete())
+        return 1, operation.stored_pages(), int(operation.complete()), operation.found()
     with operation.job.lock:
-        return 1, operation.stored_pages(), int(operation.complete())
+        return 1, operation.stored_pages(), int(operation.complete()), operation.found()

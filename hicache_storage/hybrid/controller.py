@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Self
 
 from hicache_storage.hybrid.agreement import SingleRank
+from hicache_storage.hybrid.alike import check_alike
 from hicache_storage.hybrid.attachment import Attachment, StorageAttachedError, bounded, close_quietly, register
 from hicache_storage.hybrid.backup import Backups
 from hicache_storage.hybrid.device_copies import DeviceCopies
@@ -64,8 +64,9 @@ class HybridCacheController:
     Making one is a collective, too.
 
     Raises:
-        ConfigError: `agreement` is not over as many ranks as `parallel` has, or another rank has other pools or rules: a
-            pipeline stage without layers of a kind needs that pool all the same.
+        ConfigError: `agreement` is not over as many ranks as `parallel` has, or another rank has other pools, slots or rules;
+            the message names what differs. A pipeline stage without layers of a kind needs that pool all the same.
+        OtherRankError: another rank has refused.
     """
 
     def __init__(
@@ -84,13 +85,8 @@ class HybridCacheController:
         self.group = group
         self.parallel = parallel or ParallelConfig()
         agreement = agreement or SingleRank()
-        if agreement.size != self.parallel.replica_size:
-            raise ConfigError(
-                f"agreement is over {agreement.size} ranks, but parallel has {self.parallel.replica_size}; "
-                "make it with GroupAgreement.of(parallel)"
-            )
         rules = rules or PrefetchRules()
-        _check_alike(agreement, group, rules, bigram)
+        check_alike(agreement, _decisive(group, rules, bigram), _refusal(agreement, self.parallel))
         self._agreement, self._bigram = agreement, bigram
         self._call_seconds, self._attach_seconds, self._stop_seconds = storage_call_seconds, attach_seconds, stop_seconds
         self._counter = StatsCounter()
@@ -295,31 +291,42 @@ class HybridCacheController:
         self._copies.reset()
 
     def close(self) -> None:
-        """Reset, and detach."""
-        self.reset()
-        self.detach()
+        """Reset, and detach. Copies that run are not waited for."""
+        try:
+            self.reset()
+        finally:
+            self.detach()
 
     def stats(self) -> ControllerStats:
         """A snapshot of this rank's counters."""
         return self._counter.snapshot()
 
-    def _register(self, storage: HiCacheStorage) -> Exception | None:
+    def _register(self, storage: HiCacheStorage) -> BaseException | None:
         try:
             self.parallel.check(storage.identity)
             bounded("attach", lambda: register(storage, self.group), self._attach_seconds)
-        except Exception as error:  # noqa: BLE001 - raised once the other ranks know
+        except BaseException as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None
 
 
-def _check_alike(agreement: Agreement, group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -> None:
-    """Refuse ranks that would come to other decisions, or agree on vectors of other lengths."""
-    pools = [
-        (entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool, entry.host_pool.size)
-        for entry in group.entries.values()
-    ]
-    digest = hashlib.sha256(repr((group.page_size, pools, rules, bigram)).encode()).digest()
-    mine = int.from_bytes(digest[:7])
-    lowest, highest = agreement.minimum([mine, -mine])
-    if lowest != -highest:
-        raise ConfigError("ranks differ in their pools, slots, page size, rules or kind of keys; these must be the same on all")
+def _refusal(agreement: Agreement, parallel: ParallelConfig) -> ConfigError | None:
+    if agreement.size == parallel.replica_size:
+        return None
+    return ConfigError(
+        f"agreement is over {agreement.size} ranks, but parallel has {parallel.replica_size}; "
+        "make it with GroupAgreement.of(parallel)"
+    )
+
+
+def _decisive(group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -> dict[str, object]:
+    """What ranks would come to other decisions by, or agree on vectors of other lengths."""
+    entries = group.entries.values()
+    return {
+        "page size": group.page_size,
+        "pools": [(entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool) for entry in entries],
+        "slots of host pools": [entry.host_pool.size for entry in entries],
+        "slots of device pools": [getattr(entry.device_pool, "size", None) for entry in entries],
+        "prefetch rules": rules,
+        "kind of page keys": bigram,
+    }

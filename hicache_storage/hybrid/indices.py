@@ -151,3 +151,6 @@ class BackupResult:
     """Leading pages of the span that every pool of every rank has stored, with all side pages that end in them."""
     complete: bool
     """Whether that is all of them."""
+    lost_from: int | None = None
+    """The first page of the sequence before the span that the storage of some rank has not, although it has taken the span.
+    None where nothing is missing, or nothing was found out."""

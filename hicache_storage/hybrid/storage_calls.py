@@ -41,18 +41,12 @@ class StorageCalls:
 
     def restorable(self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None) -> list[int]:
         """Endpoints in pages, ascending, at which every pool of this rank can restore the chain `keys`."""
-        transfers = [
-            PoolTransfer(
-                entry.name,
-                keys=list(keys[-entry.window_pages :]) if entry.is_trailing else list(keys),
-                hit_policy=entry.hit_policy,
-            )
-            for entry in self._group.entries.values()
-            if entry is not self._group.anchor
-        ]
-        info = self._info(prefix_keys, request_id)
-        answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
-        return [] if answer is _RAISED else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
+        return self._exists(keys, list(self._group.entries.values()), self._info(prefix_keys, request_id))
+
+    def leading(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
+        """How many pages of the chain are there from its start on, in the pools of which a prefix needs all pages."""
+        entries = [entry for entry in self._group.entries.values() if not entry.is_trailing]
+        return max(self._exists(keys, entries, self._info(prefix_keys, None)), default=0)
 
     def read(
         self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str], request_id: str | None = None
@@ -65,6 +59,19 @@ class StorageCalls:
         """Store pages; for each transfer, by its pool, which are stored."""
         info = self._info(prefix_keys, None)
         return self._pages(self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers)
+
+    def _exists(self, keys: Sequence[str], entries: Sequence[PoolEntry], info: HiCacheStorageExtraInfo) -> list[int]:
+        transfers = [
+            PoolTransfer(
+                entry.name,
+                keys=list(keys[-entry.window_pages :]) if entry.is_trailing else list(keys),
+                hit_policy=entry.hit_policy,
+            )
+            for entry in entries
+            if entry is not self._group.anchor
+        ]
+        answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
+        return [] if answer is _RAISED else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
 
     def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)

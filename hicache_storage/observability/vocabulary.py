@@ -97,6 +97,7 @@ EVICTABLE_STATES: Final = _gauge("hicache_cache_evictable_states", "Recurrent st
 CACHE_LOCKS: Final = _gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks")
 DECLINED_WRITES: Final = _counter("hicache_cache_declined_writes_total", "Nodes not copied to the host for want of room there.", source="declined_writes")  # fmt: skip
 DROPPED_TOKENS: Final = _counter("hicache_cache_dropped_tokens_total", "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was no room.", source="dropped_tokens")  # fmt: skip
+TOKENS_STORED_AGAIN: Final = _counter("hicache_cache_tokens_stored_again_total", "Tokens handed to the storage a second time, as it had lost them while they were cached.", source="tokens_stored_again")  # fmt: skip
 
 # Of the metadata server: `GET /metrics`.
 
@@ -146,7 +147,10 @@ CONTROLLER: Final = (
     WRITTEN_BACK_TOKENS, LOADED_TOKENS, *WITHOUT_ROOM, *PREFETCHES, PREFETCHED_TOKENS, HIT_TOKENS, CUT_TOKENS, BACKED_UP_PAGES,
     DROPPED_PAGES, BACKUP_RETRIES, STORAGE_ERRORS, INVALID_ANSWERS, ABANDONED_CALLS, STUCK_CALLS,
 )  # fmt: skip
-CACHE: Final = (*CACHE_TOKENS, *CACHE_STATES, EVICTABLE_TOKENS, EVICTABLE_STATES, CACHE_LOCKS, DECLINED_WRITES, DROPPED_TOKENS)
+CACHE: Final = (
+    *CACHE_TOKENS, *CACHE_STATES, EVICTABLE_TOKENS, EVICTABLE_STATES, CACHE_LOCKS, DECLINED_WRITES, DROPPED_TOKENS,
+    TOKENS_STORED_AGAIN,
+)  # fmt: skip
 SERVER: Final = (
     REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, QUARANTINE_SECONDS, READY,
     DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,

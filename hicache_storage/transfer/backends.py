@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 Backend = Literal["direct", "kernel", "mapped"]
 BACKENDS: Final = ("direct", "kernel", "mapped")
 STAGING_BYTES: Final = 32 << 20
-"""Length of each staging buffer: `kernel` has two for each direction, `mapped` one."""
+"""Length of each staging buffer: `kernel` has two for each direction, `mapped` one. None is longer than its pool needs."""
 
 
 class PageCopies(Protocol):
     """An I/O backend: enqueues the copies of one pool's pages. Called by one thread at a time; nothing is waited for.
 
     A backend may use streams of its own. They begin behind what `stream` holds when it is called, and `stream` waits for
-    them, so that an event recorded on it afterwards stands for everything. It is the same in all calls of one direction.
+    them, so that an event recorded on it afterwards stands for everything. It is that of the direction, which the backend
+    was made with.
     """
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
@@ -40,13 +41,21 @@ class PageCopies(Protocol):
 
 
 def page_copies(
-    backend: Backend, device: Device, device_pages: LayeredPages, host_pages: LayeredPages, staging_bytes: int
+    backend: Backend,
+    device: Device,
+    device_pages: LayeredPages,
+    host_pages: LayeredPages,
+    staging_bytes: int,
+    streams: tuple[Stream, Stream],
 ) -> PageCopies:
-    """The backend of that name, for one pair of pools.
+    """The backend of that name, for one pair of pools; takes its staging memory at once.
+
+    Args:
+        streams: of write-backs and of loads.
 
     Raises:
         InvalidTransferError: there is none of that name, or it does not know the layout of these host pages.
-        InvalidPoolError: it needs host memory that kernels can reach, and this is not.
+        InvalidPoolError: it needs host memory that kernels can reach, and this is not; or the device has no memory for staging.
     """
     if backend not in BACKENDS:
         raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -55,4 +64,4 @@ def page_copies(
     if not isinstance(host_pages, LaidOutPages):
         raise InvalidTransferError(f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass 'direct'")
     copies = GatheredCopies if backend == "kernel" else MappedCopies
-    return copies(device, device_pages, host_pages, staging_bytes)
+    return copies(device, device_pages, host_pages, staging_bytes, streams)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hicache_storage.pools.cuda_runtime import cuda_runtime
+from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer.cuda_runtime import copy_with_gaps, mapped_tensor
 from hicache_storage.transfer.rows import gather_rows, scatter_rows
-from hicache_storage.transfer.streams import Rows
+from hicache_storage.transfer.streams import Rows, StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,16 +28,20 @@ class CudaEvent:
         self.native.record(_cuda(stream).native)
 
     def query(self) -> bool:
-        return bool(self.native.query())  # type: ignore[no-untyped-call] # torch does not annotate it
+        try:
+            return bool(self.native.query())  # type: ignore[no-untyped-call] # torch does not annotate it
+        except RuntimeError as error:
+            raise StreamFailedError(str(error)) from error
 
     def synchronize(self) -> None:
-        self.native.synchronize()
+        _wait(self.native)
 
 
 class CudaStream:
     """A `torch.cuda.Stream`; wrap `torch.cuda.current_stream()` to have copies wait for a model's kernels.
 
-    A failed kernel surfaces as torch's own error in the next call that waits.
+    After a kernel has failed, CUDA refuses every further call on the device: what waits raises `StreamFailedError`, what
+    enqueues torch's own error.
     """
 
     def __init__(self, native: torch.cuda.Stream) -> None:
@@ -67,18 +73,22 @@ class CudaStream:
             scatter_rows(destination, rows.device, source)
 
     def synchronize(self) -> None:
-        self.native.synchronize()
+        _wait(self.native)
 
 
 class CudaDevice:
     """Makes streams of one CUDA device.
 
     Args:
-        device: such as `"cuda:0"`; None means the current one.
+        device: such as `"cuda:0"`; without a number, or None, the one that is current now.
+
+    Raises:
+        ConfigError: there is no such device.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = torch.device("cuda" if device is None else device)
+        self._device = cuda_device("cuda" if device is None else device)
+        cuda_runtime()
 
     def stream(self, name: str) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -87,7 +97,13 @@ class CudaDevice:
         return CudaEvent()
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise InvalidPoolError(
+                f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a smaller staging_bytes, "
+                "or the backend 'direct', which needs none"
+            ) from error
         for native in (_cuda(stream).native for stream in streams):
             # Whoever had this memory before may still use it, on the stream that is the current one here.
             native.wait_stream(torch.cuda.current_stream(self._device))
@@ -96,6 +112,28 @@ class CudaDevice:
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         return mapped_tensor(memory, self._device)
+
+
+def cuda_device(device: torch.device | str) -> torch.device:
+    """A CUDA device with its number; each thread has a current device of its own, and a new thread's is the first.
+
+    Raises:
+        ConfigError: it is no CUDA device, or not there.
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise ConfigError(f"device must be a CUDA device such as 'cuda:0', got {str(device)!r}")
+    index = torch.cuda.current_device() if place.index is None else place.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return torch.device("cuda", index)
+
+
+def _wait(native: torch.cuda.Event | torch.cuda.Stream) -> None:
+    try:
+        native.synchronize()
+    except RuntimeError as error:
+        raise StreamFailedError(str(error)) from error
 
 
 def _cuda(stream: Stream) -> CudaStream:

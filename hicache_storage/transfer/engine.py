@@ -74,12 +74,13 @@ class PageTransfers:
             order of host pages counts. `mapped`: kernels read and write page-locked host memory themselves; no order
             counts. Which is fastest depends on machine, layout, page size and fragmentation:
             `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer: for each direction that is used `kernel` has two, `mapped` one.
+        staging_bytes: length of each staging buffer: for each direction `kernel` has two, `mapped` one. None is longer than
+            its pool needs.
         streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
-        InvalidPoolError: the pools do not fit each other, and the message names the field; or `backend` is `mapped` and
-            the host memory is not page-locked.
+        InvalidPoolError: the pools do not fit each other, and the message names the field; or the device has no memory for
+            the staging buffers, or `backend` is `mapped` and the host memory is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 
@@ -96,11 +97,11 @@ class PageTransfers:
         streams: tuple[Stream, Stream] | None = None,
     ) -> None:
         check_pages(device_pages, host_pages)
-        self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes)
         self.host_slots = HostSlots(host_pool)
         self._device, self._compute = device, compute
         self._device_pages, self._host_pages = device_pages, host_pages
-        self._out, self._in = streams or (device.stream("write-back"), device.stream("load"))
+        self._out, self._in = streams = streams or (device.stream("write-back"), device.stream("load"))
+        self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes, streams)
         self._device_fences, self._host_fences = PageFences(device_pages.page_num), PageFences(host_pages.page_num)
 
     @classmethod
@@ -128,15 +129,20 @@ class PageTransfers:
 
     def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
         transfer = self.checked_write_back(device_indices, host_indices)
-        self.begin_write_back(transfer)
-        finished = recorded(self._device, self._out)
-        self.end_write_back(transfer, finished)
+        try:
+            self.begin_write_back(transfer)
+        finally:
+            # Also of what was enqueued before something failed.
+            finished = recorded(self._device, self._out)
+            self.end_write_back(transfer, finished)
         return Acknowledgement(finished)
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
         transfer = self.checked_load(host_indices, device_indices)
-        arrivals = self._copy_layers(self.begin_load(transfer))
-        self.end_load(transfer, arrivals[-1])
+        try:
+            arrivals = self._copy_layers(self.begin_load(transfer))
+        finally:
+            self.end_load(transfer, recorded(self._device, self._in))
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:

@@ -37,22 +37,31 @@ class GatheredCopies:
     Args:
         device: makes the streams that fill the buffers, and their memory: two for each direction.
         staging_bytes: length of a buffer; one page at least.
+        streams: of write-backs and of loads.
     """
 
-    def __init__(self, device: Device, device_pages: LayeredPages, host_pages: LaidOutPages, staging_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        device_pages: LayeredPages,
+        host_pages: LaidOutPages,
+        staging_bytes: int,
+        streams: tuple[Stream, Stream],
+    ) -> None:
         self._device_pages, self._host_pages = device_pages, host_pages
         self._device, self._staging_bytes = device, staging_bytes
-        self._out: Staging | None = None
-        self._in: Staging | None = None
+        out, into = streams
+        self._out = self._staging("gather", out, host_pages.layer_num)
+        self._in = self._staging("stage", into, 1)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
-        staging = self._out = self._out or self._staging("gather", stream, self._host_pages.layer_num)
+        staging = self._out
         staging.begin(stream)
         for piece in self._pieces(staging.filler, staging.pages, moves, outwards=True):
             staging.through(stream, partial(self._gather, staging.filler, piece), partial(self._copy_out, stream, piece))
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        staging = self._in = self._in or self._staging("stage", stream, 1)
+        staging = self._in
         staging.begin(stream)
         return partial(self._load_layer, stream, staging, self._pieces(stream, staging.pages, moves, outwards=False))
 

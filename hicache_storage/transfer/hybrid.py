@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.transfer.backends import Backend
+    from hicache_storage.transfer.engine import PageTransfer
     from hicache_storage.transfer.streams import Device, Event, Stream
 
 
@@ -88,11 +89,14 @@ class HybridTransfers:
         """
         self._refuse_unknown(pages)
         transfers = {name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()}
-        for name, transfer in transfers.items():
-            self.engines[name].begin_write_back(transfer)
-        finished = recorded(self._device, self._out)
-        for name, transfer in transfers.items():
-            self.engines[name].end_write_back(transfer, finished)
+        try:
+            for name, transfer in transfers.items():
+                self.engines[name].begin_write_back(transfer)
+        finally:
+            # Also of what was enqueued before something failed.
+            finished = recorded(self._device, self._out)
+            for name, transfer in transfers.items():
+                self.engines[name].end_write_back(transfer, finished)
         return Acknowledgement(finished)
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
@@ -103,16 +107,12 @@ class HybridTransfers:
         """
         self._refuse_unknown(pages)
         transfers = {name: self.engines[name].checked_load(host, device) for name, (device, host) in pages.items()}
-        copies = [(self._layers[name], self.engines[name].begin_load(transfer)) for name, transfer in transfers.items()]
-        arrivals: list[Event] = []
-        for layer in range(self.layer_num):
-            for layers, copy_layer in copies:
-                own = layers(layer)
-                if own is not None:
-                    copy_layer(own)
-            arrivals.append(recorded(self._device, self._in))
-        for name, transfer in transfers.items():
-            self.engines[name].end_load(transfer, arrivals[-1])
+        try:
+            arrivals = self._copy_layers(transfers)
+        finally:
+            arrived = recorded(self._device, self._in)
+            for name, transfer in transfers.items():
+                self.engines[name].end_load(transfer, arrived)
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +131,18 @@ class HybridTransfers:
             self._out.synchronize()
         finally:
             self._in.synchronize()
+
+    def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
+        """Copy all layers of the model; for each an event that comes when it has arrived in every pool."""
+        copies = [(self._layers[name], self.engines[name].begin_load(transfer)) for name, transfer in transfers.items()]
+        arrivals: list[Event] = []
+        for layer in range(self.layer_num):
+            for layers, copy_layer in copies:
+                own = layers(layer)
+                if own is not None:
+                    copy_layer(own)
+            arrivals.append(recorded(self._device, self._in))
+        return arrivals
 
     def _refuse_unknown(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self.engines]

@@ -36,35 +36,39 @@ class MappedCopies:
     Args:
         device: allocates the buffers, and makes host memory visible to kernels.
         staging_bytes: length of a buffer; one page of one layer's part at least.
+        streams: of write-backs and of loads.
 
     Raises:
-        InvalidPoolError: kernels cannot reach the host memory.
+        InvalidPoolError: kernels cannot reach the host memory, or there is none for a buffer.
     """
 
-    def __init__(self, device: Device, device_pages: LayeredPages, host_pages: LaidOutPages, staging_bytes: int) -> None:
-        self._device, self._device_pages = device, device_pages
+    def __init__(
+        self,
+        device: Device,
+        device_pages: LayeredPages,
+        host_pages: LaidOutPages,
+        staging_bytes: int,
+        streams: tuple[Stream, Stream],
+    ) -> None:
+        self._device_pages = device_pages
         self._host_pages = host_pages.seen_by(device.mapped)
         largest = max(part[0].numel() * part.element_size() for part in device_pages.layer(0))
         self._room = max(1, min(staging_bytes // largest, device_pages.page_num))
-        self._staging_bytes = self._room * largest
-        self._out: torch.Tensor | None = None
-        self._in: torch.Tensor | None = None
+        self._out, self._in = (device.scratch(self._room * largest, [stream]) for stream in streams)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
-        staging = self._out = self._buffer(self._out, stream)
         pieces = self._pieces(stream, moves)
         for layer in range(self._device_pages.layer_num):
-            for piece, source, destination, staged in self._shares(layer, pieces, staging):
+            for piece, source, destination, staged in self._shares(layer, pieces, self._out):
                 what = f"write-back of layer {layer} of {piece.name}"
                 stream.gather(staged, source, piece.device, what)
                 stream.scatter(destination, piece.host, staged, what)
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        staging = self._in = self._buffer(self._in, stream)
-        return partial(self._load_layer, stream, staging, self._pieces(stream, moves))
+        return partial(self._load_layer, stream, self._pieces(stream, moves))
 
-    def _load_layer(self, stream: Stream, staging: torch.Tensor, pieces: Sequence[_Piece], layer: int) -> None:
-        for piece, destination, source, staged in self._shares(layer, pieces, staging):
+    def _load_layer(self, stream: Stream, pieces: Sequence[_Piece], layer: int) -> None:
+        for piece, destination, source, staged in self._shares(layer, pieces, self._in):
             what = f"load of layer {layer} into {piece.name}"
             stream.gather(staged, source, piece.host, what)
             stream.scatter(destination, piece.device, staged, what)
@@ -85,6 +89,3 @@ class MappedCopies:
             _Piece(stream.upload(device), stream.upload(host), len(host), name)
             for name, (device, host) in moves_by_host(moves, self._room)
         ]
-
-    def _buffer(self, buffer: torch.Tensor | None, stream: Stream) -> torch.Tensor:
-        return self._device.scratch(self._staging_bytes, [stream]) if buffer is None else buffer

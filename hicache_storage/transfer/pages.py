@@ -143,11 +143,17 @@ class HostPages(LaidOutPages):
 def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
     """The number of each page in `indices`, int64 on the CPU: whole pages of consecutive slots.
 
+    Indices on the device make the caller wait for its current stream.
+
     Raises:
-        InvalidTransferError: they are not whole pages.
+        InvalidTransferError: they are not int64, or not whole pages.
     """
+    import torch
+
+    if indices.dtype != torch.int64:
+        raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
     slots = indices.reshape(-1).to("cpu")
-    if slots.numel() % page_size == 0 and not slots.is_floating_point():
+    if slots.numel() % page_size == 0:
         pages = slots.view(-1, page_size)
         numbers = pages[:, 0] // page_size
         if bool(((pages[:, 0] % page_size) == 0).all()) and bool((pages.diff(dim=1) == 1).all()):

@@ -120,6 +120,9 @@ class Device(Protocol):
 
         Args:
             streams: the only ones that use it. Whoever has it may drop it while they still do.
+
+        Raises:
+            InvalidPoolError: there is not that much memory.
         """
         ...
 

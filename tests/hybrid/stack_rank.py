@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hicache_storage.hybrid import AgreementError, ParallelConfig, StorageConfig
+from hicache_storage.hybrid import AgreementError, GroupAgreement, ParallelConfig, StorageConfig
 from hicache_storage.spec import HiCacheError
 from tests.hybrid.stacks import Session, build, mamba_config
 
@@ -19,11 +19,15 @@ def main():
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     storage = StorageConfig(driver="file", model="m", options={"path": f"{folder}/store"})
     config = mamba_config(parallel=ParallelConfig.of_rank(rank, tp_size=2), storage=storage)
-    told = {}
-    try:
-        build(replace(config, storage=replace(storage, driver="none")) if rank else config)
-    except HiCacheError as error:
-        told["refused"] = type(error).__name__
+    refusals = (
+        # One rank has been told that it is the other, or one of four.
+        lambda: GroupAgreement.of(ParallelConfig.of_rank(0, tp_size=2)),
+        lambda: GroupAgreement.of(ParallelConfig.of_rank(rank, tp_size=4 if rank else 2)),
+        lambda: GroupAgreement.of(ParallelConfig.of_rank(rank, **{"pp_size" if rank else "tp_size": 2})),
+        lambda: build(replace(config, device_tokens=config.device_tokens * (1 + rank))),
+        lambda: build(replace(config, storage=replace(storage, driver="none")) if rank else config),
+    )
+    told = {"refused": [refused(ask) for ask in refusals]}
     with build(config) as stack:
         session = Session(stack, seed=rank)
         # Ranks hold other bytes of the same tokens.
@@ -41,6 +45,15 @@ def main():
     dist.destroy_process_group()
     told["threads"] = sorted(thread.name for thread in threading.enumerate())
     print(json.dumps(told))
+
+
+def refused(ask):
+    """What a rank is told when it, or the other one, is refused."""
+    try:
+        ask()
+    except HiCacheError as error:
+        return type(error).__name__
+    return None
 
 
 if __name__ == "__main__":

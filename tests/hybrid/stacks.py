@@ -58,22 +58,24 @@ class Session:
 
     Args:
         seed: of the tokens, and of the bytes, which are the same in every stack.
+        length: more or fewer checkpoints than two; the tokens begin with the same.
     """
 
     LENGTH = 2 * GRID
 
-    def __init__(self, stack, seed=0):
+    def __init__(self, stack, seed=0, length=LENGTH):
         drawn = random.Random(seed)
         self.stack, self.cache = stack, stack.cache
-        self.tokens = [drawn.randrange(150_000) for _ in range(self.LENGTH)]
+        self.tokens = [drawn.randrange(150_000) for _ in range(length)]
         self._seed = seed
 
     def insert(self):
         """Write the prefix to the device, as a model would, and hand it to the cache."""
-        rows = self.cache.alloc_kv(self.LENGTH)
+        length = len(self.tokens)
+        rows = self.cache.alloc_kv(length)
         states = {}
         if self.cache.config.checkpoint_grid:
-            states = {end: int(self.cache.alloc_state()) for end in (GRID, self.LENGTH)}
+            states = {end: int(self.cache.alloc_state()) for end in range(GRID, length + 1, GRID)}
         self.stack.compute.synchronize()
         for tensor, wanted in self._memory(rows, states):
             tensor.copy_(wanted)

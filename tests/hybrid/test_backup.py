@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 import torch
 
 from hicache_storage.hybrid import BackupResult, HybridIndices, ParallelConfig, page_hashes
-from hicache_storage.spec import InvalidTransferError, PoolTransfer
+from hicache_storage.spec import InvalidTransferError, PoolTransfer, PoolTransferResult
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
 from tests.hybrid.test_prefetch import Raising, fetched
 from tests.hybrid.waiting import until
@@ -101,6 +103,50 @@ def test_calls_take_so_many_pages_of_all_pools(stack, store, monkeypatch):
         {INDEXER: KEYS[:4], KV: KEYS[:4], MAMBA: [KEYS[1], KEYS[3]]},
         {INDEXER: KEYS[4:6], KV: KEYS[4:6], MAMBA: [KEYS[4]]},
     ]
+
+
+class Forgetful(Raising):
+    """A storage that says of no page in `lost` that it is there, and of none at all once it is `down`."""
+
+    def __init__(self, inner, lost):
+        super().__init__(inner, "", None)
+        self.lost, self.down, self.lookups = lost, False, 0
+
+    def batch_exists_v2(self, keys, transfers=None, info=None):
+        self.lookups += 1
+        there = [] if self.down else list(takewhile(lambda key: key not in self.lost, keys))
+        return PoolTransferResult(len(there), {}, list(range(1, len(there) + 1)))
+
+
+def test_what_is_missing_before_a_span_is_told(stack, store):
+    """An L3 evicts the beginning of a conversation that is alive on the host: what is stored behind it is of no use."""
+    storage = Forgetful(store.open(), set())
+    stack.controller.attach(storage)
+    assert backed_up(stack, filled(stack, 4), prefix=()) == BackupResult(1, 4, complete=True)
+    assert storage.lookups == 0
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(2, 2, complete=True)
+    assert storage.lookups == 1
+    storage.lost = {KEYS[2], KEYS[3]}
+    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == BackupResult(3, 2, complete=True, lost_from=2)
+    storage.lost = {KEYS[0]}
+    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == BackupResult(4, 2, complete=True, lost_from=0)
+
+
+def test_a_storage_that_is_down_has_lost_nothing(stack, store):
+    """It has not even what it has just taken; a storm of rewriting would meet it when it is back."""
+    storage = Forgetful(store.open(), set())
+    stack.controller.attach(storage)
+    storage.down = True
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(1, 2, complete=True)
+    storage.down, storage.lost = False, {KEYS[0], KEYS[4]}
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(2, 2, complete=True)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), OSError("down")])
+def test_looking_for_what_is_missing_may_fail(stack, store, error):
+    stack.controller.attach(Raising(store.open(), "batch_exists_v2", error))
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(1, 2, complete=True)
+    assert stack.controller.stats().storage_errors == 2
 
 
 @pytest.mark.parametrize("answer", [SystemExit(1), OSError("down"), None, {}, [True], lambda answer: {KV: [True]}])

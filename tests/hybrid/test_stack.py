@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache_storage import create_storage
 from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
 from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
 from hicache_storage.transfer import StreamSimulator
@@ -81,6 +82,30 @@ def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
     with build(settings) as first:
         Session(first).insert()
         assert first.drain(60)
+    with build(settings) as second:
+        session = Session(second)
+        session.fetch()
+        assert session.restore() == (Session.LENGTH, Session.LENGTH)
+        assert second.drain(60)
+
+
+def test_pages_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
+    """An L3 may lose what is alive on the host. Found out when something is stored behind it, and mended once."""
+    options = {"path": str(tmp_path)}
+    settings = config(storage=StorageConfig(driver="file", model="m", options=options))
+    with build(settings) as stack:
+        Session(stack, length=GRID).insert()
+        assert stack.drain(60)
+        with create_storage("file", settings.identity("m"), options) as other:
+            for name, pool in stack.host_pools.items():
+                other.register_mem_host_pool_v2(pool, name)
+            other.clear()
+        Session(stack).insert()
+        assert stack.drain(60)
+        assert stack.cache.usage().tokens_stored_again == GRID
+        Session(stack, length=Session.LENGTH + GRID).insert()
+        assert stack.drain(60)
+        assert stack.cache.usage().tokens_stored_again == GRID
     with build(settings) as second:
         session = Session(second)
         session.fetch()
@@ -261,18 +286,18 @@ class Pair:
 def test_a_build_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     with pytest.raises(OtherRankError, match="another rank could not make its pools"):
-        build(settings, agreement=Pair(None, [0]))
+        build(settings, agreement=Pair(None, None, [0]))
 
 
 def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
     """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
-    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
         assert settings.slots_of("kv")[1] == 8 * PAGE
         assert stack.host_pools[PoolName.KV].size == 2 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 6
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
-    with build(settings, agreement=Pair([2 * PAGE, 3])) as stack:
+    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
         assert stack.host_pools[PoolName.KV].size == 16 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 3
 
@@ -281,7 +306,7 @@ def test_a_storage_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     storage = in_dict(settings)
     with pytest.raises(OtherRankError, match="another rank could not make its storage"):
-        build(settings, storage=storage, agreement=Pair(None, None, None, [0]))
+        build(settings, storage=storage, agreement=Pair(None, None, None, None, [0]))
     assert storage._lifecycle.closed
     assert storage.asked == []
 
@@ -302,8 +327,8 @@ def test_ranks_are_built_together(tmp_path):
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], outputs
     found = [json.loads(out) for out, _ in outputs]
-    assert found[0]["refused"] == "OtherRankError"
-    assert found[1]["refused"] == "DriverNotFoundError"
+    assert found[0]["refused"] == ["OtherRankError", "OtherRankError", "ConfigError", "ConfigError", "OtherRankError"]
+    assert found[1]["refused"] == ["ConfigError", "ConfigError", "ConfigError", "ConfigError", "DriverNotFoundError"]
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
     assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2

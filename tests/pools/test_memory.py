@@ -25,6 +25,20 @@ def mapped_bytes() -> int:
         return int(file.read().split()[0]) * 4096
 
 
+def flags_of(address: int) -> list[str]:
+    """What the kernel notes of the mapping that an address lies in."""
+    inside = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            head, *rest = line.split()
+            if "-" in head and not head.endswith(":"):
+                start, end = (int(part, 16) for part in head.split("-"))
+                inside = start <= address < end
+            elif inside and head == "VmFlags:":
+                return rest
+    raise AssertionError("no such mapping")
+
+
 class TestHostTensor:
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1024, 7)])
@@ -84,6 +98,8 @@ class TestPageLocking:
 
         runtime.cudaHostRegister = register
         runtime.cudaHostUnregister = lambda address: runtime.locked.pop(address) and 0
+        runtime.forgotten = []
+        monkeypatch.setattr("hicache_storage.pools.memory.forget_error", lambda: runtime.forgotten.append(runtime.error))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         return runtime
@@ -106,6 +122,14 @@ class TestPageLocking:
         runtime.error = 2
         with pytest.raises(InvalidPoolError, match="pass a smaller size, or pin_memory=False"):
             host_tensor((4096,), torch.uint8)
+        # Or torch would raise it at the next kernel.
+        assert runtime.forgotten == [2]
+
+    def test_a_forked_child_has_no_part_in_it(self, runtime: SimpleNamespace) -> None:
+        locked, other = host_tensor((1 << 20,), torch.uint8), host_tensor((1 << 20,), torch.uint8, pin_memory=False)
+        assert "dc" in flags_of(locked.data_ptr())
+        assert "dc" not in flags_of(other.data_ptr())
+        del locked
 
 
 @pytest.mark.gpu

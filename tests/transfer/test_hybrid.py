@@ -257,6 +257,40 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
     assert not model.transfers.engines["kv"]._device_fences._events
 
 
+class Refused(Exception):
+    pass
+
+
+def refuse(*arguments):
+    raise Refused
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_enqueued_before_a_failure_is_fenced(simulated, backend):
+    """The second pool cannot be copied: the first one's copies run all the same, and nobody overwrites what they use."""
+    model = Model(simulated, backend)
+    engine, second = model.transfers.engines["kv"], model.transfers.engines["mamba"]
+    host = engine.host_slots.alloc(model.device["kv"].page_size)
+    pages = {"kv": Indices(model.slots("kv", 4), host), "mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
+    hold = simulated.hold(model.host["kv"].whole(int(host[0]) // model.device["kv"].page_size, 1))
+    second.begin_write_back = refuse
+    with pytest.raises(Refused):
+        model.transfers.write_back(pages)
+    free = engine.host_slots.available_size()
+    engine.host_slots.free(host)
+    assert engine.host_slots.available_size() == free
+    hold.release()
+    model.run_kernels(4, 1, ["kv"])
+    model.transfers.synchronize()
+    assert engine.host_slots.available_size() == free + host.numel()
+    second.begin_load = refuse
+    with pytest.raises(Refused):
+        model.transfers.load({"kv": Indices(model.slots("kv", 2), host), "mamba": pages["mamba"]})
+    model.run_kernels(2, 2, ["kv"])
+    model.compute.synchronize()
+    simulated.check()
+
+
 def test_layer_maps():
     assert [MAMBA(layer) for layer in range(7)] == [0, None, 1, 2, None, None, None]
     for wrong in ([1, 0], [0, 0], [-1, 0]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 WITHOUT_TORCH = """
 import sys
@@ -26,9 +28,29 @@ for module in (hicache_storage.pools, hicache_storage.transfer):
 """
 
 
-def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+GPU_TESTS = """
+import sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("msgspec", "xxhash", "hypothesis", "fastapi", "aiohttp", "numpy", "pytest_timeout", "xdist"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Nothing())
+import pytest
+
+files = ["transfer/test_cuda.py", "transfer/test_stream_rules.py", "transfer/test_hybrid.py", "pools/test_memory.py", "pools/test_adapter.py"]
+options = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-m", "gpu", "--confcutdir", "tests/transfer"]
+ended = pytest.main([*options, "--collect-only", "-q", "-W", "default", *(f"tests/{file}" for file in files)])
+sys.exit(ended)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def run(code, **options):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_naming_the_parts_needs_no_torch():
@@ -37,3 +59,11 @@ def test_naming_the_parts_needs_no_torch():
 
 def test_using_them_needs_torch_alone():
     run(WITH_TORCH_ALONE)
+
+
+def test_tests_of_copies_on_a_gpu_need_little_more():
+    """`scripts/gpu_tests.sh` finds them where there is no plugin of pytest, and nothing of ours is installed."""
+    found = run(GPU_TESTS, cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    assert "tests/transfer/test_cuda.py::test_no_call_waits_for_a_copy" in found
+    assert "test_a_missing_event_is_found[cuda" in found
+    assert "tests/pools/test_memory.py::test_cuda_sees_locked_memory" in found

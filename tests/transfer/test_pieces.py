@@ -70,8 +70,9 @@ def test_what_is_not_whole_pages_is_refused(slots):
 
 
 def test_slots_are_integers():
-    with pytest.raises(InvalidTransferError, match="whole pages"):
-        page_numbers(torch.tensor([0.0, 1.0]), 2)
+    for slots in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([False, True])):
+        with pytest.raises(InvalidTransferError, match=f"must be int64, got {slots.dtype}"):
+            page_numbers(slots, 2)
 
 
 # Rectangles -----------------------------------------------------------------------------------------------------------
@@ -158,9 +159,12 @@ def test_copies_with_gaps_are_rectangles_for_cuda(monkeypatch):
     cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
     assert torch.equal(device, host)
     assert calls == [(4, 7)]
+    forgotten = []
+    monkeypatch.setattr(cuda_runtime, "forget_error", lambda: forgotten.append(True))
     monkeypatch.setattr(cuda_runtime, "_memcpy_2d", lambda: lambda *arguments: 1)
     with pytest.raises(StreamFailedError, match="12 rows of 16 bytes failed with error 1"):
         cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
+    assert forgotten
 
 
 class _Addressed:

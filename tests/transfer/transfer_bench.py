@@ -214,7 +214,7 @@ class Bench:
         return slots
 
     def staging(self, direction):
-        """The staging of write-backs (`_out`) or of loads (`_in`), once it has been used."""
+        """The staging of write-backs (`_out`) or of loads (`_in`)."""
         return getattr(self.engine._copies, direction)
 
     def delay_draining(self, direction):

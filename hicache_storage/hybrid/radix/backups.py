@@ -26,6 +26,12 @@ class _Copy:
     node: Node
     start: int
     kinds: frozenset[Kind]
+    is_again: bool = False
+    """Whether it goes to the storage because that has lost it."""
+
+    @property
+    def tokens(self) -> int:
+        return self.node.end - self.start
 
 
 class Backups:
@@ -33,6 +39,9 @@ class Backups:
 
     A node is written after its parent, so that no prefix has holes on a lower tier. Its host slots are locked until the
     copy, and the storage after it, is done with them. Its device slots are not: who overwrites them waits for the copy.
+
+    What the storage has lost shows when something is stored behind it, and goes there again. A storage that loses as fast
+    as it takes does not make a storm of that: the tokens stored again are never more than those that came there otherwise.
     """
 
     def __init__(self, residency: Residency, controller: TierController[Any], page_size: int) -> None:
@@ -42,6 +51,10 @@ class Backups:
         self._stores: dict[int, _Copy] = {}
         self.declined = 0
         """Nodes that were not written for want of host memory."""
+        self.stored_again = 0
+        """Tokens handed to the storage again, as it had lost them."""
+        self._came = 0
+        """Tokens that the storage has taken for the first time, or given."""
 
     def __len__(self) -> int:
         """Copies under way, to the host and to the storage."""
@@ -75,6 +88,10 @@ class Backups:
             self._unlock(copy)
         for result in self._controller.completed_backups():
             self._stored(result)
+
+    def fetched(self, tokens: int) -> None:
+        """The storage has given so many tokens."""
+        self._came += tokens
 
     def forget(self) -> None:
         """Follow no copy any more: the nodes are gone."""
@@ -143,8 +160,10 @@ class Backups:
         before = prefix_hashes(node.parent, self._page_size)
         # Pages that the storage has already are not written again; their hashes place the state.
         ticket = self._controller.write_storage(self._residency.transfer(rows, state, len(hashes)), hashes, before)
-        node.stored |= kinds
-        self._stores[ticket] = self._locked(_Copy(node, node.start, kinds))
+        copy = _Copy(node, node.start, kinds, node.is_lost)
+        node.stored, node.stored_by, node.is_lost = node.stored | kinds, ticket, False
+        self.stored_again += copy.tokens if copy.is_again else 0
+        self._stores[ticket] = self._locked(copy)
 
     def _stored(self, result: BackupResult) -> None:
         copy = self._stores.pop(result.operation_id, None)
@@ -152,7 +171,25 @@ class Backups:
             return
         if not result.complete:
             self._forget(copy)
+        elif not copy.is_again:
+            self._came += copy.tokens
+        if result.lost_from is not None and self._lose(copy, result.lost_from * self._page_size, result.operation_id):
+            self._store_path(copy.node)
         self._unlock(copy)
+
+    def _lose(self, copy: _Copy, start: int, ticket: int) -> bool:
+        """Take note that a backup has missed tokens before it from `start` on; whether any of them may be written again."""
+        room = self._came - self.stored_again
+        above = [node for node in copy.node.upward() if node.start < copy.start and node.end > start]
+        # What was given to the storage after it was looked for, or is on its way there, is not missing.
+        lost = [
+            node for node in above if Kind.KV in node.stored and node.stored_by < ticket and node.stored_by not in self._stores
+        ]
+        for node in reversed(lost):
+            room -= len(node.tokens)
+            if room >= 0:
+                node.stored, node.is_lost = set[Kind](), True
+        return any(node.is_lost for node in lost)
 
     def _forget(self, copy: _Copy) -> None:
         """Let the next use of the nodes try again."""

@@ -276,6 +276,7 @@ class HiMambaRadixCache:
             locks=len(self._locks),
             declined_writes=self._backups.declined,
             dropped_tokens=self._prefetching.dropped_tokens,
+            tokens_stored_again=self._backups.stored_again,
         )
 
     def _lay(self, node: Node, tokens: tuple[int, ...], rows: torch.Tensor, states: Mapping[int, int]) -> tuple[Node, int]:
@@ -284,6 +285,9 @@ class HiMambaRadixCache:
         for end in sorted({*states, len(tokens)}):
             node = self._residency.lay(device, node, tokens[node.end : end], rows[node.end : end])
             if end in states:
+                if not self._residency.has_state(node):
+                    # It had to be computed: the storage may have lost what it was given.
+                    node.stored.discard(Kind.STATE)
                 new_states += self._residency.place_state(device, node, rows.new_tensor([states[end]]))
         return node, new_states
 

@@ -64,6 +64,10 @@ class Node:
     """Whether its state was ever copied to the host."""
     stored: set[Kind] = field(default_factory=set[Kind])
     """What the storage was given, or gave."""
+    stored_by: int = 0
+    """The last backup that gave the storage something of it."""
+    is_lost: bool = False
+    """Whether the storage had its KV, and has lost it."""
 
     @property
     def end(self) -> int:

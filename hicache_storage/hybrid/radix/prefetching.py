@@ -111,5 +111,6 @@ class Prefetching(Generic[Operation]):
                 self._residency.place_state(host, node, states[pages])
         for each in node.upward(anchor.end):
             each.stored.add(Kind.KV)
+        self._backups.fetched(result.tokens)
         if result.tokens // size in states:
             node.stored.add(Kind.STATE)

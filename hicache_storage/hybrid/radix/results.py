@@ -91,3 +91,5 @@ class CacheUsage:
     """Nodes that were not copied to the host for want of room there, since the cache was made."""
     dropped_tokens: int
     """Fetched from storage in vain: the prefix before them was evicted meanwhile, or found no room on the host."""
+    tokens_stored_again: int
+    """Handed to the storage a second time, as it had lost them while they were cached here."""

@@ -87,6 +87,8 @@ class RadixTree:
                 hashes=node.hashes and node.hashes[:pages],
                 writing=node.writing,
                 stored=node.stored - {Kind.STATE},
+                stored_by=node.stored_by,
+                is_lost=node.is_lost,
             )
         )
         node.parent.children[self._first_page(upper)] = upper

@@ -4,7 +4,6 @@ from hicache_storage.hybrid.stack.builders import build_dsa_hybrid_stack, build_
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig, StorageConfig
 from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry, PoolGeometry
 from hicache_storage.hybrid.stack.stack import DSAHybridStack, HybridStack, MambaHybridStack
-from hicache_storage.hybrid.stack.storage import OtherRankError
 
 __all__ = [
     "AttentionGeometry",
@@ -16,7 +15,6 @@ __all__ = [
     "MambaGeometry",
     "MambaHybridStack",
     "MambaStackConfig",
-    "OtherRankError",
     "PoolGeometry",
     "StackConfig",
     "StorageConfig",

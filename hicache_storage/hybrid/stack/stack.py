@@ -6,8 +6,9 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self, cast
 
+from hicache_storage.hybrid.alike import agreed
 from hicache_storage.hybrid.attachment import StorageAttachedError
-from hicache_storage.hybrid.stack.storage import agreed, storage_for
+from hicache_storage.hybrid.stack.storage import storage_for
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:

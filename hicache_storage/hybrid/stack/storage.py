@@ -1,45 +1,14 @@
-"""Making a stack's storage, on all ranks or on none."""
+"""Making a stack's storage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hicache_storage.plugins import create_storage
-from hicache_storage.spec import ConfigError, HiCacheError, HiCacheStorage
+from hicache_storage.spec import ConfigError, HiCacheStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hicache_storage.hybrid.agreement import Agreement
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
-
-MadeT = TypeVar("MadeT")
-
-
-class OtherRankError(HiCacheError, RuntimeError):
-    """This rank could have gone on, and another could not; its own error says why."""
-
-    code = "other-rank"
-
-
-def agreed(agreement: Agreement, what: str, make: Callable[[], MadeT]) -> MadeT:
-    """Make something on every rank; where one fails, all raise. A collective.
-
-    Raises:
-        OtherRankError: another rank failed.
-        Exception: what `make` raised on this one.
-    """
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as failure:  # noqa: BLE001 - raised below, once the other ranks know
-        error = failure
-    all_did = agreement.minimum([int(error is None)])[0]
-    if error is not None:
-        raise error
-    if not all_did or made is None:
-        raise OtherRankError(f"another rank could not make its {what}")
-    return made
 
 
 def storage_for(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:

@@ -114,7 +114,7 @@ class StandInController:
         self.writes: list[Copy] = []
         self.queued_loads: list[Copy] = []
         self.loads: list[Copy] = []
-        self.backups: list[tuple[int, HybridIndices, list[str], Gate]] = []
+        self.backups: list[tuple[int, HybridIndices, list[str], list[str], Gate]] = []
         self.fetches: list[Fetch] = []
         self.tickets = 0
         self.consumers = 0
@@ -244,7 +244,7 @@ class StandInController:
         self.tickets += 1
         gate = Gate()
         self._hold(by_pool(host), gate)
-        self.backups.append((self.tickets, host, list(hashes), gate))
+        self.backups.append((self.tickets, host, list(hashes), list(prefix_hashes), gate))
         return self.tickets
 
     def completed_backups(self) -> list[BackupResult]:
@@ -255,7 +255,7 @@ class StandInController:
     def detach(self) -> None:
         """The storage goes; what was to be stored does not go to the next one."""
         self.kept, self.storage = self.storage, None
-        self.backups = [(ticket, host, [], gate) for ticket, host, _, gate in self.backups]
+        self.backups = [(ticket, host, [], [], gate) for ticket, host, _, _, gate in self.backups]
 
     def attach(self, *, empty: bool = False) -> None:
         """The storage comes back, or another one does."""
@@ -275,7 +275,7 @@ class StandInController:
     def close(self) -> None:
         """Nothing to end."""
 
-    def _store(self, ticket: int, host: HybridIndices, hashes: list[str], gate: Gate) -> BackupResult:
+    def _store(self, ticket: int, host: HybridIndices, hashes: list[str], before: list[str], gate: Gate) -> BackupResult:
         gate.passed = True
         if self.refuse_backups or self.storage is None or not hashes:
             return BackupResult(ticket, 0, complete=False)
@@ -283,10 +283,11 @@ class StandInController:
             self.storage.setdefault((KV, key), tuple(page))
         for end, slot in zip(host.endpoints.get(MAMBA, ()), host.side.get(MAMBA, ()), strict=True):
             self.storage.setdefault((MAMBA, hashes[end - 1]), int(self.host_memory[MAMBA][slot]))
-        return BackupResult(ticket, len(hashes), complete=True)
+        lost_from = next((page for page, key in enumerate(before) if (KV, key) not in self.storage), None)
+        return BackupResult(ticket, len(hashes), complete=True, lost_from=lost_from)
 
     def _is_under_way(self, key: str) -> bool:
-        return self.refuse_backups or any(key in hashes for _, _, hashes, _ in self.backups)
+        return self.refuse_backups or any(key in hashes for _, _, hashes, _, _ in self.backups)
 
     def _room_for(self, restorable: Sequence[int]) -> tuple[int, dict[PoolName, torch.Tensor]]:
         if not restorable:

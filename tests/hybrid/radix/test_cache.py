@@ -502,6 +502,57 @@ def test_another_storage_gets_what_is_on_the_host_when_it_is_used(world):
     assert world.cache.match(LONG).length == 16
 
 
+def grow(world, tokens):
+    """A request whose answer is a page longer each time; the tokens of the conversation then."""
+    served(world, (*tokens, tokens[-1] + 1, tokens[-1] + 2))
+    return (*tokens, tokens[-1] + 1, tokens[-1] + 2)
+
+
+def test_what_the_storage_has_lost_goes_there_again_once(world):
+    served(world, LONG)
+    stored = world.cache.usage().host_tokens
+    tokens = grow(world, LONG)
+    assert world.cache.usage().tokens_stored_again == 0
+    world.controller.lose(1.0, while_read=False)
+    tokens = grow(world, tokens)
+    world.settle()
+    again = world.cache.usage().tokens_stored_again
+    assert again >= stored
+    for _ in range(3):
+        tokens = grow(world, tokens)
+    world.settle()
+    assert world.cache.usage().tokens_stored_again == again
+    forget(world)
+    fetch(world, tokens)
+    assert world.cache.match(tokens).length >= 20
+
+
+def test_a_storage_that_keeps_nothing_makes_no_storm(world):
+    """Every time something is stored, all before it is missing; it is not written for ever."""
+    tokens, came = LONG, 0
+    for _ in range(8):
+        tokens = grow(world, tokens)
+        world.controller.lose(1.0, while_read=False)
+        usage = world.cache.usage()
+        assert usage.tokens_stored_again <= usage.host_tokens
+        came = max(came, usage.tokens_stored_again)
+    assert came
+
+
+def test_a_state_that_had_to_be_computed_again_is_stored_again(world):
+    """Its KV is cached; the state was evicted everywhere and the storage has lost it."""
+    served(world, LONG)
+    world.cache.evict(0, 100)
+    world.cache.evict_host(0, 100)
+    world.controller.lose(1.0, while_read=False)
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().host_tokens
+    served(world, LONG)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
 def test_a_cache_in_use_is_not_emptied(world):
     served(world, LONG)
     lock = world.cache.lock(world.cache.match(LONG))

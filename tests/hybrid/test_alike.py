@@ -1,0 +1,199 @@
+"""What is refused on one rank is refused on all, at once, and before anything is made."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from hicache_storage.hybrid import OtherRankError, ParallelConfig, PrefetchRules, StorageConfig, build_mamba_hybrid_stack
+from hicache_storage.hybrid.alike import LARGEST, agreed, check_alike
+from hicache_storage.hybrid.stack.same import SAME_FIELDS
+from hicache_storage.spec import ConfigError, StorageUnavailableError
+from tests.conftest import DictStorage
+from tests.hybrid.stacks import PAGE, build, dsa_config, mamba_config
+
+
+class Together:
+    """Lets ranks that are threads agree; one that ends early fails the others."""
+
+    def __init__(self, size):
+        self.size = size
+        self._said = [[] for _ in range(size)]
+        self._barrier = threading.Barrier(size)
+
+    def of(self, rank):
+        return mock.Mock(size=self.size, minimum=lambda values: self._minimum(rank, values))
+
+    def _minimum(self, rank, values):
+        self._said[rank] = list(values)
+        self._barrier.wait(60)
+        found = [min(column) for column in zip(*self._said, strict=True)]
+        self._barrier.wait(60)
+        return found
+
+
+def on_ranks(work, size=2):
+    """What `work(rank, agreement)` returned or raised on each of the ranks."""
+    together, found = Together(size), [None] * size
+
+    def run(rank):
+        try:
+            found[rank] = work(rank, together.of(rank))
+        except BaseException as error:  # noqa: BLE001 - it is what came of the rank
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_what_differs_is_named():
+    told = [{"a": 1, "b": "x", "c": 3}, {"a": 2, "b": "y", "c": 3}]
+    first, second = on_ranks(lambda rank, agreement: check_alike(agreement, told[rank]))
+    assert str(first) == "ranks differ in a (1 here, 1 to 2 in all), b; make it the same on every rank"
+    assert str(second) == "ranks differ in a (2 here, 1 to 2 in all), b; make it the same on every rank"
+
+
+@pytest.mark.parametrize(
+    "values", [(LARGEST + 1, LARGEST + 2), (-LARGEST - 1, LARGEST + 1), (None, 0), (True, "True"), ([1], (1,))]
+)
+def test_any_two_values_can_be_told_apart(values):
+    found = on_ranks(lambda rank, agreement: check_alike(agreement, {"a": values[rank]}))
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert on_ranks(lambda rank, agreement: check_alike(agreement, {"a": values[0]})) == [None, None]
+
+
+def test_a_refusal_is_everyones():
+    refusal = ConfigError("no")
+    found = on_ranks(lambda rank, agreement: check_alike(agreement, {"a": rank}, refusal if rank else None), 3)
+    assert isinstance(found[0], OtherRankError)
+    assert found[1] is found[2] is refusal
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("no")])
+def test_what_cannot_be_made_on_one_rank_is_made_on_none(error):
+    def make(rank):
+        if rank:
+            raise error
+        return "made"
+
+    first, second = on_ranks(lambda rank, agreement: agreed(agreement, "thing", lambda: make(rank)))
+    assert str(first) == "another rank could not make its thing"
+    assert second is error
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
+
+STORAGE = StorageConfig(driver="file", model="m", options={"path": "/nowhere"})
+
+
+def configs(rank, kind=mamba_config, **changes):
+    return kind(parallel=ParallelConfig.of_rank(rank, tp_size=2), **changes)
+
+
+@pytest.fixture
+def nothing_is_made():
+    with mock.patch("hicache_storage.hybrid.stack.builders.make_parts") as make_parts:
+        yield
+        assert not make_parts.called
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device_tokens": 8 * PAGE}, r"device_tokens \((64|32) here, 32 to 64 in all\)"),
+        ({"device_states": 4}, r"device_states \([84] here, 4 to 8 in all\)"),
+        ({"host_tokens": 8 * PAGE}, r"host_tokens \((64|32) here, 32 to 64 in all\)"),
+        ({"host_states": 4}, r"host_states \([84] here, 4 to 8 in all\)"),
+        ({"host_tokens": "64KiB"}, "host_tokens"),
+        ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here, 8 to 16 in all\)"),
+        ({"layout": "layer_first"}, "layout"),
+        ({"write_policy": "write_back"}, "write_policy"),
+        ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
+        ({"storage": STORAGE}, "storage"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_ranks_of_other_configs_are_refused(change, message):
+    found = on_ranks(lambda rank, agreement: build(configs(rank, **(change if rank else {})), agreement=agreement))
+    for error in found:
+        assert isinstance(error, ConfigError), error
+        assert re.fullmatch(f"ranks differ in {message}; make it the same on every rank", str(error)), error
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_whose_bytes_a_storage_keeps_is_the_same_on_all():
+    for name in ("model", "revision", "tenant", "adapter", "salt"):
+        other = replace(STORAGE, **{name: "other"})
+        found = on_ranks(lambda rank, agreement: build(configs(rank, storage=(STORAGE, other)[rank]), agreement=agreement))  # noqa: B023
+        assert [str(error) for error in found] == ["ranks differ in storage; make it the same on every rank"] * 2
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+def test_stacks_of_two_kinds_are_refused():
+    kinds = (mamba_config, dsa_config)
+    found = on_ranks(lambda rank, agreement: build(configs(rank, kinds[rank]), agreement=agreement))
+    assert all("the kind of stack" in str(error) for error in found), found
+
+
+@pytest.mark.usefixtures("nothing_is_made")
+@pytest.mark.parametrize("late", [False, True])
+def test_no_rank_waits_for_one_that_refuses(late):
+    """One rank's config is refused, where it is made or where it is looked at; its storage is closed all the same."""
+    storages = [DictStorage(configs(0).identity("m")) for _ in range(2)]
+
+    def config(rank):
+        wrong = {"storage": STORAGE} if late else {"device_tokens": 3}
+        return configs(rank, **(wrong if rank else {}))
+
+    found = on_ranks(
+        lambda rank, agreement: build_mamba_hybrid_stack(lambda: config(rank), storage=storages[rank], agreement=agreement)
+    )
+    assert isinstance(found[0], OtherRankError)
+    assert isinstance(found[1], ConfigError)
+    assert ("config.storage names one, too" if late else "device_tokens must be a multiple") in str(found[1])
+    assert all(storage._lifecycle.closed for storage in storages)
+
+
+def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
+    """Also where its driver calls `sys.exit`."""
+
+    def create(driver, identity, *arguments, **options):
+        if identity.tp_rank:
+            raise SystemExit(1)
+        return DictStorage(identity)
+
+    with mock.patch("hicache_storage.hybrid.stack.storage.create_storage", create):
+        found = on_ranks(lambda rank, agreement: build(configs(rank, storage=STORAGE), agreement=agreement))
+    assert isinstance(found[0], OtherRankError)
+    assert isinstance(found[1], SystemExit)
+
+
+def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
+    def attach(rank, agreement):
+        settings = configs(rank)
+        storage = DictStorage(settings.identity("m"))
+        if rank:
+            storage.register_mem_host_pool_v2 = mock.Mock(side_effect=SystemExit(1))
+        build(settings, storage=storage, agreement=agreement)
+
+    found = on_ranks(attach)
+    assert all(isinstance(error, StorageUnavailableError) for error in found), found
+
+
+def test_a_config_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="config must be a MambaStackConfig, got DSAStackConfig"):
+        build_mamba_hybrid_stack(dsa_config())
+
+
+def test_every_field_is_one_of_a_config():
+    fields = {*vars(mamba_config()), "checkpoint_grid"}
+    assert set(SAME_FIELDS) - {"the kind of stack", "kv_replicated"} <= fields
