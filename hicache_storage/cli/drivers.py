@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def drivers(
-    name: Annotated[str | None, typer.Argument(help="Show this driver's capabilities and options.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this driver's capabilities and options.")] = None,
 ) -> None:
     """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the name is unknown."""
     console, found = Console(), registry()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_metadata_server.cli import app
-from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.settings import ServerSettings, misspelt
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.token_files import write_tokens
 
@@ -52,6 +52,19 @@ def test_looking_after_a_server(place):
     assert "drains; 0 leases are out" in hicache("drain", "--wait", "20", *where).output
     assert hicache("drain", "--off", *where).output == "gives leases\n"
     assert hicache("status", *where).exit_code == 0
+
+
+def test_scopes_are_listed_and_emptied(place):
+    url, token, reader = place
+    where = ("--url", url, "--token-file", token)
+    [listed] = map(msgspec.json.decode, hicache("scopes", "--json", *where).output.splitlines())
+    assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
+    assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages forgotten\n"
+    assert "scope '0:none' is not initialized" in " ".join(hicache("clear", "0:none", *where).output.split())
+    assert "permits read, and that needs write" in " ".join(
+        hicache("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
+    )
+    assert hicache("clear", *where).exit_code == 2
 
 
 def test_refusals_are_sentences(place):
@@ -100,6 +113,16 @@ def test_settings_from_the_environment(monkeypatch):
     assert (settings.store, settings.limits.keys, settings.port) == ("sqlite:///x.db", 500, 5)
     assert settings.tokens() == {"secret": "write"}
     assert "secret" not in repr(settings)
+
+
+def test_variables_that_are_no_settings_are_noticed():
+    found = misspelt(
+        ["HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_TOKEN", "HICACHE_METADATA_PORT", "HICACHE_METADATA_X9", "HOME"]
+    )
+    assert list(found) == [
+        ("HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_QUARANTINE_SECONDS"),
+        ("HICACHE_METADATA_X9", ""),
+    ]
 
 
 def test_the_state_machine_needs_no_server():

@@ -76,7 +76,7 @@ def list_tokens(file: File) -> None:
 
 @app.command()
 def revoke(
-    names: Annotated[list[str], typer.Argument(metavar="ID...", help="Of tokens.")],
+    names: Annotated[list[str], typer.Argument(metavar="ID", help="Of tokens.")],
     file: File,
     after: Annotated[str, typer.Option(metavar="TIME", help="Let them expire in a time such as 24h, instead of now.")] = "",
 ) -> None:
@@ -102,7 +102,8 @@ def revoke(
 def check(
     file: File,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with nothing but a token, - for standard input, or $HICACHE_METADATA_TOKEN.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with nothing but a token, - for standard input, or $HICACHE_METADATA_TOKEN."),
     ] = None,
 ) -> None:
     """See that a server would take the file, and tell what one token is, if one is given. Exits with 1 if it is unknown or has expired."""
@@ -130,7 +131,7 @@ def check(
 
 @app.command()
 def convert(
-    plain: Annotated[Path, typer.Argument(help="A file of lines `read|write|admin TOKEN`.")],
+    plain: Annotated[Path, typer.Argument(metavar="OLD", help="A file of lines `read|write|admin TOKEN`.")],
     file: File,
 ) -> None:
     """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that file then."""

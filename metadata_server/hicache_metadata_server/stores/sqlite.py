@@ -256,7 +256,7 @@ def _told(done: str) -> Generator[None]:
 
 def _open(file: str) -> sqlite3.Connection:
     if not Path(file).parent.is_dir():
-        raise StoreError(f"there is no directory {Path(file).parent}")
+        raise StoreError(f"there is no directory {Path(file).parent}: make it, writable for the server's user")
     # Used by one thread at a time, though not always by the same.
     database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
     try:
