@@ -17,6 +17,7 @@ from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, LOCAL, Ca, C
 from hicache_metadata_server.commands.asking import complaints as _complaints
 from hicache_metadata_server.commands.asking import fail as _fail
 from hicache_metadata_server.commands.asking import remote_of as _remote
+from hicache_metadata_server.commands.asking import sentence as _sentence
 from hicache_metadata_server.commands.token import app as token_app
 
 if TYPE_CHECKING:
@@ -299,5 +300,5 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
 def _settings_error(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
-        return str(error)
+        return _sentence(error)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())

@@ -77,7 +77,7 @@ class ServerSettings(BaseSettings):
     """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by default the log."""
     shutdown_seconds: Annotated[int, Field(ge=1)] = 20
     """How long requests that were accepted may take after a SIGTERM."""
-    log_level: str = "info"
+    log_level: Annotated[str, Field(pattern="(?i)^(debug|info|warning|error)$")] = "info"
     """`debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
     """`json`: one object a line on standard error; or `console`. No line for each request."""

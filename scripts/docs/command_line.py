@@ -30,6 +30,7 @@ _TYPES: Final = {
     "float range": "NUMBER",
     "path": "FILE",
 }
+_REQUIRED: Final = re.compile(r"{(\w+)}")
 _TYPE: Final = re.compile(r" <([\w ]+)>")
 
 
@@ -50,8 +51,8 @@ def _commands(command: object, name: str) -> Iterator[str]:
                 yield from _commands(subcommand, f"{name} {each}")
         return
     context = typer.Context(command)
-    usage = " ".join([name, *command.collect_usage_pieces(context)])
-    yield f"```text\n{re.sub(r'{(\w+)}', r'\1', usage)}\n```\n"
+    usage = _REQUIRED.sub(r"\1", " ".join([name, *command.collect_usage_pieces(context)]))
+    yield f"```text\n{usage}\n```\n"
     rows = [_row(parameter, context) for parameter in command.params if parameter.name != "help"]
     if rows:
         yield "\n".join(["| | default | |", "|---|---|---|", *rows, ""])

@@ -58,7 +58,14 @@ def complaints() -> Generator[None]:
     except RefusedError as error:
         fail(error.problem.message)
     except (RemoteError, StoreError, ValueError, OSError) as error:
-        fail(str(error))
+        fail(sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """What an error says; one of the operating system without its number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def fail(message: str) -> NoReturn:
