@@ -91,7 +91,7 @@ def test_refusals_are_sentences(place):
         (("--store", "mysql://x"), "names no store"),
         (("--store", "redis://127.0.0.1:1"), "redis://127.0.0.1:1: "),
         (("--store", "redis+cluster://x"), "is no HOST:PORT"),
-        (("--store", "sqlite:////nonexistent/m.db"), "No such file or directory"),
+        (("--store", "sqlite:////nonexistent/m.db"), "there is no directory /nonexistent: make it"),
         (("--lease-seconds", "10000"), "lease_seconds must lie between"),
         (("--durability", "hope"), "durability"),
         (("--port", "99999"), "port"),
