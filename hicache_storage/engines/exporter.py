@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ def see_that_it_can_export() -> None:
         ConfigError: it is not installed.
     """
     try:
-        import prometheus_client  # noqa: F401
+        importlib.import_module("prometheus_client")
     except ImportError as error:
         raise ConfigError(
             f"hicache bridge: metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})"
