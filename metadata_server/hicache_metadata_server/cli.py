@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hicache_metadata_server.commands import clearing, moving, repairing, simulating
@@ -23,6 +23,7 @@ from hicache_metadata_server.commands.token import app as token_app
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.service.service import MetadataService
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
 for _command in (clearing.clear, moving.copy, moving.backup, moving.restore, simulating.simulate):
     app.command()(_command)
 
+LOOK_SECONDS: Final = 0.1
 OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 app.add_typer(token_app, name="token")
@@ -94,12 +96,19 @@ def serve(
 
 
 @app.command()
-def status(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificate: Certificate = None) -> None:
+def status(
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a server that has just been started.")] = 0.0,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
     """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
     from hicache_metadata_server.protocol import About, Scopes
 
     with _complaints():
         remote = _remote(url, token_file, ca, certificate)
+        _await(remote, time.monotonic() + wait)
         about, scopes = remote.call("/v2", None, About), remote.call("/v2/scopes", None, Scopes).scopes
         ready, why = remote.is_ready()
     console = Console(highlight=False, soft_wrap=True)
@@ -116,7 +125,7 @@ def status(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificat
 @app.command()
 def scopes(
     as_json: Annotated[
-        bool, typer.Option("--json", help="All that is known, tenant, hits and misses too: one JSON object a line.")
+        bool, typer.Option("--json", help="All that is known, identity, tenant, hits and misses too: one JSON object a line.")
     ] = False,
     url: Url = LOCAL,
     token_file: Token = None,
@@ -134,22 +143,14 @@ def scopes(
         for one in found:
             typer.echo(msgspec.json.encode(one).decode())
         return
+    # A name is of use as a whole, for `clear` and `inspect`.
+    name = Column("scope", overflow="fold")
     table = Table(
-        "scope",
-        "slots",
-        "live",
-        "leased",
-        "quarantined",
-        "free",
-        "slot bytes",
-        "identity",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
+        name, "slots", "live", "leased", "quarantined", "free", "slot bytes", box=None, header_style="bold", pad_edge=False
     )
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
-        table.add_row(one.scope, *(f"{number:,}" for number in numbers), one.identity)
+        table.add_row(one.scope, *(f"{number:,}" for number in numbers))
     Console(highlight=False).print(table)
 
 
@@ -249,6 +250,17 @@ def drain(
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     typer.echo("gives leases" if off else f"drains; {answer.leases:,} leases are out")
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
+
+
+def _await(remote: Remote, until: float) -> None:
+    """Ask until it is ready, or the time is over; the next call says what is wrong."""
+    from hicache_metadata_server.remote import RemoteError
+
+    while time.monotonic() < until:
+        with suppress(RemoteError):
+            if remote.is_ready()[0]:
+                return
+        time.sleep(LOOK_SECONDS)
 
 
 def _import(store: str, scopes: Any, tenant: str) -> None:

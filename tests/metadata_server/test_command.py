@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 def test_looking_after_a_server(place):
     url, token, _ = place
     where = ("--url", url, "--token-file", token)
-    status = hicache("status", *where)
+    status = hicache("status", "--wait", "30", *where)
     assert status.exit_code == 0, status.output
     assert "durability process" in status.output
     assert "1 scopes, 0 live pages of 50 slots" in status.output
@@ -75,6 +75,7 @@ def test_refusals_are_sentences(place):
         (("inspect", "9:kv", "--url", url, "--token-file", token), "scope '9:kv' is not initialized"),
         (("inspect", "nonsense", "--url", url, "--token-file", token), "422"),
         (("status", "--url", "http://127.0.0.1:9"), "does not answer"),
+        (("status", "--wait", "0.2", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--url", "ftp://x"), "no http or https address"),
         (("fsck", "--store", "memory:"), "nothing is kept"),
         (("fsck", "--store", "nowhere"), "names no store"),

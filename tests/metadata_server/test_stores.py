@@ -313,7 +313,7 @@ def test_addresses_that_name_no_store(url, said):
 
 
 def test_a_store_in_no_directory(tmp_path):
-    with pytest.raises(StoreError, match="there is no directory .*nowhere: make it"):
+    with pytest.raises(StoreError, match=r"there is no directory .*nowhere: make it"):
         open_store(f"sqlite:///{tmp_path}/nowhere/m.db")
 
 
