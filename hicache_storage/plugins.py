@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
@@ -76,7 +77,9 @@ class Registry:
         if name not in self.drivers:
             installed = ", ".join(sorted(self.drivers)) or "none"
             broken = "".join(f"; plugin {plugin.owner} is broken: {plugin.error}" for plugin in self.broken)
-            raise DriverNotFoundError(f"no driver named {name!r}; installed: {installed}{broken}")
+            near = difflib.get_close_matches(name, sorted(self.drivers), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise DriverNotFoundError(f"no driver named {name!r}; installed: {installed}{broken}{hint}")
         return self.drivers[name]
 
 

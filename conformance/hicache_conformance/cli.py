@@ -27,7 +27,7 @@ from hicache_storage.tools.options import parse_pairs
 if TYPE_CHECKING:
     from hicache_conformance.verdict import Judgement, RuleResult
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(help="Judge drivers by the contract, and metadata servers by their protocol.", no_args_is_help=True)
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 STYLES: Final = {
@@ -38,10 +38,15 @@ STYLES: Final = {
 
 @app.command()
 def run(
-    driver: Annotated[str, typer.Argument(help="The driver, as `hicache drivers` lists it.")],
+    driver: Annotated[str, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")],
     config: Annotated[
         list[str] | None,
-        typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; {tmp} stands for an empty directory."),
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="KEY=VALUE",
+            help="An option of the driver; may be repeated. {tmp} stands for an empty directory.",
+        ),
     ] = None,
     level: Annotated[str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")] = "all",
     seed: Annotated[int | None, typer.Option(help="Of everything random; drawn and printed if not given.")] = None,
@@ -126,7 +131,7 @@ def list_rules(
 
 
 @app.command()
-def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1.")]) -> None:
+def explain(rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")]) -> None:
     """Say what a rule asks, why it exists, and which cases test it."""
     from hicache_conformance.catalogue import catalogue
     from hicache_conformance.metadata.book import protocol_cases, protocol_rules
@@ -151,7 +156,9 @@ def explain(rule: Annotated[str, typer.Argument(help="A rule's id, such as GET-1
 
 @app.command("matrix")
 def write_matrix(
-    results: Annotated[list[Path], typer.Argument(help="results.json of each driver, or the directory of its report.")],
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS", help="results.json of each driver, or the directory of its report.")
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")] = None,
 ) -> None:
     """Put drivers beside each other: each rule's outcome, each failure with the command that shows it again, in Markdown."""

@@ -22,8 +22,8 @@ LOG_LIMIT: Final = 3000
 
 
 def repro(
-    results: Annotated[Path, typer.Argument(help="results.json of a report, or the directory of the report.")],
-    rule: Annotated[str, typer.Argument(help="The rule that was broken.")],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="results.json of a report, or the directory of the report.")],
+    rule: Annotated[str, typer.Argument(metavar="RULE", help="The rule that was broken.")],
     case: Annotated[str, typer.Option(metavar="TEXT", help="Only its failing cases whose name has this text.")] = "",
     config: Annotated[
         list[str] | None,

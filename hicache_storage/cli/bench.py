@@ -30,17 +30,20 @@ WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
 UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "M keys/s", Operation.READ: "GB/s"}
 
-Options = Annotated[list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated.")
+]
 
 
 def bench(
-    driver: Annotated[str | None, typer.Argument(help="The driver, as `hicache drivers` lists it.")] = None,
+    driver: Annotated[str | None, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")] = None,
     config: Options = None,
     against: Annotated[
         str | None, typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare.")
     ] = None,
     against_config: Annotated[
-        list[str] | None, typer.Option("--against-config", "-a", metavar="KEY=VALUE", help="An option of that driver.")
+        list[str] | None,
+        typer.Option("--against-config", "-a", metavar="KEY=VALUE", help="An option of that driver; may be repeated."),
     ] = None,
     pages: Annotated[str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")] = "64KiB,256KiB,1MiB",
     lanes: Annotated[str, typer.Option(metavar="NUMBERS", help="Callers at the same time, comma-separated.")] = "1,4",

@@ -21,9 +21,9 @@ WELL, ILL, USAGE_ERROR = 0, 1, 2
 
 
 def doctor(
-    driver: Annotated[str | None, typer.Argument(help="Examine this driver too, and open its storage.")] = None,
+    driver: Annotated[str | None, typer.Argument(metavar="DRIVER", help="Examine this driver too, and open its storage.")] = None,
     config: Annotated[
-        list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver.")
+        list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated.")
     ] = None,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")] = 5.0,
     pinned: Annotated[

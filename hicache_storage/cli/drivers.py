@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def drivers(
-    name: Annotated[str | None, typer.Argument(help="Show this driver's capabilities and options.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this driver's capabilities and options.")] = None,
 ) -> None:
     """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the name is unknown."""
     console, found = Console(), registry()
@@ -45,7 +45,7 @@ def _show(console: Console, spec: DriverSpec) -> None:
     console.print(f"[bold]{spec.name}[/]  {spec.summary}")
     table = Table("capability", "value", box=None, header_style="bold")
     for field in fields(Capabilities):
-        table.add_row(field.name, str(getattr(spec.capabilities, field.name)))
+        table.add_row(field.name, _shown(getattr(spec.capabilities, field.name)))
     console.print(table)
     options = Table("option", "default", "meaning", box=None, header_style="bold")
     for option, default, meaning in option_rows(spec):
@@ -62,9 +62,16 @@ def option_rows(spec: DriverSpec) -> list[tuple[str, str, str]]:
     rows = list[tuple[str, str, str]]()
     for field in info.fields:
         schema = cast("dict[str, object] | None", getattr(field.type, "extra_json_schema", None))
-        default = "required" if field.required else str(field.default)
+        default = "required" if field.required else _shown(field.default)
         rows.append((field.encode_name, default, str((schema or {}).get("description", ""))))
     return rows
+
+
+def _shown(value: object) -> str:
+    """As it is written after `-c`."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _declared(capabilities: Capabilities) -> list[str]:

@@ -16,7 +16,7 @@ USAGE_ERROR = 2
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="Name of the driver, as in create_storage(NAME).")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the driver, as in create_storage(NAME).")],
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="The directory to make; by default NAME, here.")] = None,
     repository: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Where it will lie on GitHub; the badge in the README points there.")

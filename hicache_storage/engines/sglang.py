@@ -23,11 +23,14 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model
 
 from hicache_storage.engines.accounting import Meter, Refusals
+from hicache_storage.engines.exporter import Exporter, see_that_it_can_export
 from hicache_storage.engines.marks import MarkPool
 from hicache_storage.engines.sglang_identity import (
     bridge_config,
     check_engine,
     is_logical,
+    rank_labels,
+    rank_number,
     storage_identity,
     why_unserved,
 )
@@ -87,7 +90,10 @@ class SGLangBridge(EngineStorage):
         self._engine = storage_config
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
+        if self._config.metrics_port:
+            see_that_it_can_export()
         self._storage: HiCacheStorage | None = None
+        self._exporter: Exporter | None = None
         self._anchor: object = None
         self._logical = False
         self._unserved: dict[str, str] = {}
@@ -119,7 +125,7 @@ class SGLangBridge(EngineStorage):
         identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
         options = StorageOptions(
             deadline_seconds=self._config.deadline_seconds,
-            metrics=self._engine.enable_storage_metrics,
+            metrics=self._engine.enable_storage_metrics or bool(self._config.metrics_port),
             traces=self._config.traces,
         )
         storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
@@ -134,8 +140,16 @@ class SGLangBridge(EngineStorage):
             raise
         previous = self._storage
         self._storage, self._anchor, self._logical, self._unserved = storage, mem_pool_host, logical, {}
+        self._export(storage)
         if previous is not None:
             previous.close()
+
+    def _export(self, storage: HiCacheStorage) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._config.metrics_port:
+            port = self._config.metrics_port + rank_number(self._engine)
+            self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine))
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         """Make a side pool known. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
@@ -174,6 +188,8 @@ class SGLangBridge(EngineStorage):
 
     def close(self) -> None:
         """Close the storage. Idempotent; calls that come later are answered with `False` and 0."""
+        if self._exporter is not None:
+            self._exporter.close()
         if self._storage is not None:
             self._storage.close()
 

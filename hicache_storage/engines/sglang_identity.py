@@ -53,6 +53,16 @@ class BridgeConfig(DriverConfig, frozen=True):
     traces: Annotated[bool, Meta(description="a span for each call, by OpenTelemetry and the process' own tracer provider")] = (
         False
     )
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="each rank answers Prometheus at this port plus its number: tp_rank, where there is nothing but TP. "
+            "0 for none",
+        ),
+    ] = 0
+    metrics_host: Annotated[str, Meta(description="address that `metrics_port` listens at")] = "0.0.0.0"
 
 
 class EngineConfig(Protocol):
@@ -151,6 +161,22 @@ def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object,
         tenant=config.tenant,
         salt=config.salt,
     )
+
+
+def rank_number(engine: EngineConfig) -> int:
+    """Different for every rank that SGLang tells apart, and counted from 0: TP ranks first, then CP, PP and DP."""
+    groups = (engine.dp_rank * engine.pp_size + engine.pp_rank) * engine.attn_cp_size + engine.attn_cp_rank
+    return groups * engine.tp_size + engine.tp_rank
+
+
+def rank_labels(engine: EngineConfig) -> dict[str, str]:
+    """What tells ranks apart, in the words of SGLang's own metrics."""
+    return {
+        "model_name": engine.model_name or "",
+        "tp_rank": str(engine.tp_rank),
+        "pp_rank": str(engine.pp_rank),
+        "dp_rank": str(engine.dp_rank),
+    }
 
 
 def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -> str:

@@ -43,7 +43,14 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
     try:
         return msgspec.convert(dict(options), type=model, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad configuration: {error}") from error
+        raise ConfigError(f"bad configuration: {_said(str(error))}") from error
+
+
+def _said(error: str) -> str:
+    """The option before what is wrong with it."""
+    what, _, name = error.rpartition(" - at `$.")
+    hint = "; write true or false" if what.startswith("Expected `bool") else ""
+    return f"option {name.rstrip('`')!r}: {what}{hint}" if what else error
 
 
 def parse_bytes(size: int | str) -> int:

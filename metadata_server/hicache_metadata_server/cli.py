@@ -3,72 +3,79 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from hicache_metadata_server.commands import moving, repairing, simulating
-from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, Ca, Certificate, Token
+from hicache_metadata_server.commands import clearing, moving, repairing, simulating
+from hicache_metadata_server.commands.asking import FOUND_PROBLEMS, LOCAL, Ca, Certificate, Token, Url
 from hicache_metadata_server.commands.asking import complaints as _complaints
 from hicache_metadata_server.commands.asking import fail as _fail
 from hicache_metadata_server.commands.asking import remote_of as _remote
+from hicache_metadata_server.commands.asking import sentence as _sentence
 from hicache_metadata_server.commands.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from hicache_metadata_server.remote import Remote
     from hicache_metadata_server.service.service import MetadataService
 
-app = typer.Typer(help="The metadata server of the 3FS driver: run one, and look after it.", no_args_is_help=True)
-for _command in (moving.copy, moving.backup, moving.restore, simulating.simulate):
+app = typer.Typer(
+    help="The metadata server of the 3FS driver: run one, and look after it. A command that could not do its work exits with 2.",
+    no_args_is_help=True,
+)
+for _command in (clearing.clear, moving.copy, moving.backup, moving.restore, simulating.simulate):
     app.command()(_command)
 
+LOOK_SECONDS: Final = 0.1
 OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
-
-Url = Annotated[str, typer.Option(help="Address of the server.", envvar="HICACHE_METADATA_URL")]
-LOCAL: Final = "http://127.0.0.1:18000"
 
 app.add_typer(token_app, name="token")
 
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen at.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="[default: 18000]")] = None,
+    host: Annotated[str | None, typer.Option(show_default="127.0.0.1", help="Address to listen at.")] = None,
+    port: Annotated[int | None, typer.Option(show_default="18000", help="Port to listen at; a free one if 0.")] = None,
     store: Annotated[
-        str | None, typer.Option(metavar="URL", help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:  [default: memory:]")
+        str | None, typer.Option(metavar="URL", show_default="memory:", help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:")
     ] = None,
     durability: Annotated[
         str | None,
         typer.Option(
-            help="What acknowledged changes survive: process (kill -9), machine (loss of power); of a Redis, also none.  [default: process]"
+            show_default="process",
+            help="What acknowledged changes survive: process (kill -9), machine (loss of power); of a Redis, also none.",
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Made by `hicache metadata token`. Without tokens everybody may do all.")
+        Path | None, typer.Option(help="File of tokens, made by `hicache metadata token`. Without, everybody may do everything.")
     ] = None,
-    lease_seconds: Annotated[float | None, typer.Option(help="How long a reservation lasts.  [default: 30]")] = None,
+    lease_seconds: Annotated[
+        float | None, typer.Option(show_default="30", help="How long a writer has a slot, if it asks for nothing else.")
+    ] = None,
     quarantine_seconds: Annotated[
-        float | None, typer.Option(help="How long slots rest before they are reused.  [default: 5]")
+        float | None, typer.Option(show_default="5", help="How long a slot rests before somebody else gets it.")
     ] = None,
-    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; serve https.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; the server speaks https then.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="PEM file; clients have to show a certificate of these authorities.")
     ] = None,
-    tenants_file: Annotated[Path | None, typer.Option(help="TOML file of quotas (docs/security.md).")] = None,
-    audit_file: Annotated[Path | None, typer.Option(help="File for audit lines, appended to.  [default: the log]")] = None,
-    log_format: Annotated[str | None, typer.Option(help="json or console.  [default: json]")] = None,
-    log_level: Annotated[str | None, typer.Option(help="[default: info]")] = None,
+    tenants_file: Annotated[Path | None, typer.Option(help="TOML file of the tenants' quotas.")] = None,
+    audit_file: Annotated[Path | None, typer.Option(show_default="the log", help="File for audit lines, appended to.")] = None,
+    log_format: Annotated[str | None, typer.Option(show_default="json", help="json or console.")] = None,
+    log_level: Annotated[str | None, typer.Option(show_default="info", help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run a server until SIGTERM or SIGINT.
 
-    All these, and more limits, can be set in the environment as HICACHE_METADATA_... (docs/metadata-server.md); options count first.
+    All these, and more limits, can be set in the environment, as in HICACHE_METADATA_STORE; options count first.
+    docs/metadata-server.md lists them.
     """
     given: dict[str, Any] = {
         "host": host, "port": port, "store": store, "durability": durability, "token_file": token_file, "lease_seconds": lease_seconds,
@@ -89,12 +96,19 @@ def serve(
 
 
 @app.command()
-def status(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificate: Certificate = None) -> None:
+def status(
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a server that has just been started.")] = 0.0,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
     """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
     from hicache_metadata_server.protocol import About, Scopes
 
     with _complaints():
         remote = _remote(url, token_file, ca, certificate)
+        _await(remote, time.monotonic() + wait)
         about, scopes = remote.call("/v2", None, About), remote.call("/v2/scopes", None, Scopes).scopes
         ready, why = remote.is_ready()
     console = Console(highlight=False, soft_wrap=True)
@@ -109,36 +123,42 @@ def status(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificat
 
 
 @app.command()
-def scopes(url: Url = LOCAL, token_file: Token = None, ca: Ca = None, certificate: Certificate = None) -> None:
+def scopes(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="All that is known, identity, tenant, hits and misses too: one JSON object a line.")
+    ] = False,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
     """List every scope with its slots by state."""
+    import msgspec
+
     from hicache_metadata_server.protocol import Scopes
 
     with _complaints():
         found = _remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+    if as_json:
+        for one in found:
+            typer.echo(msgspec.json.encode(one).decode())
+        return
+    # A name is of use as a whole, for `clear` and `inspect`.
+    name = Column("scope", overflow="fold")
     table = Table(
-        "scope",
-        "slots",
-        "live",
-        "leased",
-        "quarantined",
-        "free",
-        "slot bytes",
-        "identity",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
+        name, "slots", "live", "leased", "quarantined", "free", "slot bytes", box=None, header_style="bold", pad_edge=False
     )
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
-        table.add_row(one.scope, *(f"{number:,}" for number in numbers), one.identity)
+        table.add_row(one.scope, *(f"{number:,}" for number in numbers))
     Console(highlight=False).print(table)
 
 
 @app.command()
 def inspect(
-    scope: Annotated[str, typer.Argument(help="rank:namespace")],
-    key: Annotated[list[str] | None, typer.Option(help="A key; may be repeated.")] = None,
-    slot: Annotated[list[int] | None, typer.Option(min=0, help="A slot; may be repeated.")] = None,
+    scope: Annotated[str, typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")],
+    key: Annotated[list[str] | None, typer.Option(metavar="KEY", help="A key; may be repeated.")] = None,
+    slot: Annotated[list[int] | None, typer.Option(metavar="NUMBER", min=0, help="A slot; may be repeated.")] = None,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
@@ -158,7 +178,9 @@ def inspect(
 
 @app.command()
 def fsck(
-    scope: Annotated[list[str] | None, typer.Argument(help="rank:namespace; all scopes if none is given.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it; all if none is given.")
+    ] = None,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
@@ -188,7 +210,7 @@ def fsck(
 
 @app.command("import")
 def import_file(
-    file: Annotated[Path, typer.Argument(help="The persistence file of SGLang's metadata server.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The persistence file of SGLang's metadata server.")],
     store: Annotated[
         str,
         typer.Option(metavar="URL", help="sqlite:///FILE of a server that does not run, made if it is not there; or a Redis."),
@@ -230,6 +252,17 @@ def drain(
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
+def _await(remote: Remote, until: float) -> None:
+    """Ask until it is ready, or the time is over; the next call says what is wrong."""
+    from hicache_metadata_server.remote import RemoteError
+
+    while time.monotonic() < until:
+        with suppress(RemoteError):
+            if remote.is_ready()[0]:
+                return
+        time.sleep(LOOK_SECONDS)
+
+
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.service.importing import import_scopes
     from hicache_metadata_server.shared.address import is_shared
@@ -266,7 +299,7 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     from hicache_metadata_server.stores.store import MEMORY, StoreError, open_store
 
     if store == MEMORY:
-        raise StoreError("nothing is kept in memory:")
+        raise StoreError("nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB")
     opened, now = open_store(store), time.time()
     try:
         service = MetadataService(durability=opened.durability)
@@ -279,5 +312,5 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
 def _settings_error(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
-        return str(error)
+        return _sentence(error)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors())

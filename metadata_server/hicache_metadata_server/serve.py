@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from hicache_metadata_server.allocator import give_back, keep_large_blocks_apart
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
 from hicache_metadata_server.stores.store import open_store
 from hicache_metadata_server.web.app import create_app
@@ -62,6 +64,8 @@ def serve(settings: ServerSettings) -> None:
         ValueError: a setting is not as it must be.
     """
     configure_logs(settings.log_level, settings.log_format)
+    for variable, nearest in misspelt(os.environ):
+        _log.warning("unknown_setting", variable=variable, nearest=nearest)
     if settings.traces:
         _trace()
     keep_large_blocks_apart()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -13,13 +14,19 @@ from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.shared.address import is_shared
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 Positive = Annotated[float, Field(gt=0)]
+PREFIX: Final = "HICACHE_METADATA_"
+OF_CLIENTS: Final = ("URL", "TOKEN", "CA", "CERTIFICATE")
+"""Variables with the same prefix that commands and drivers read."""
 
 
 class ServerSettings(BaseSettings):
     """A server. Tokens come from a file or from the environment, never from the command line, which everybody on the machine sees."""
 
-    model_config = SettingsConfigDict(env_prefix="HICACHE_METADATA_", extra="ignore", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
     """Address to listen at; `0.0.0.0` for all."""
@@ -73,7 +80,7 @@ class ServerSettings(BaseSettings):
     """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by default the log."""
     shutdown_seconds: Annotated[int, Field(ge=1)] = 20
     """How long requests that were accepted may take after a SIGTERM."""
-    log_level: str = "info"
+    log_level: Annotated[str, Field(pattern="(?i)^(debug|info|warning|error)$")] = "info"
     """`debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
     """`json`: one object a line on standard error; or `console`. No line for each request."""
@@ -87,9 +94,9 @@ class ServerSettings(BaseSettings):
         if not self.least_lease_seconds <= self.lease_seconds <= self.most_lease_seconds:
             raise ValueError("lease_seconds must lie between least_lease_seconds and most_lease_seconds")
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("TLS needs a certificate and a key")
+            raise ValueError("tls_certificate and tls_key belong together: a certificate and a key, or neither")
         if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise ValueError("tls_client_ca needs a certificate of the server")
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key, which the server shows to its clients")
         if self.store_replicas and not is_shared(self.store):
             raise ValueError("store_replicas is about a store in Redis")
         return self
@@ -119,6 +126,15 @@ class ServerSettings(BaseSettings):
             if secret is not None:
                 text = secret.get_secret_value()
                 if not text or text in found:
-                    raise ValueError(f"the {kind} token is empty, or stands for something else already")
+                    raise ValueError(f"{PREFIX}{kind.upper()}_TOKEN is empty, or the same as another token")
                 found[text] = kind
         return found
+
+
+def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Variables that look like settings and are none, each with the setting that is nearest, or ""."""
+    known = [name.upper() for name in (*ServerSettings.model_fields, *OF_CLIENTS)]
+    for variable in sorted(variables):
+        name = variable.removeprefix(PREFIX)
+        if name != variable and name not in known:
+            yield variable, next((PREFIX + near for near in difflib.get_close_matches(name, known, n=1)), "")

@@ -14,11 +14,24 @@ if TYPE_CHECKING:
 INTRODUCTION: Final = """# Command line
 
 `hicache` has the SDK's own commands and those of every installed package that brings some (entry points
-`hicache_storage.commands`). This page is made from the commands; `--help` says the same for the version that is installed.
+`hicache_storage.commands`). This page is made from the commands; `--help` says the same for the version that is installed, which `hicache --version`
+tells.
 """
 _DEFAULT: Final = re.compile(
     r"\s*\[(?:env var: (?P<variable>\w+))?(?:; )?(?:default: (?P<default>.*?))?(?:; )?(?P<more>required|x[<>]=?\S*|\S+<=?x\S*)?\]$"
 )
+
+# Types in the words of a shell; of arguments the name says enough.
+_TYPES: Final = {
+    "str": "TEXT",
+    "int": "NUMBER",
+    "int range": "NUMBER",
+    "float": "NUMBER",
+    "float range": "NUMBER",
+    "path": "FILE",
+}
+_REQUIRED: Final = re.compile(r"{(\w+)}")
+_TYPE: Final = re.compile(r" <([\w ]+)>")
 
 
 def command_line() -> str:
@@ -33,11 +46,13 @@ def _commands(command: object, name: str) -> Iterator[str]:
     if name.count(" "):
         yield f"{'##' if name.count(' ') == 1 else '###'} `{name}`\n\n{(command.help or '').strip()}\n"
     if isinstance(command, TyperGroup):
-        for each in sorted(command.commands):
-            yield from _commands(command.commands[each], f"{name} {each}")
+        for each, subcommand in sorted(command.commands.items()):
+            if not subcommand.hidden:
+                yield from _commands(subcommand, f"{name} {each}")
         return
     context = typer.Context(command)
-    yield f"```text\n{' '.join([name, *command.collect_usage_pieces(context)])}\n```\n"
+    usage = _REQUIRED.sub(r"\1", " ".join([name, *command.collect_usage_pieces(context)]))
+    yield f"```text\n{usage}\n```\n"
     rows = [_row(parameter, context) for parameter in command.params if parameter.name != "help"]
     if rows:
         yield "\n".join(["| | default | |", "|---|---|---|", *rows, ""])
@@ -46,10 +61,17 @@ def _commands(command: object, name: str) -> Iterator[str]:
 def _row(parameter: object, context: typer.Context) -> str:
     assert isinstance(parameter, TyperOption | TyperArgument)
     names, said = parameter.get_help_record(context) or (parameter.name or "", "")
+    if isinstance(parameter, TyperArgument):
+        names = names.partition(" ")[0].strip("[].")
+    names = _TYPE.sub(lambda match: " " + _TYPES.get(match[1], match[1]), names)
     found = _DEFAULT.search(said)
     meaning = said[: found.start()] if found else said
     default = (
-        f"`{found['default']}`" if found and found["default"] else found["more"] if found and found["more"] == "required" else ""
+        f"`{found['default'].strip('()')}`"
+        if found and found["default"]
+        else found["more"]
+        if found and found["more"] == "required"
+        else ""
     )
     if found and found["variable"]:
         meaning += f" Also `${found['variable']}`."

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[2]
 COMMAND_LINE: Final = "command-line.md"
+CHANGELOG: Final = "changelog.md"
 # MkDocs counts what loggers below its own name warn of, and `--strict` fails on it.
 _log: Final = logging.getLogger("mkdocs.hooks.docs")
 _LINK: Final = re.compile(r"(?<=\]\()(?P<path>\.\./[\w./-]+)(?=\))")
@@ -31,7 +32,7 @@ _DRAWING: Final = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Leave out of the navigation what is not written; it is told, and is no failure."""
-    made = {COMMAND_LINE, *api_pages()}
+    made = {COMMAND_LINE, CHANGELOG, *api_pages()}
     missing = list[str]()
     config.nav = _existing(config.nav, Path(config.docs_dir), made, missing)
     if missing:
@@ -41,7 +42,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from the code, and one for each source that a page links to."""
-    for name, text in {COMMAND_LINE: command_line(), **api_pages()}.items():
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    for name, text in {COMMAND_LINE: command_line(), CHANGELOG: changelog, **api_pages()}.items():
         files.append(File.generated(config, name, content=text))
     pages = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
     linked = {_source(page, match["path"]) for page, text in pages for match in _LINK.finditer(text)}

@@ -114,7 +114,7 @@ def _struct_type(name: str, kind: inspect.Type) -> str:
     if isinstance(members[0], inspect.LiteralType):
         return ", ".join(f"`{value}`" for value in members[0].values)
     words: dict[type, str] = {
-        inspect.BoolType: "yes or no",
+        inspect.BoolType: "`true` or `false`",
         inspect.StrType: "text",
         inspect.DictType: "object",
         inspect.ListType: "list",
@@ -138,7 +138,7 @@ def _setting_type(name: str, schema: Mapping[str, Any], whole: Mapping[str, Any]
     if first.get("type") in ("integer", "number"):
         keys = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
         return _number(name, {keys[key]: value for key, value in first.items() if key in keys})
-    return {"boolean": "yes or no", "array": "list"}.get(str(first.get("type")), "text")
+    return {"boolean": "`true` or `false`", "array": "list"}.get(str(first.get("type")), "text")
 
 
 def _number(name: str, bounds: Mapping[str, Any]) -> str:
@@ -168,7 +168,7 @@ def _default(value: object) -> str:
     if value is None or value == "" or value == {}:
         return ""
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return "`true`" if value else "`false`"
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value}" if isinstance(value, int) else f"`{value}`"

@@ -14,6 +14,8 @@ from hicache_storage.engines.sglang_identity import (
     check_engine,
     is_logical,
     logical_dtype,
+    rank_labels,
+    rank_number,
     storage_identity,
     why_unserved,
 )
@@ -257,3 +259,15 @@ class TestPools:
     def test_side_pools_that_hold_heads_beside_replicated_kv(self, pool, name, engine, served):
         engine = replace(Engine(), **engine)
         assert (why_unserved(engine, SimpleNamespace(**pool), name, identity(engine)) == "") == served
+
+
+def test_ranks_of_one_engine_have_ports_of_their_own():
+    ranks = [
+        Engine(tp_rank=tp, tp_size=4, pp_rank=pp, pp_size=2, attn_cp_rank=cp, attn_cp_size=2, dp_rank=dp)
+        for dp in range(2)
+        for pp in range(2)
+        for cp in range(2)
+        for tp in range(4)
+    ]
+    assert [rank_number(rank) for rank in ranks] == list(range(32))
+    assert rank_labels(ranks[7]) == {"model_name": "llama", "tp_rank": "3", "pp_rank": "0", "dp_rank": "0"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -184,6 +187,24 @@ def test_metrics_tell_what_moved_since_they_were_last_asked(ranks, storage):
     assert rank.bridge.get_stats().prefetch_pgs == []
     rank.backup(tokens(6))
     assert rank.bridge.get_stats().backup_pgs == []
+
+
+def test_prometheus_can_ask_the_bridge_itself(ranks, storage):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    name, driver_config = storage
+    rank = ranks(mha_pools("page_first"), tp_rank=1, tp_size=2)
+    rank.attach(name, driver_config, metrics_port=port - 1, metrics_host="127.0.0.1")
+    rank.backup(tokens(6))
+    said = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    ranked = (
+        'dp_rank="0",driver="' + rank.bridge.storage.get_stats().driver + '",model_name="llama",pool="kv",pp_rank="0",tp_rank="1"'
+    )
+    assert f"hicache_storage_written_pages_total{{{ranked}}} 6.0" in said
+    rank.detach()
+    with pytest.raises(URLError, match="refused"):
+        urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
 
 
 def test_metrics_can_be_switched_off(ranks, storage):

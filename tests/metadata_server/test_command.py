@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_metadata_server.cli import app
-from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.settings import ServerSettings, misspelt
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.token_files import write_tokens
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 def test_looking_after_a_server(place):
     url, token, _ = place
     where = ("--url", url, "--token-file", token)
-    status = hicache("status", *where)
+    status = hicache("status", "--wait", "30", *where)
     assert status.exit_code == 0, status.output
     assert "durability process" in status.output
     assert "1 scopes, 0 live pages of 50 slots" in status.output
@@ -54,6 +54,19 @@ def test_looking_after_a_server(place):
     assert hicache("status", *where).exit_code == 0
 
 
+def test_scopes_are_listed_and_emptied(place):
+    url, token, reader = place
+    where = ("--url", url, "--token-file", token)
+    [listed] = map(msgspec.json.decode, hicache("scopes", "--json", *where).output.splitlines())
+    assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
+    assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages forgotten\n"
+    assert "scope '0:none' is not initialized" in " ".join(hicache("clear", "0:none", *where).output.split())
+    assert "permits read, and that needs write" in " ".join(
+        hicache("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
+    )
+    assert hicache("clear", *where).exit_code == 2
+
+
 def test_refusals_are_sentences(place):
     url, token, reader = place
     for arguments, said in (
@@ -62,6 +75,7 @@ def test_refusals_are_sentences(place):
         (("inspect", "9:kv", "--url", url, "--token-file", token), "scope '9:kv' is not initialized"),
         (("inspect", "nonsense", "--url", url, "--token-file", token), "422"),
         (("status", "--url", "http://127.0.0.1:9"), "does not answer"),
+        (("status", "--wait", "0.2", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--url", "ftp://x"), "no http or https address"),
         (("fsck", "--store", "memory:"), "nothing is kept"),
         (("fsck", "--store", "nowhere"), "names no store"),
@@ -78,7 +92,7 @@ def test_refusals_are_sentences(place):
         (("--store", "mysql://x"), "names no store"),
         (("--store", "redis://127.0.0.1:1"), "redis://127.0.0.1:1: "),
         (("--store", "redis+cluster://x"), "is no HOST:PORT"),
-        (("--store", "sqlite:////nonexistent/m.db"), "No such file or directory"),
+        (("--store", "sqlite:////nonexistent/m.db"), "there is no directory /nonexistent: make it"),
         (("--lease-seconds", "10000"), "lease_seconds must lie between"),
         (("--durability", "hope"), "durability"),
         (("--port", "99999"), "port"),
@@ -100,6 +114,16 @@ def test_settings_from_the_environment(monkeypatch):
     assert (settings.store, settings.limits.keys, settings.port) == ("sqlite:///x.db", 500, 5)
     assert settings.tokens() == {"secret": "write"}
     assert "secret" not in repr(settings)
+
+
+def test_variables_that_are_no_settings_are_noticed():
+    found = misspelt(
+        ["HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_TOKEN", "HICACHE_METADATA_PORT", "HICACHE_METADATA_X9", "HOME"]
+    )
+    assert list(found) == [
+        ("HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_QUARANTINE_SECONDS"),
+        ("HICACHE_METADATA_X9", ""),
+    ]
 
 
 def test_the_state_machine_needs_no_server():

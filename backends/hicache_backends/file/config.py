@@ -73,7 +73,11 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
     ] = 64
 
     def __post_init__(self) -> None:
-        if self.capacity_bytes == 0:
+        try:
+            size = self.capacity_bytes
+        except ValueError as error:
+            raise ValueError(f"capacity: {error}") from error
+        if size == 0:
             raise ValueError("capacity must not be 0; leave it out for no limit")
 
     @property

@@ -109,7 +109,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("file_size", "usrbio_buffer"):
-            if not parse_bytes(getattr(self, name)):
+            try:
+                size = parse_bytes(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            if not size:
                 raise ValueError(f"{name} must not be 0")
         try:
             _ = self.metadata_urls

@@ -40,8 +40,9 @@ class ScopeOfSlots:
         Raises:
             ValueError: not one page fits into the file.
         """
-        file = files.get(f"{namespace.pool}-{namespace.name}", SlotGeometry.of(namespace, file_bytes))
-        return cls(f"0:{namespace.pool}-{namespace.name}-{store_id}", namespace, file)
+        geometry, name = SlotGeometry.of(namespace, file_bytes), f"{namespace.pool}-{namespace.name}"
+        file = files.get(name, geometry, namespace.describe())
+        return cls(f"0:{name}-{store_id}", namespace, file)
 
     @property
     def geometry(self) -> ScopeGeometry:

@@ -10,6 +10,8 @@ from hicache_storage.observability import vocabulary as v
 from hicache_storage.tools.metrics.queries import grown, quantile, rate, selected, share, summed
 
 PAGE: Final = "docs/observability.md"
+TOKEN_SECONDS: Final = 7 * 24 * 3600
+"""So long before a token expires somebody is told."""
 SPARE_SHARE: Final = 32
 """One of so many slots of a full scope is kept free or resting by the server (`hicache_metadata_server.state.scope`)."""
 
@@ -120,6 +122,32 @@ ALERTS: Final = (
         "The metadata server is at its limit (one core a process), its store is slow, or requests are very long.",
         "Compare `process_cpu_seconds_total` (near 1 a second: add a server) and `hicache_metadata_transaction_seconds` (slow store). "
         "`HICACHE_METADATA_SLOW_SECONDS=0.05` logs each slow request with what it asked for.",
+    ),
+    Alert(
+        "HiCacheReloadFails", f"{v.RELOAD_FAILING.name} == 1", "2m", "critical",
+        "The metadata server {{ $labels.instance }} cannot take its {{ $labels.what }}.",
+        "A file of tokens, tenants or certificates was changed, and cannot be used as it is. What it held before counts: a token that was "
+        "revoked there still opens the door, and the server would not start again with this file.",
+        "The server's log has a line `reload_failed` with the reason. `hicache metadata token check --file FILE` says the same of tokens. The "
+        "server takes the file within a second of its repair.",
+    ),
+    Alert(
+        "HiCacheTokenExpires", f"{v.NEXT_TOKEN_EXPIRY.name} - time() < {TOKEN_SECONDS}", "0m", "warning",
+        "A token of {{ $labels.instance }} expires in {{ $value | humanizeDuration }}.",
+        "Whoever sends it is refused then. An engine goes on with misses.",
+        "`hicache metadata token list` names it. Make another (`token new`), give it to those who need it, and revoke the old one.",
+    ),
+    Alert(
+        "HiCacheAuditFails", f"{grown(v.AUDIT_FAILURES, '15m')} > 0", "0m", "warning",
+        "{{ $value | humanize }} audit lines could not be written to their file.",
+        "They are in the server's log instead. Calls go on.",
+        "The line `audit_failed` in the log has the reason: the disk is full, or the directory is not writable for the server's user.",
+    ),
+    Alert(
+        "HiCacheTenantThrottled", f"{rate(v.THROTTLED, '10m', by=('tenant',))} > 1", "15m", "warning",
+        "{{ $value | humanize }} requests a second of tenant {{ $labels.tenant }} are beyond its rate.",
+        "They are answered 429, which its engines take for misses.",
+        "Raise `requests_per_second` of the tenant, or find out who asks so much; other tenants are not affected.",
     ),
     Alert(
         "HiCacheCallsSlow", f"{quantile(0.99, v.CALL_SECONDS, '5m', by=('driver', 'operation'))} > 2", "10m", "warning",

@@ -17,14 +17,19 @@ if TYPE_CHECKING:
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
+LOCAL: Final = "http://127.0.0.1:18000"
 
-Token = Annotated[Path | None, typer.Option("--token-file", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")]
-
+Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server.", envvar="HICACHE_METADATA_URL")]
+Token = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")
+]
 Ca = Annotated[
-    Path | None, typer.Option(help="PEM file of authorities for https, or $HICACHE_METADATA_CA.  [default: the system's]")
+    Path | None,
+    typer.Option(metavar="FILE", show_default="the system's", help="PEM file of authorities for https, or $HICACHE_METADATA_CA."),
 ]
 Certificate = Annotated[
-    Path | None, typer.Option(help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE.")
+    Path | None,
+    typer.Option(metavar="FILE", help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE."),
 ]
 
 
@@ -53,7 +58,14 @@ def complaints() -> Generator[None]:
     except RefusedError as error:
         fail(error.problem.message)
     except (RemoteError, StoreError, ValueError, OSError) as error:
-        fail(str(error))
+        fail(sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """What an error says; one of the operating system without its number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def fail(message: str) -> NoReturn:

@@ -90,7 +90,7 @@ def copy(
 
 def backup(
     source: Source,
-    file: Annotated[Path, typer.Argument(help="The backup; readable by nobody else.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")],
     replace: Replace = False,
     most_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
@@ -117,7 +117,7 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(help="What `backup` has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `backup` has written.")],
     store: Target,
     replace: Replace = False,
     files: Annotated[

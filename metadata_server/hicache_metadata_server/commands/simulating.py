@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,7 +12,9 @@ from rich.table import Table
 from hicache_metadata_server.commands.asking import complaints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+
+    from msgspec import Struct
 
     from hicache_metadata_server.simulation.cluster import ClusterSettings
     from hicache_metadata_server.simulation.costs import Costs
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 LOAD: Final = "Synthetic load"
 CLUSTER: Final = "Cluster"
 SIZING: Final = "Sizing"
+
+OptionsT = TypeVar("OptionsT", bound="Struct")
 
 
 def _load(text: str) -> Any:
@@ -75,8 +79,6 @@ def simulate(
 
     Everything but --measure is the same for the same options. docs/capacity.md explains the model and what it leaves out.
     """
-    from msgspec import convert
-
     from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
     from hicache_metadata_server.simulation.events import written
     from hicache_metadata_server.simulation.load import Load
@@ -86,8 +88,7 @@ def simulate(
     with complaints():
         if trace is not None and write_trace is not None:
             raise ValueError("--write-trace writes a synthetic load; leave --trace out")
-        load = convert({name: given[name] for name in Load.__struct_fields__}, Load)
-        settings = convert({name: given[name] for name in ClusterSettings.__struct_fields__}, ClusterSettings)
+        load, settings = _checked(Load, given), _checked(ClusterSettings, given)
         source = _source(trace, load)
         costs = _costs(measure=measure)
         outcome = Cluster(settings).run(source() if write_trace is None else written(source(), write_trace))
@@ -97,6 +98,16 @@ def simulate(
         typer.echo(_json(outcome, needs, wanted, costs))
     else:
         _print(outcome, needs, wanted, costs, settings)
+
+
+def _checked(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
+    from msgspec import ValidationError, convert
+
+    try:
+        return convert({name: given[name] for name in kind.__struct_fields__}, kind)
+    except ValidationError as error:
+        what, _, name = str(error).rpartition(" - at `$.")
+        raise ValueError(f"--{name.rstrip('`').replace('_', '-')}: {what}") from error
 
 
 def _source(trace: Path | None, load: Any) -> Callable[[], Iterable[Event]]:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hicache_metadata_server.commands.asking import sentence
+
 if TYPE_CHECKING:
     from hicache_metadata_server.token_file import TokenRecord
 
@@ -22,6 +25,16 @@ app = typer.Typer(help="The tokens of a server: a file that holds their digests.
 
 UNKNOWN: Final = 1
 FAILED: Final = 2
+
+
+class Right(StrEnum):
+    """What a token permits."""
+
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+
+
 _UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN: Final = re.compile(r"([0-9]{1,6})([mhdw])", re.ASCII)
 
@@ -31,7 +44,7 @@ File = Annotated[Path, typer.Option("--file", metavar="FILE", help="The file of 
 @app.command()
 def new(
     file: File,
-    right: Annotated[str, typer.Option(help="read, write (and read), or admin (and both).")],
+    right: Annotated[Right, typer.Option(help="What it permits: to read, to write (and read), or all.")],
     name: Annotated[str, typer.Option("--id", help="What logs call it; drawn if it is left out.")] = "",
     tenant: Annotated[str, typer.Option(help="Whose scopes it is for; none by default.")] = "",
     expires: Annotated[
@@ -76,7 +89,7 @@ def list_tokens(file: File) -> None:
 
 @app.command()
 def revoke(
-    names: Annotated[list[str], typer.Argument(metavar="ID...", help="Of tokens.")],
+    names: Annotated[list[str], typer.Argument(metavar="ID", help="Of tokens.")],
     file: File,
     after: Annotated[str, typer.Option(metavar="TIME", help="Let them expire in a time such as 24h, instead of now.")] = "",
 ) -> None:
@@ -102,7 +115,8 @@ def revoke(
 def check(
     file: File,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with nothing but a token, - for standard input, or $HICACHE_METADATA_TOKEN.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with nothing but a token, - for standard input, or $HICACHE_METADATA_TOKEN."),
     ] = None,
 ) -> None:
     """See that a server would take the file, and tell what one token is, if one is given. Exits with 1 if it is unknown or has expired."""
@@ -130,7 +144,7 @@ def check(
 
 @app.command()
 def convert(
-    plain: Annotated[Path, typer.Argument(help="A file of lines `read|write|admin TOKEN`.")],
+    plain: Annotated[Path, typer.Argument(metavar="OLD", help="A file of lines `read|write|admin TOKEN`.")],
     file: File,
 ) -> None:
     """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that file then."""
@@ -182,5 +196,5 @@ def _given(token_file: Path | None) -> str:
 
 
 def _fail(error: Exception) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(str(error), "red"))
+    Console(stderr=True, soft_wrap=True).print(Text(sentence(error), "red"))
     raise typer.Exit(FAILED)

@@ -67,9 +67,9 @@ class SharedDesk(Desk):
             return await self.shared.tick(SCOPES_A_TICK)
         finally:
             if self.shared.problem and not was:
-                _log.warning("store_failing", problem=self.shared.problem)
+                _log.error("store_failing", error=self.shared.problem)
             elif was and not self.shared.problem:
-                _log.info("store_answers")
+                _log.info("store_serving")
 
     async def look(self) -> None:
         """See how the scopes are, or leave what is known while Redis does not answer."""

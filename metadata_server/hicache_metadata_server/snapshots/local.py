@@ -26,7 +26,7 @@ def opened_store(url: str, most_lease_seconds: float = DEFAULTS.most_lease_secon
         ValueError: the address names no store.
     """
     if url == MEMORY:
-        raise StoreError("nothing is kept in memory:")
+        raise StoreError("nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB")
     if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
         # It would be made.
         raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")

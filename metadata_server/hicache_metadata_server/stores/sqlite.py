@@ -58,6 +58,7 @@ class SqliteStore:
 
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
         self.durability = durability
+        _see_directory(file)
         self._lock = StoreLock(f"{file}.lock")
         self._folds = Folds()
         self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
@@ -254,9 +255,12 @@ def _told(done: str) -> Generator[None]:
         raise StoreError(f"the store cannot be {done}: {error}") from error
 
 
-def _open(file: str) -> sqlite3.Connection:
+def _see_directory(file: str) -> None:
     if not Path(file).parent.is_dir():
-        raise StoreError(f"there is no directory {Path(file).parent}")
+        raise StoreError(f"there is no directory {Path(file).parent}: make it, writable for the server's user")
+
+
+def _open(file: str) -> sqlite3.Connection:
     # Used by one thread at a time, though not always by the same.
     database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
     try:

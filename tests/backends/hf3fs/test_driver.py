@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -241,6 +243,18 @@ def test_any_key_is_legal(mine, key):
     keys = [key, "~" + "0" * 40, "other"]
     assert all(one.put(keys))
     one.expect(keys)
+
+
+def test_people_are_told_whose_pages_a_file_has(mine):
+    writer, keys = mine(), chain("a", 2)
+    assert all(writer.put(keys))
+    [slots] = Path(writer.store.path).glob("*.slots")
+    about = slots.with_suffix(".json")
+    told = json.loads(about.read_text())
+    assert (told["pool"], told["identity.model"]) == ("kv", writer.storage.identity.model)
+    about.unlink()
+    about.mkdir()
+    mine().expect(keys)
 
 
 def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):

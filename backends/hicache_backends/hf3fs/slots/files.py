@@ -8,12 +8,15 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
     from hicache_backends.posix.descriptors import Handle
 
+SUFFIX: Final = ".slots"
 LOOK_SECONDS: Final = 0.3
 """How often it is asked whether somebody has removed an open file."""
 
@@ -25,11 +28,21 @@ class SlotFile:
         path: made if it is missing.
         geometry: a file that is shorter is made longer, none is made shorter.
         adopt: makes a handle of a descriptor.
+        about: whose pages these are, for people; it is told in a small file beside this one.
         preallocates: ask the file system for all of its room at once.
     """
 
-    def __init__(self, path: str, geometry: SlotGeometry, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        geometry: SlotGeometry,
+        adopt: Callable[[int], Handle],
+        about: Mapping[str, object],
+        *,
+        preallocates: bool,
+    ) -> None:
         self.path = path
+        self._about = about
         self.geometry = geometry
         self._adopt = adopt
         self._preallocates = preallocates
@@ -58,6 +71,7 @@ class SlotFile:
             self._handle = None
             handle = self._adopt(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
             self._lengthen(handle.descriptor)
+            self._describe()
             self._handle = handle
             return handle
 
@@ -82,6 +96,11 @@ class SlotFile:
             # Another process may have made it longer meanwhile, but to the same length.
             os.ftruncate(descriptor, self.geometry.file_bytes)
 
+    def _describe(self) -> None:
+        """A name is a fingerprint, which tells nobody what can be removed. Who comes first tells; a failure harms no page."""
+        with contextlib.suppress(OSError), open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self._about), indent=2) + b"\n")
+
 
 class SlotFiles:
     """The files of one store's directory."""
@@ -92,13 +111,13 @@ class SlotFiles:
         self._files: dict[str, SlotFile] = {}
         self._lock = threading.Lock()
 
-    def get(self, name: str, geometry: SlotGeometry) -> SlotFile:
+    def get(self, name: str, geometry: SlotGeometry, about: Mapping[str, object]) -> SlotFile:
         """The file of one scope; it is opened when it is borrowed."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                path = os.path.join(self._directory, f"{name}.slots")
-                file = self._files[name] = SlotFile(path, geometry, self._adopt, preallocates=self._preallocates)
+                path = os.path.join(self._directory, name + SUFFIX)
+                file = self._files[name] = SlotFile(path, geometry, self._adopt, about, preallocates=self._preallocates)
             return file
 
     def close(self) -> None:
