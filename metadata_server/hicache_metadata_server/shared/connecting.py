@@ -81,12 +81,12 @@ def _where(address: Address) -> dict[str, Any]:
 
 
 def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    secure = {"ssl": True} if address.tls else {}
+    secure: dict[str, Any] = {"ssl": True} if address.tls else {}
     asked: dict[str, Any] = {
         "socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0),
         **secure, **_login(address.sentinel_login), **_tls(address.tls),
     }  # fmt: skip
-    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asked)
+    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
     primary: Redis = sentinels.master_for(address.name, connection_pool_class=_SentinelPool, **secure, **options)
 
     async def close() -> None:

@@ -24,6 +24,8 @@ REDIRECTIONS: Final = 5
 MARK: Final = b"replicated"
 """A key that is written last; in a cluster it is behind a key of the same node."""
 
+TLS_END_SECONDS: Final = 0.05
+
 _log = structlog.get_logger()
 
 
@@ -66,7 +68,7 @@ class Link:
         address = address_of(url)
         self.shown, self.replicas = address.shown, replicas
         self.is_cluster = address.kind is Kind.CLUSTER
-        self._nodes_changed = False
+        self._nodes_changed, self._is_secure = False, address.tls is not None
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
         self._client, self._close = client_of(address, answer_seconds)
 
@@ -105,6 +107,9 @@ class Link:
     async def close(self) -> None:
         """End all connections."""
         await self._close()
+        if self._is_secure:
+            # asyncio ends a TLS connection behind its close; a loop that ends before it leaves the socket open.
+            await asyncio.sleep(TLS_END_SECONDS)
 
     async def _seen(self, answers: list[Any]) -> list[Any]:
         for answer in answers:
