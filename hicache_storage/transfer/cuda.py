@@ -123,7 +123,7 @@ def cuda_device(device: torch.device | str) -> torch.device:
     place = torch.device(device)
     if place.type != "cuda":
         raise ConfigError(f"device must be a CUDA device such as 'cuda:0', got {str(device)!r}")
-    index = torch.cuda.current_device() if place.index is None else place.index
+    index = place.index if ":" in str(place) else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, counted from 0")
     return torch.device("cuda", index)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import InvalidPoolError
@@ -71,7 +71,7 @@ def relabelled(memory: torch.Tensor, address: int, device_type: int, device_id: 
         memory: uint8, of one axis.
         address, device_type, device_id: as DLPack counts them.
     """
-    capsule = to_dlpack(memory)
+    capsule = cast("object", memory.__dlpack__())
     lent = _Lent.from_address(_capsule_pointer(capsule, b"dltensor"))
     lent.data, lent.device_type, lent.device_id = address, device_type, device_id
     return from_dlpack(capsule)

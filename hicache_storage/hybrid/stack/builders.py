@@ -115,7 +115,8 @@ def _agreed_config(
     streams: tuple[Device, Stream] | None,
 ) -> StackConfig:
     """The config that no rank refuses, and that does not differ where it must not. A collective."""
-    config, values, refusal = None, dict[str, object].fromkeys(SAME_FIELDS), None
+    config, refusal = None, None
+    values: dict[str, object] = dict.fromkeys(SAME_FIELDS)
     try:
         config = _made(described, given)
         _check(config, storage, streams)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.stack.config import StackConfig
     from hicache_storage.spec import HiCacheStorage
 
-SAME_FIELDS: Final = (
+SAME_FIELDS: Final[tuple[str, ...]] = (
     "the kind of stack", "page_size", "checkpoint_grid", "device_tokens", "device_states", "host_tokens", "host_states",
     "layout", "write_policy", "prefetch", "kv_replicated", "storage",
 )  # fmt: skip
