@@ -23,7 +23,6 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model
 
 from hicache_storage.engines.accounting import Meter, Refusals
-from hicache_storage.engines.exporter import Exporter, see_that_it_can_export
 from hicache_storage.engines.marks import MarkPool
 from hicache_storage.engines.sglang_identity import (
     bridge_config,
@@ -34,6 +33,7 @@ from hicache_storage.engines.sglang_identity import (
     storage_identity,
     why_unserved,
 )
+from hicache_storage.layers.exporter import Exporter, see_that_it_can_export
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (

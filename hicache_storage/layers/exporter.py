@@ -25,9 +25,7 @@ def see_that_it_can_export() -> None:
     try:
         importlib.import_module("prometheus_client")
     except ImportError as error:
-        raise ConfigError(
-            f"hicache bridge: metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})"
-        ) from error
+        raise ConfigError(f"metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})") from error
 
 
 class Exporter:
@@ -54,7 +52,7 @@ class Exporter:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
-            logger.error("hicache bridge: no metrics at %s:%d: %s; choose another metrics_port", host, port, error)
+            logger.error("no metrics at %s:%d: %s; choose another metrics_port", host, port, error)
         else:
             self.port = self._server.server_port
 

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hicache_storage.engines.exporter import Exporter, see_that_it_can_export
+from hicache_storage.layers.exporter import Exporter, see_that_it_can_export
 from hicache_storage.spec import ConfigError
 
 HOST = "127.0.0.1"
