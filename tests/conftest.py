@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
 from hicache_storage.spec import Capabilities, Durability, PageGeometry, PoolTransfer, Sharing, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+# A machine that is busy with something else is no fault of what is tested.
+settings.register_profile(
+    "unhurried", parent=settings(), deadline=None, suppress_health_check={*settings().suppress_health_check, HealthCheck.too_slow}
+)
+settings.load_profile("unhurried")
 
 
 class BytesPool:
@@ -119,6 +127,17 @@ class Kit:
             storage.register_mem_host_pool_v2(pool, name)
         self.opened.append(storage)
         return storage, pools["kv"]
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before():
+    """A test that configures logs does so for itself: what the next ones log would be kept in memory by pytest."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -13,8 +13,18 @@ from tests.hybrid.test_prefetch import Raising, fetched
 from tests.hybrid.waiting import until
 
 
+EARLIER = set[threading.Thread]()
+
+
+@pytest.fixture(autouse=True)
+def earlier():
+    """Threads that are none of this test's, of other files in the same process."""
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
+
+
 def threads():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hicache-"))
+    return sorted(thread.name for thread in set(threading.enumerate()) - EARLIER if thread.name.startswith("hicache-"))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +93,11 @@ def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
 
 
 def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
-    stack = make_stack(stop_seconds=0.05)
+    stack = make_stack()
     stack.controller.attach(Raising(store.open(), "close", RuntimeError("bug")))
     stack.controller.detach()
     assert stack.controller.stats().storage_errors == 1
-    storage, hang = store.open(), gate("disconnect")
+    stack, storage, hang = make_stack(stop_seconds=1.0), store.open(), gate("disconnect")
     storage.before = hang
     stack.controller.attach(storage)
     stack.controller.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -79,11 +80,19 @@ def test_of_a_partial_answer_every_hit_is_right(around):
         assert all(pool.page(place) == contents[place] for place in PLACES if found[place])
 
 
+def until_struck(layer):
+    until = time.monotonic() + 60
+    while not layer.struck["hang"]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_a_hang_ends_when_told_and_is_a_miss(around):
     layer, pool, storage = around(hang=1.0)
     answers = []
     call = threading.Thread(target=lambda: answers.extend(layer.batch_get_v2([pool.transfer("kv", KEYS, PLACES)])["kv"]))
     call.start()
+    until_struck(layer)
     call.join(0.05)
     assert call.is_alive()
     layer.relent()
@@ -98,19 +107,19 @@ def test_closing_lets_go_what_hangs(around):
     layer, *_ = around(hang=1.0)
     call = threading.Thread(target=lambda: layer.batch_exists_v2(KEYS))
     call.start()
-    call.join(0.02)
+    until_struck(layer)
     layer.close()
-    call.join(10)
+    call.join(60)
     assert not call.is_alive()
 
 
 def test_under_a_deadline_a_hang_is_a_miss_in_time(kit):
     storage, _ = kit.dict_storage()
     layer = FaultLayer(storage, FaultOptions(hang=1.0))
-    guarded = wrap(layer, StorageOptions(deadline_seconds=0.05, breaker_threshold=0))
+    guarded = wrap(layer, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     guarded.register_mem_host_pool_v2(kit.pool(), "kv")
     guarded.open()
-    assert guarded.batch_exists_v2(KEYS).kv_hit_pages == 0
+    assert guarded.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=0.05)).kv_hit_pages == 0
     assert guarded.get_stats().deadlines_missed == 1
     layer.relent()
     guarded.close()

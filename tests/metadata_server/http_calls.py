@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -92,13 +93,15 @@ def run(coroutine):
 
 
 class SlowStore(MemoryStore):
-    """Keeps changes in a list; writing takes as long as it is told, and fails when it is told."""
+    """Keeps changes in a list; writing takes as long as it is told, waits for its gate, and fails when it is told."""
 
     durability = Durability.MACHINE
     is_quick = False
 
     def __init__(self):
         self.written = []
+        self.gate = threading.Event()
+        self.gate.set()
         self.seconds = 0.0
         self.error = None
 
@@ -106,6 +109,7 @@ class SlowStore(MemoryStore):
         import time
 
         time.sleep(self.seconds)
+        assert self.gate.wait(60)
         if self.error:
             raise self.error
         self.written.append(changes)

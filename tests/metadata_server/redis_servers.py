@@ -152,6 +152,7 @@ class RedisServer:
         """It answers nothing, and its connections stay open, until `resume`."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         assert self.process is not None

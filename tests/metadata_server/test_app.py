@@ -220,9 +220,14 @@ def test_requests_that_arrive_together_share_a_transaction():
         store = SlowStore()
         async with running(store) as caller:
             await caller.post("/v2/initialize", SCOPE)
-            store.seconds, before = 0.05, len(store.written)
+            before = len(store.written)
+            store.gate.clear()
             requests = [{"scopes": [{"scope": "0:kv", "keys": keys(4, f"{i}-")}]} for i in range(40)]
-            await asyncio.gather(*(caller.post("/v2/reserve", request) for request in requests))
+            asked = [asyncio.create_task(caller.post("/v2/reserve", request)) for request in requests]
+            while caller.service.list_scopes().scopes[0].leased < 160:
+                await asyncio.sleep(0)
+            store.gate.set()
+            await asyncio.gather(*asked)
             # The first may go alone; those that come while it is written go together.
             assert len(store.written) - before <= 3
             assert sum(len(group.slots[1].states.states) for group in store.written[before:]) == 160

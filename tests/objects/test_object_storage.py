@@ -425,20 +425,20 @@ class TestLifecycle:
         def slow(operation):
             if operation == "exist":
                 entered.set()
-                leave.wait(10)
+                leave.wait(60)
 
         storage.before = slow
         caller = threading.Thread(target=storage.batch_exists_v2, args=(["a"],))
         caller.start()
-        entered.wait(10)
+        assert entered.wait(60)
         closer = threading.Thread(target=storage.close)
         closer.start()
         while not storage._lifecycle.closed:
             time.sleep(0.001)
         assert "disconnect" not in storage.asked
         leave.set()
-        caller.join(10)
-        closer.join(10)
+        caller.join(60)
+        closer.join(60)
         assert storage.asked[-1] == "disconnect"
 
     def test_a_forked_child_is_told(self, kit):

@@ -104,14 +104,13 @@ def test_lines_of_the_sdk_have_the_fields(kit, caplog):
 def test_a_call_that_is_late_is_named(kit, caplog):
     release = threading.Event()
     driver, pool = kit.dict_storage(capabilities=Capabilities())
-    storage = wrap(driver, StorageOptions(deadline_seconds=0.05, breaker_threshold=0))
+    storage = wrap(driver, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.open()
-    driver.before = lambda operation: release.wait(30)
     seen = []
-    driver.objects_exist = lambda batches, call: [seen.append(call.request_id), release.wait(30), [[False]]][2]
+    driver.objects_exist = lambda batches, call: [seen.append(call.request_id), release.wait(60), [[False]]][2]
     with caplog.at_level(logging.WARNING, "hicache_storage"):
-        storage.batch_exists_v2(["a"])
+        storage.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.05))
     release.set()
     storage.close()
     [record] = [record for record in caplog.records if "no answer within" in record.getMessage()]

@@ -29,7 +29,7 @@ def test_a_caller_does_not_leave_while_its_memory_is_written():
             assert not left.wait(0.1)
 
     def leave():
-        written.wait(10)
+        written.wait(60)
         caller.leave()
         left.set()
 
@@ -37,7 +37,7 @@ def test_a_caller_does_not_leave_while_its_memory_is_written():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert left.is_set()
 
 

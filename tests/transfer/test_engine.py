@@ -57,7 +57,7 @@ def test_layers_of_a_host_page_are_its_bytes(kind, layout):
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(backend, kind, layout, data):
     """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is right, and no race."""

@@ -9,11 +9,13 @@ import resource
 import shutil
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hicache_backends.file import catalog
 from hicache_backends.posix import vectored
+from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.backends.file.harness import Rig, chain
 
@@ -214,12 +216,13 @@ def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
 def test_a_get_stops_at_its_deadline(rig, monkeypatch):
     a, keys = rig(components=(300_000,), pages=10), chain("a", 10)
     a.put(keys)
-    real = os.preadv
+    real, now = os.preadv, [0.0]
 
     def slow(*args):
-        time.sleep(0.05)
+        now[0] += 0.05
         return real(*args)
 
+    monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(vectored.os, "preadv", slow)
     found = a.get(keys, seconds=0.12)
     monkeypatch.undo()

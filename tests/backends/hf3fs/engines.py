@@ -6,6 +6,7 @@ answered is judged by the history checker of the conformance suite.
 
 from __future__ import annotations
 
+import os
 import random
 import selectors
 import time
@@ -25,10 +26,12 @@ from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
 
 ENGINES = 8
-DEADLINE_SECONDS = 3.0
-GRACE_SECONDS = 1.0
-"""What FT-3 allows beyond the deadline."""
-RETURN_SECONDS = 30.0
+IS_LONG = "HICACHE_SERVERS_SECONDS" in os.environ
+"""Whether this is `make servers`, which has the machine to itself."""
+DEADLINE_SECONDS = 3.0 if IS_LONG else 15.0
+GRACE_SECONDS = 1.0 if IS_LONG else 10.0
+"""FT-3 allows one second beyond the deadline."""
+RETURN_SECONDS = 60.0
 """After this long with all servers back, an engine that has stored nothing has not come back."""
 CHUNK = 8
 """Calls that an engine is told to make at a time."""

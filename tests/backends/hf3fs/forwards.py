@@ -35,6 +35,8 @@ class Forward:
         self.url = f"http://127.0.0.1:{self.port}"
         self.asked = 0
         """Pieces of requests that have come; of a small request there is one."""
+        self.calls = 0
+        """Those of them that are no question whether the server is ready."""
         self._listen()
 
     @property
@@ -82,6 +84,7 @@ class Forward:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
                 self.asked += asks
+                self.calls += asks and b"/v2" in data
                 if self._manner is Manner.HANGS:
                     self._healed.wait()
                 if self._manner is Manner.RESETS or (self._manner is Manner.MUTE and not asks):

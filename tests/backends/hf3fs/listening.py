@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ def listening(answer):
                 threading.Thread(target=one, args=(connection,), daemon=True).start()
 
         def one(connection):
-            with connection:
+            # A client that goes away is none of the server's business.
+            with connection, contextlib.suppress(OSError):
                 data = b""
                 while chunk := connection.recv(65536):
                     data += chunk

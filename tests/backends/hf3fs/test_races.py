@@ -26,12 +26,14 @@ SMALL = "64KiB"
 SLOTS = 14
 """Slots of 4608 bytes in so small a file."""
 PATIENCE_SECONDS = 30.0
+LEASE_SECONDS = 10.0
+"""More than a busy machine takes from a reservation to its commit."""
 
 
 @pytest.fixture
 def shared(rig, server):
     """Storages on one small store with a server."""
-    return lambda **options: rig(**{"metadata_url": server.url, "file_size": SMALL, "lease_seconds": 1.0, **options})
+    return lambda **options: rig(**{"metadata_url": server.url, "file_size": SMALL, "lease_seconds": LEASE_SECONDS, **options})
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -222,7 +224,7 @@ def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp
 
 def test_d3_unforced(shared, server, race_seconds):
     """Killed again and again while every slot is recycled: no key leads to another's slot, nothing acknowledged last is lost."""
-    one, other, chance = shared(), shared(), random.Random(2)
+    one, other, chance = shared(lease_seconds=1.0), shared(lease_seconds=1.0), random.Random(2)
     written, until, kills = dict[str, None](), time.monotonic() + max(4.0, race_seconds), 0
     over, failed = threading.Event(), list[BaseException]()
 
@@ -281,11 +283,10 @@ def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
     one, keys = shared(), chain("a", 4)
     assert one.hits(keys) == 0
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
-    [leases] = one.store.directory.reserve([asked], Call(5), owner="dead", lease_seconds=1.5).scopes
+    [leases] = one.store.directory.reserve([asked], Call(5), owner="dead", lease_seconds=4.0).scopes
     assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
-    begin = time.monotonic()
+    # It would be stored if it waited for their end.
     assert one.put(keys, seconds=0.5) == [False] * 4
-    assert time.monotonic() - begin < 1.5
     eventually(lambda: all(one.put(keys)))
     one.expect(keys)
     check(server, one)
@@ -312,7 +313,7 @@ def test_d5_the_slots_of_a_dead_writer_return(shared, server, tmp_path):
 
 
 def _stick_before_commit(path, url, keys, stuck):
-    one = Rig(path, metadata_url=url, file_size=SMALL, lease_seconds=2.0)
+    one = Rig(path, metadata_url=url, file_size=SMALL, lease_seconds=4.0)
     with interrupted(one.store.directory, "commit", lambda: (stuck.set(), time.sleep(600))):
         one.put(keys)
 
@@ -438,7 +439,7 @@ def test_d4_to_d7_unforced(shared, server, race_seconds):
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
 
-    rigs = [shared(wait_seconds=0.05) for _ in range(4)]
+    rigs = [shared(wait_seconds=0.05, lease_seconds=1.0) for _ in range(4)]
     threads = [threading.Thread(target=work, args=(number, one)) for number, one in enumerate(rigs)]
     for thread in threads:
         thread.start()

@@ -86,7 +86,7 @@ def _keys(node):
 
 @pytest.mark.timeout(300 + 6 * SECONDS)
 def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes):
-    """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a second; all come back."""
+    """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a grace; all come back."""
     engines.open()
     strikes.start()
     try:

@@ -86,14 +86,14 @@ def test_stores_of_any_size_are_known_to_the_master(size):
 def test_a_master_that_hangs_is_told_from_one_that_is_gone():
     with DevCluster(0) as cluster:
         host, port = cluster.address.split(":")
-        check_master((host, int(port)), 5.0)
+        check_master((host, int(port)), 60.0)
         cluster.master.suspend()
         with pytest.raises(StorageTimeoutError, match="has not answered"):
             check_master((host, int(port)), 0.3)
         cluster.master.resume()
-        check_master((host, int(port)), 5.0)
+        check_master((host, int(port)), 60.0)
     with pytest.raises(StorageUnavailableError, match="cannot be reached"):
-        check_master((host, int(port)), 5.0)
+        check_master((host, int(port)), 60.0)
 
 
 def test_an_interrupted_process_is_interrupted():
