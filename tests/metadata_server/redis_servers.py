@@ -336,4 +336,3 @@ def until(condition: Callable[[], object], complaint: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.02)
-
