@@ -90,7 +90,12 @@ def test_nothing_is_told_that_no_replica_has(pair):
             once = Once("once", b"digest")
             with pytest.raises(StoreError, match="0 of 1 replicas have it"):
                 await committed(service, first.leases, once)
-            # It was done, and is there; that is not told either, nor by the answer that was kept, whatever connection asks.
+            # A connection that has never written anything asks for the answer that was kept.
+            other = SharedService(Link(primary.url, replicas=1), DEFAULTS, durability=p.Durability.NONE)
+            with pytest.raises(StoreError, match="0 of 1 replicas"):
+                await committed(other, first.leases, once)
+            await other.link.close()
+            # It was done, and is there; that is not told either.
             asked = [live(service, ["a"]), *(committed(service, first.leases, once) for _ in range(4))]
             for refused in await asyncio.gather(*asked, return_exceptions=True):
                 assert "0 of 1 replicas" in str(refused)

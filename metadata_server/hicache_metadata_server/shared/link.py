@@ -160,6 +160,8 @@ class Link:
         key: bytes = command[3]
         # Keys without a hash tag are those of requests that are held once; their scripts write by themselves.
         marks = [("SET", key + b":" + MARK, b"")] if key.startswith(b"hm:{") else []
+        answer: Any = None
+        marked = list[Any]()
         for _ in range(REDIRECTIONS):
             answer, *marked = await self._on_node(key, [command, *marks, self._wait])
             if not isinstance(answer, (AskError, ClusterDownError, TryAgainError)):
