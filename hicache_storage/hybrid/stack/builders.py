@@ -116,7 +116,7 @@ def _agreed_config(
 ) -> StackConfig:
     """The config that no rank refuses, and that does not differ where it must not. A collective."""
     config, refusal = None, None
-    values: dict[str, object] = dict.fromkeys(SAME_FIELDS)
+    values: Mapping[str, object] = dict.fromkeys(SAME_FIELDS)
     try:
         config = _made(described, given)
         _check(config, storage, streams)
