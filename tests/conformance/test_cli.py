@@ -56,15 +56,17 @@ def test_a_wrong_driver_exits_1(wrong):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_ended_leaves_no_process(site, number):
     with site.started(*RUN, "memory", *SMOKE) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (suites := [leader for leader, parent, session in _processes() if parent == process.pid and leader == session]):
             assert process.poll() is None
             assert time.monotonic() < deadline
+            time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(60) == 128 + number
         # What was killed may take a moment to end.
         while suites[0] in {session for _, _, session in _processes()}:
             assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def _processes():

@@ -51,7 +51,7 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
         )
         for part in ("--case", case)
     ]
-    ran = site.hicache(*RUN, "shelf:Fragile", *SGLANG, *cases, "--case-seconds", "4", "--report", str(tmp_path), cwd=DRIVERS)
+    ran = site.hicache(*RUN, "shelf:Fragile", *SGLANG, *cases, "--case-seconds", "10", "--report", str(tmp_path), cwd=DRIVERS)
     assert ran.status == 1, ran.output
     assert outcomes(results(tmp_path)) == {
         "test_keys_stay_inside": ("fail", "FT-3"),

@@ -105,12 +105,13 @@ def test_one_workload_makes_the_same_calls_again(start):
 
 def test_a_struck_peer_is_dead_and_what_it_said_is_known(start):
     victim, other = start(), start()
-    works = {victim: workload({Call.SET: 1}, calls=2_000, lanes=2), other: workload({Call.GET: 1})}
+    # More than it gets done, however late the strike is.
+    works = {victim: workload({Call.SET: 1}, calls=100_000, lanes=2), other: workload({Call.GET: 1})}
     for peer, work in works.items():
         peer.start(work)
     watch([victim, other], {victim: Strike(10, 0.5)})
     assert is_gone(victim)
-    assert 10 <= len(victim.events) < 4_000
+    assert 10 <= len(victim.events) < 200_000
     assert sum(event.ended is None for event in victim.events) <= 2
     assert len(other.events) == 20
     victim.kill()
@@ -175,7 +176,7 @@ def test_the_nursery_is_replaced_when_it_dies(start):
 def test_a_nursery_takes_its_peers_with_it(start):
     one = start()
     peers._nursery()._process.kill()
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not is_gone(one) and time.monotonic() < limit:
         time.sleep(0.01)
     assert is_gone(one)

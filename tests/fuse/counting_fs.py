@@ -75,7 +75,7 @@ class CountingMount:
         command = [sys.executable, __file__, str(self.backing), str(self.point), self._shared, *self._options]
         process = subprocess.Popen(command)
         self._processes.append(process)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while os.stat(self.point).st_dev == outside:
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.point} was not mounted: {command}")

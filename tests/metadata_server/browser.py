@@ -58,16 +58,23 @@ class Browser:
     def click(self, selector, text=None):
         """The first element that is shown, and has that text if one is given."""
 
-        def found():
-            return next((one for one in self.all(selector) if one.is_displayed() and text in (None, one.text)), None)
+        def clicked():
+            found = next((one for one in self.all(selector) if one.is_displayed() and text in (None, one.text)), None)
+            if found is not None:
+                found.click()
+            return found is not None
 
-        self.until(found, f"{selector} {text or ''}").click()
+        self.until(clicked, f"{selector} {text or ''}")
 
     def enter(self, selector, text):
-        field = self.until(lambda: next(iter(self.all(selector)), None), selector)
-        field.clear()
-        field.send_keys(text)
-        return field
+        def entered():
+            field = next(iter(self.all(selector)), None)
+            if field is not None:
+                field.clear()
+                field.send_keys(text)
+            return field
+
+        return self.until(entered, selector)
 
     def facts(self):
         """Terms and what stands beside them."""

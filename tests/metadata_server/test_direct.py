@@ -31,7 +31,7 @@ def connection(port):
 
 
 def connected(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=10)
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def request(path, body=KEYS, method="POST", version="1.1", **headers):

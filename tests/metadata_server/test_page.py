@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -202,7 +203,7 @@ def test_the_list_is_sorted_and_filtered(page, server):
     names = sorted(scopes(client), key=lambda name: int(name.partition(":")[0]))
     assert [row[0] for row in table(page)] == names[:25]
     page.click(".scopes th button", "Slots")
-    page.until(lambda: page.all("th[aria-sort=descending]")[0].text.startswith("Slots"))
+    page.until(lambda: any(head.text.startswith("Slots") for head in page.all("th[aria-sort=descending]")))
     assert [int(row[1]) for row in table(page)] == [10 * number for number in range(39, 14, -1)]
     page.click(".scopes th button", "Slots")
     page.until(lambda: page.all("th[aria-sort=ascending]"))
@@ -254,13 +255,17 @@ def test_it_pauses(page, server):
     page.open(place.url)
     page.shows("#freshness", "up to date")
     page.click("#pause")
-    page.shows("#freshness", "paused 0 s ago")
+    page.shows("#freshness", "paused")
     page.requests()
-    page.shows("#freshness", "paused 5 s ago")
+    page.until(lambda: seconds_of_the_pause(page) >= 5)
     assert page.requests() == []
     page.click("#pause")
     page.shows("#freshness", "up to date")
     page.until(page.requests)
+
+
+def seconds_of_the_pause(page):
+    return int(re.fullmatch(r"paused (\d+) s ago", page.text("#freshness"))[1])
 
 
 @pytest.mark.parametrize("dark", [False, True])

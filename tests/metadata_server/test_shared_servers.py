@@ -51,7 +51,7 @@ class SharedWriter(Writer):
 def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="always"))
-        command = f"{SHARED} --store {redis.url} --durability machine"
+        command = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 300 --store {redis.url} --durability machine"
         places = [stack.enter_context(Served(command=command)) for _ in range(2)]
         scopes = []
         for place in places:

@@ -18,7 +18,7 @@ class Writer(threading.Thread):
 
     def __init__(self, url, number):
         super().__init__(daemon=True)
-        self.chance, self.wire, self.number = random.Random(number), Wire(url, answer_seconds=10.0), number
+        self.chance, self.wire, self.number = random.Random(number), Wire(url, answer_seconds=60.0), number
         self.live, self.unsure = {}, set()
 
     def run(self):

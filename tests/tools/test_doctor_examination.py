@@ -15,7 +15,7 @@ from hicache_storage.tools.doctor.trial import check_round_trip
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 
 
-def diagnose(driver, *checks, options=None, deadline=1.0, grace=20.0):
+def diagnose(driver, *checks, options=None, deadline=20.0, grace=60.0):
     patient = Patient(driver=driver, options=options or {}, deadline_seconds=deadline)
     return list(examine(patient, checks=list(checks), grace_seconds=grace))
 
@@ -58,7 +58,8 @@ FAULTS = {
 def test_a_driver_that_takes_its_process_along(site, name):
     body, said = FATAL[name]
     site.add(name, body)
-    (finding,) = diagnose(name, "round trip", deadline=0.2, grace=4.0)
+    # What hangs is waited for; what does not may take as long as a busy machine needs to import torch.
+    (finding,) = diagnose(name, "round trip", **({"deadline": 0.2, "grace": 4.0} if name == "hangs" else {}))
     assert finding.status is Status.FAIL
     assert said in finding.detail
     assert finding.fix
