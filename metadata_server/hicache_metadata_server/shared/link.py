@@ -144,8 +144,8 @@ class Link:
     async def _send_on(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send scripts, and wait until replicas have what they have done and seen.
 
-        `WAIT` is about what its own connection has written. A script that has only looked may tell what another connection has written,
-        so that something is written behind it.
+        `WAIT` promises something about what its own connection has written alone. A script that has only looked may tell what another
+        connection has written, so that something is written behind it.
         """
         if self.is_cluster:
             return list(await asyncio.gather(*(self._one_on(command) for command in commands)))
