@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +15,8 @@ from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from jinja2 import Template
 
     from hicache_conformance.catalogue import Case
     from hicache_conformance.outcomes import Header
@@ -33,10 +36,7 @@ LEVEL_SUMMARIES: Final = {
 
 def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None) -> str:
     """The text of the file."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
-    template = environment.from_string(files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8"))
-    return template.render(
+    return _template().render(
         header=header,
         judgement=judgement,
         levels=[_level(level, header, judgement) for level in Level],
@@ -44,6 +44,13 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None 
         groups=_groups(header, judgement),
         summaries={case.name: case.summary for case in (catalogue() if cases is None else cases).values()},
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
+    return environment.from_string(files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8"))
 
 
 def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
