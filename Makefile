@@ -19,8 +19,9 @@ types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
+# tests/conftest.py says which files are begun first.
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs" -n 2 --dist loadfile --durations 20
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs" -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --report out/conformance

@@ -10,6 +10,8 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -42,6 +44,10 @@ def test_the_version_comes_from_git_and_the_command_line_tells_it():
         [sys.executable, "-m", "hicache_storage.cli.main", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"hicache-storage {version('hicache-storage')}\n"
+
+
+def test_the_files_that_are_begun_first_are_there():
+    assert [name for name in SLOW if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_rule_ids_are_unique_in_the_specification():
