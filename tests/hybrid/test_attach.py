@@ -12,7 +12,6 @@ from tests.hybrid.stack import PAGE, identity, tokens
 from tests.hybrid.test_prefetch import Raising, fetched
 from tests.hybrid.waiting import until
 
-
 EARLIER = set[threading.Thread]()
 
 
