@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from hicache_backends.mooncake.cluster import DevCluster
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 
 DEADLINE_SECONDS = 1.5
-SLACK_SECONDS = 20.0
+SLACK_SECONDS = 1.0 if "HICACHE_RACE_SECONDS" in os.environ else 20.0
 """For a machine that is busy with something else; FT-3 allows one second."""
 RECOVERY_SECONDS = 60.0
 
