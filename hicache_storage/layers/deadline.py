@@ -114,7 +114,7 @@ class DeadlineLayer(AnsweringLayer):
             super().close()
         elif first:
             job = _Job(self._close_inner)
-            if self._workers.run(job, self._seconds):
+            if self._workers.run(job, self._seconds, last=True):
                 job.result()
             else:
                 logger.warning("%s: a call hangs; it is closed when that comes back", type(self.inner).__name__)
@@ -201,13 +201,13 @@ class _Workers:
         self._closed = False
         self._pid = os.getpid()
 
-    def run(self, job: _Job[AnswerT], seconds: float) -> bool:
-        """Run a job in a worker; whether it came back in time."""
+    def run(self, job: _Job[AnswerT], seconds: float, *, last: bool = False) -> bool:
+        """Run a job in a worker; whether it came back in time. The last one gets a worker however many hang."""
         if self._closed or self._pid != os.getpid():
             # After close and in a forked child the storage below refuses at once: the caller's own thread may ask.
             job.run()
             return True
-        inbox = self._acquire()
+        inbox = self._acquire(last)
         if inbox is None:
             return False
         inbox.put(job)  # type: ignore[arg-type]  # an inbox takes jobs of any answer type
@@ -232,11 +232,11 @@ class _Workers:
             for thread in threads:
                 thread.join(timeout=max(0.0, until - time.monotonic()))
 
-    def _acquire(self) -> SimpleQueue[_Job[object] | None] | None:
+    def _acquire(self, last: bool) -> SimpleQueue[_Job[object] | None] | None:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            if self._stuck >= MAX_STUCK_CALLS:
+            if self._stuck >= MAX_STUCK_CALLS and not last:
                 return None
             inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)

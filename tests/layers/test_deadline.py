@@ -199,6 +199,22 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     eventually(lambda: "disconnect" in storage.asked)
 
 
+def test_a_storage_is_closed_when_all_its_threads_hang(hanging):
+    """By a thread more, as soon as the storage can be: nobody else would ever do it."""
+    layer, storage, _pool, release = hanging("exist")
+    hurry(layer)
+    for _ in range(MAX_STUCK_CALLS):
+        layer.batch_exists_v2(["a"])
+    hurry(layer, PATIENCE_SECONDS)
+    closed = threading.Event()
+    inner, storage.close = storage.close, lambda: (inner(), closed.set())
+    closing = threading.Thread(target=layer.close)
+    closing.start()
+    release.set()
+    assert closed.wait(PATIENCE_SECONDS)
+    closing.join()
+
+
 def test_who_closes_a_hung_storage_again_waits_no_longer(hanging):
     layer, storage, _pool, _release = hanging("exist")
     hurry(layer)
