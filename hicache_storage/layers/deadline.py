@@ -240,8 +240,9 @@ class _Workers:
                 return None
             inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)
+            # Within the lock: `close` joins whatever thread it finds here.
+            thread.start()
             self._threads[inbox] = thread
-        thread.start()
         return inbox
 
     def _serve(self, inbox: SimpleQueue[_Job[object] | None]) -> None:
