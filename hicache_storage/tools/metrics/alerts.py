@@ -65,7 +65,8 @@ ALERTS: Final = (
         "HiCacheServerAbsent", f"absent({v.READY.name})", "2m", "critical",
         "No metadata server is scraped.",
         "There is none, or Prometheus cannot reach any. The drivers answer misses; engines compute what they would have fetched.",
-        "See whether the process runs, and whether Prometheus has a read token for `/metrics`.",
+        "See whether the process runs, and whether Prometheus has a read token for `/metrics`. One of several that is gone is not seen here, "
+        "since nothing but your scrape configuration knows how many there are: `up == 0` of their job tells.",
     ),
     Alert(
         "HiCacheServerDraining", f"{v.DRAINING.name} == 1", "30m", "warning",
