@@ -182,7 +182,7 @@ def test_authorities_of_clients_are_changed_without_a_restart(tmp_path, authorit
 
 def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
     certificate, key = authority.sign("settings")
-    with pytest.raises(ValueError, match="needs a certificate"):
+    with pytest.raises(ValueError, match="tls_client_ca needs tls_certificate"):
         ServerSettings(tls_client_ca=authority.file)
     with pytest.raises(ValueError, match=r"settings\.pem cannot be used"):
         ServerTls(certificate, others.sign("mismatch")[1])
