@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from hicache_conformance.metadata.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.refused import RefusedError
 from hicache_metadata_server.shared.answers import Once
+from hicache_metadata_server.shared.connecting import _Sentinels
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.link import Link
 from hicache_metadata_server.shared.service import SharedService
@@ -280,6 +282,32 @@ def test_sentinels_tell_who_the_primary_is_now(tmp_path):
     with redis_replicas(tmp_path, 2) as servers, sentinels(tmp_path, servers[0], replicas=2) as url:
         see_store(url, p.Durability.NONE, 1)
         run(under_load(url, servers[0].kill, after=400))
+
+
+def test_no_sentinel_is_lost_by_looking_at_the_same_time():
+    """redis-py swaps the one that knew the primary to the front of its list, whoever has swapped meanwhile."""
+
+    async def scenario():
+        sentinels, known = _Sentinels([("127.0.0.1", port) for port in (1, 2, 3)]), asyncio.Event()
+        gone, knows, third = sentinels.sentinels
+
+        async def refuse():
+            raise RedisConnectionError("gone")
+
+        async def answer():
+            await known.wait()
+            state = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 2}
+            return {"cache": {"ip": "127.0.0.1", "port": 4, **state}}
+
+        gone.sentinel_masters, knows.sentinel_masters = refuse, answer
+        both = asyncio.gather(*(sentinels.discover_master("cache") for _ in range(2)))
+        await asyncio.sleep(0)
+        known.set()
+        assert await both == [("127.0.0.1", 4)] * 2
+        assert sentinels.sentinels[0] is knows
+        assert set(sentinels.sentinels) == {gone, knows, third}
+
+    run(scenario())
 
 
 def test_sentinels_that_know_no_such_primary(pair, tmp_path):

@@ -55,6 +55,26 @@ class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Waits for a connection, as that of one Redis does."""
 
 
+class _Sentinels(Sentinel):
+    """Remembers them all.
+
+    Who finds the primary puts the Sentinel that knew it at the head of redis-py's list; two who look at the same time put one there
+    twice, and another one is asked never again, nor closed.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+        self.all: Final[tuple[Any, ...]] = tuple(self.sentinels)
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        try:
+            address: tuple[str, int] = await super().discover_master(service_name)
+            return address
+        finally:
+            first = self.sentinels[0]
+            self.sentinels = [first, *(one for one in self.all if one is not first)]
+
+
 def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[], Any]]:
     """A client, whose connections are made when they are needed, and what closes it."""
     # What was sent may have been done: only whoever has an idempotency key may send it again.
@@ -86,12 +106,12 @@ def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callab
         "socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0),
         **secure, **_login(address.sentinel_login), **_tls(address.tls),
     }  # fmt: skip
-    sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
-    primary: Redis = sentinels.master_for(address.name, connection_pool_class=_SentinelPool, **secure, **options)
+    sentinels = _Sentinels(list(address.hosts), sentinel_kwargs=asked)
+    primary: Any = sentinels.master_for(address.name, connection_pool_class=_SentinelPool, **secure, **options)
 
     async def close() -> None:
         await primary.aclose()
-        for sentinel in sentinels.sentinels:
+        for sentinel in sentinels.all:
             await sentinel.aclose()
 
     return primary, close

@@ -69,6 +69,7 @@ class Link:
         self.shown, self.replicas = address.shown, replicas
         self.is_cluster = address.kind is Kind.CLUSTER
         self._nodes_changed, self._is_secure = False, address.tls is not None
+        self._learning = asyncio.Lock()
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
         self._client, self._close = client_of(address, answer_seconds)
 
@@ -207,11 +208,20 @@ class Link:
         return self._error(error)
 
     async def _learn_nodes(self) -> None:
-        """See which nodes a cluster has, at first and when they may have changed."""
+        """See which nodes a cluster has, at first and when they may have changed.
+
+        One at a time: redis-py leaves the connections open of all but the last who look at the same time.
+        """
         await self._client.initialize()
-        if self._nodes_changed:
-            await self._client.nodes_manager.initialize()
-            self._nodes_changed = False
+        async with self._learning:
+            if self._nodes_changed:
+                # What fails meanwhile is a reason to look once more.
+                self._nodes_changed = False
+                try:
+                    await self._client.nodes_manager.initialize()
+                except BaseException:
+                    self._nodes_changed = True
+                    raise
 
     def _error(self, error: Exception) -> StoreError:
         from redis.exceptions import ResponseError
