@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -68,8 +68,7 @@ class _Sentinels(Sentinel):
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         try:
-            address: tuple[str, int] = await super().discover_master(service_name)
-            return address
+            return cast("tuple[str, int]", await super().discover_master(service_name))
         finally:
             first = self.sentinels[0]
             self.sentinels = [first, *(one for one in self.all if one is not first)]
