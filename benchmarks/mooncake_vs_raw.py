@@ -218,15 +218,8 @@ def profile(cluster: DevCluster, subject: str) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds to wait for a quiet machine before each measurement")
-    parser.add_argument("--sglang", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the samples there as JSON")
-    arguments = parser.parse_args()
-    results = Results()
+def run(results: Results, arguments: argparse.Namespace) -> None:
+    """Measure on a cluster of its own, with new clients: one differs from another that is set up alike, for as long as it lives."""
     with DevCluster(1, 512 << 20) as cluster:
         for subject in SHAPES:
             if arguments.profile:
@@ -240,6 +233,24 @@ def main() -> None:
             measure(results, subject, contenders, arguments.rounds, arguments.patience)
             for contender in contenders:
                 contender.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="on each cluster")
+    parser.add_argument(
+        "--clusters", type=int, default=1, help="that are started one after the other, each with clients of its own"
+    )
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds to wait for a quiet machine before each measurement")
+    parser.add_argument("--sglang", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the samples there as JSON")
+    arguments = parser.parse_args()
+    results = Results()
+    for _ in range(arguments.clusters):
+        run(results, arguments)
+    if arguments.profile:
+        return
     print(report(results))
     if arguments.out:
         samples = {"/".join(key): value.seconds for key, value in results.samples.items()}

@@ -1,69 +1,106 @@
-"""Threads that share the copying and verifying of large pages.
-
-Not beside a transfer: the library's caller spins until it has ended, while another of its threads serves the connections.
-"""
+"""Threads that help with a read: while one copies what has come, the other's transfer goes on."""
 
 from __future__ import annotations
 
-import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MOST_THREADS: Final = 4
-"""The caller's own among them."""
-LEAST_BYTES: Final = 256 << 10
-"""Of an item that is worth a thread: smaller ones take longer in Python, of which one thread runs at a time."""
+MOST_HELPERS: Final = 8
+"""Threads for all calls together. A call that finds all of them busy, or hanging, works alone."""
 
 ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
 
 
 class Crew:
-    """Does work in several threads, the caller's and its own. Safe for many threads.
+    """Does the work of a call in several threads, the caller's and its own. Safe for many threads.
 
-    Calls that were given up may come after `close`: their work is done by the caller alone.
+    Work may hang: its thread is left behind then, also by `close` and by the end of the process.
     """
 
     def __init__(self) -> None:
-        self._size = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
-        self._helpers: ThreadPoolExecutor | None = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="hicache-mooncake")
+        self._idle = list[_Helper]()
+        self._count = 0
+        self._closed = False
 
-    def share(self, work: Callable[[Sequence[ItemT]], ResultT], items: Sequence[ItemT], item_bytes: int) -> list[ResultT]:
-        """Results of the work on parts of the items, in their order.
+    def share(self, work: Callable[[ItemT], None], shares: Sequence[ItemT]) -> None:
+        """Do the work with the first share, and with the others as far as there are threads for them.
 
         Args:
-            work: waits for nobody.
-            item_bytes: which it moves for each item.
+            work: takes what is to be done from where all of them find it, so that whoever works leaves nothing.
         """
-        length = -(-len(items) // self._size) if item_bytes >= LEAST_BYTES else len(items)
-        if length == len(items):
-            return [work(items)]
-        begun = list[Future[ResultT]]()
+        jobs = [job for share in shares[1:] if (job := self._begin(partial(work, share))) is not None]
         try:
-            for start in range(length, len(items), length):
-                begun.append(self._begin(work, items[start : start + length]))
-            results = [work(items[:length])]
+            work(shares[0])
         finally:
             # The memory that they work on is given back after this.
-            wait(begun)
-        return results + [future.result() for future in begun]
+            for job in jobs:
+                job.done.acquire()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
 
     def close(self) -> None:
-        """End the threads, after what was begun. Idempotent."""
+        """End the threads; those that work end after that. Idempotent."""
         with self._lock:
-            helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            helpers.shutdown()
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for helper in idle:
+            helper.inbox.put(None)
+        for helper in idle:
+            helper.join()
 
-    def _begin(self, work: Callable[[Sequence[ItemT]], ResultT], items: Sequence[ItemT]) -> Future[ResultT]:
+    def _begin(self, work: Callable[[], None]) -> _Job | None:
+        job = _Job(work)
         with self._lock:
-            if self._helpers is not None:
-                return self._helpers.submit(work, items)
-        future = Future[ResultT]()
-        future.set_result(work(items))
-        return future
+            if self._idle:
+                helper = self._idle.pop()
+            elif self._closed or self._count == MOST_HELPERS:
+                return None
+            else:
+                helper = _Helper(self._rest)
+                helper.start()
+                self._count += 1
+        helper.inbox.put(job)
+        return job
+
+    def _rest(self, helper: _Helper) -> bool:
+        """Whether a helper that has done its job shall wait for another."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._idle.append(helper)
+            return True
+
+
+class _Job:
+    __slots__ = ("done", "error", "work")
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        """Released when the job has been done."""
+        self.done.acquire()
+
+
+class _Helper(threading.Thread):
+    def __init__(self, rest: Callable[[_Helper], bool]) -> None:
+        super().__init__(name="hicache-mooncake", daemon=True)
+        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self._rest = rest
+
+    def run(self) -> None:
+        goes_on = True
+        while goes_on and (job := self.inbox.get()) is not None:
+            try:
+                job.work()
+            except BaseException as error:  # noqa: BLE001 - raised by who waits for it
+                job.error = error
+            goes_on = self._rest(self)
+            job.done.release()

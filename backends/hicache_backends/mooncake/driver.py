@@ -7,13 +7,14 @@ import threading
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client.attachment import Attachment
 from hicache_backends.mooncake.client.opening import longest_lookup
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.names import object_name, object_names, prefix_of
-from hicache_backends.mooncake.reader import BufferedReader, DirectReader
+from hicache_backends.mooncake.reader import DirectReader
 from hicache_backends.mooncake.steady import read_steadily
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
@@ -111,14 +112,14 @@ class MooncakeStorage(ObjectStorage):
             try:
                 for pool in self._admitted.values():
                     _register(attachment, pool)
+                over_tcp = self._settings.protocol == "tcp"
                 self._reader: Reader = (
-                    DirectReader(Blocks(attachment.register_block))
+                    DirectReader(Blocks(attachment.register_block), crew if over_tcp else None)
                     if self._buffer_bytes is None
                     else BufferedReader(self._buffer_bytes, crew)
                 )
-                gathers = self._settings.protocol == "tcp"
-                blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if gathers else BLOCK_BYTES)
-                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, gathers=gathers)
+                blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES)
+                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, crew, gathers=over_tcp)
             except BaseException:
                 crew.close()
                 attachment.close()

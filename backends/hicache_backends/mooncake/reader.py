@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.posix.buffers import Buffers
-from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.crew import Crew
-    from hicache_backends.mooncake.memory import Blocks
+    from hicache_backends.mooncake.memory import Block, Blocks
     from hicache_storage.objects import Call
 
-MOST_BUFFERS: Final = 8
-PART_BYTES: Final = 128 << 10
-"""Of an object that are asked for in one request: over TCP, 64 MiB were seen to come in 0.8 of the time that requests of 1 MiB take."""
-HELD_BYTES: Final = 1 << 20
-"""Copied before it is asked again whether the caller still waits."""
-LONG_COPY: Final = 128 << 10
-"""Bytes of a copy during which other threads shall run; to let them in takes as long as shorter ones."""
-NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
+    Ask = Callable[[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]]
+    """Reads objects, by their names, to addresses; lengths or codes are answered."""
+    Answer = tuple[ObjectRead, str, int]
+    """A read, its object's name, and the length or code that was answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,138 +50,111 @@ class Reader(Protocol):
 class DirectReader:
     """Straight into the parts of the reads. Waits for what it has begun (`stuck_reads="waits"`).
 
-    Over TCP that is not enough for rule GET-9: a transfer that the library gives up, after `GIVES_UP_SECONDS`, may still arrive.
+    Args:
+        crew: for a second thread over TCP; None for other protocols. Over TCP objects are looked up first: what is read without that
+            and given up by the library, after `GIVES_UP_SECONDS`, may still arrive (rule GET-9).
     """
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Blocks, crew: Crew | None) -> None:
+        self._blocks, self._crew = blocks, crew
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         outcome = ReadOutcome()
         for some in rounds(reads, BLOCK_ENVELOPES):
             if call.expired():
                 break
-            self._read(connection, some, outcome)
+            with self._blocks.lend() as block:
+                if self._crew is None:
+                    self._read_by_name(connection, some, block, outcome)
+                else:
+                    self._read_looked_up(connection, some, block, self._crew, outcome, call)
         return outcome
 
-    def _read(self, connection: Connection, reads: Sequence[ObjectRead], outcome: ReadOutcome) -> None:
-        with self._blocks.lend() as block:
-            # An envelope that stood here before must not pass for one that has arrived.
-            block.view[: len(reads) * ENVELOPE_BYTES] = NO_ENVELOPE * len(reads)
-            addresses = [[*map(address_of, read.buffers), block.address + at * ENVELOPE_BYTES] for at, read in enumerate(reads)]
-            sizes = [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads]
-            arrived, block.spoilt = _transfer(connection, reads, addresses, sizes, outcome)
-            for at, read in enumerate(reads):
-                if read in arrived:
-                    read.envelope = bytes(block.view[at * ENVELOPE_BYTES : (at + 1) * ENVELOPE_BYTES])
-        outcome.arrived |= arrived
-
-
-class BufferedReader:
-    """Into buffers of its own, and from there to the parts of the reads as long as their caller waits (rule GET-9).
-
-    Args:
-        size: bytes of each buffer; an object fits into one.
-        crew: for the copies; whoever made it closes it.
-    """
-
-    def __init__(self, size: int, crew: Crew) -> None:
-        self._size, self._crew = size, crew
-        self._buffers = Buffers(size, MOST_BUFFERS)
-
-    def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
-        outcome = ReadOutcome()
-        for some in rounds(reads, BLOCK_ENVELOPES, self._size):
-            if call.expired():
-                break
-            with self._buffers.lend(call) as buffer:
-                self._read(connection, some, buffer, outcome, call)
-        return outcome
-
-    def _read(
-        self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
+    def _read_looked_up(
+        self, connection: Connection, reads: Sequence[ObjectRead], block: Block, crew: Crew, outcome: ReadOutcome, call: Call
     ) -> None:
-        sizes = [read.namespace.object_bytes for read in reads]
-        starts = list(accumulate(sizes[:-1], initial=0))
-        wholes = [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        for whole in wholes:
-            # As above: whatever was read here before is no envelope of this read.
-            whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
-        base, parts = address_of(buffer), [_parts(size) for size in sizes]
-        places = [[base + start + at for at in offsets] for start, (offsets, _) in zip(starts, parts, strict=True)]
-        arrived, spoilt = _transfer(connection, reads, places, [lengths for _, lengths in parts], outcome)
-        if spoilt:
-            self._buffers.forsake(buffer)
-        came = [pair for pair in zip(reads, wholes, strict=True) if pair[0] in arrived]
-        outcome.arrived.update(*self._crew.share(partial(_delivered, call), came, max(sizes)))
+        names = names_of(reads)
+        with connection.looked_up(names, call) as codes:
+            asked = list(zip(reads, names, codes, strict=True))
+            left = deque(enumerate([item for item in asked if not item[2]]))
+            answers = [item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY]
+
+            def work(_: int) -> None:
+                # One by one: whoever waits for one that hangs waits for no others after it.
+                while not call.expired():
+                    try:
+                        at, (read, name, _code) = left.popleft()
+                    except IndexError:
+                        return
+                    began = time.monotonic()
+                    codes = _ask(connection.read_ranges, [read], [name], block, at)
+                    answers.append((read, name, codes[0]))
+                    if has_hung(codes, began):
+                        left.clear()
+
+            crew.share(work, range(min(2, max(1, len(left)))))
+        _sort(connection, answers, outcome)
+        # These may be on a disk, from where only this way leads.
+        others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]
+        if others:
+            self._read_by_name(connection, others, block, outcome)
+
+    def _read_by_name(self, connection: Connection, reads: Sequence[ObjectRead], block: Block, outcome: ReadOutcome) -> None:
+        names, began = names_of(reads), time.monotonic()
+        codes = _ask(connection.read, reads, names, block, 0)
+        block.spoilt = is_late(codes, began)
+        _sort(connection, list(zip(reads, names, codes, strict=True)), outcome)
 
 
-@cache
-def _parts(size: int) -> tuple[list[int], list[int]]:
-    """Offsets and sizes of the requests for an object."""
-    whole = max(0, size // PART_BYTES - 1)
-    sizes = [*([PART_BYTES] * whole), size - PART_BYTES * whole]
-    return list(accumulate(sizes[:-1], initial=0)), sizes
-
-
-def _delivered(call: Call, came: Sequence[tuple[ObjectRead, memoryview]]) -> list[ObjectRead]:
-    """Verify objects and copy them into place; those that were copied, as they are."""
-    done, size = list[ObjectRead](), max((len(whole) for _, whole in came), default=1)
-    some = max(1, HELD_BYTES // size)
-    for start in range(0, len(came), some):
-        with call.caller as waits:
-            if not waits:
-                break
-            for read, whole in came[start : start + some]:
-                _deliver(read, whole)
-                done.append(read)
-    return done
-
-
-def _deliver(read: ObjectRead, whole: memoryview) -> None:
-    # Before the copy, which finds the bytes in the cache then.
-    computed = checksum([whole[:-ENVELOPE_BYTES]]) if read.verifies_checksum else None
-    start = 0
-    for part in read.buffers:
-        length = len(part)
-        end = start + length
-        if length >= LONG_COPY:
-            # Others may run meanwhile.
-            ctypes.memmove(address_of(part), address_of(whole[start:end]), length)
-        else:
-            part[:] = whole[start:end]
-        start = end
-    read.envelope = bytes(whole[start:])
-    read.verify(computed)
-
-
-def _transfer(
-    connection: Connection,
-    reads: Sequence[ObjectRead],
-    addresses: Sequence[Sequence[int]],
-    sizes: Sequence[Sequence[int]],
-    outcome: ReadOutcome,
-) -> tuple[set[ObjectRead], bool]:
-    """Let objects be transferred; those that arrived, and whether others may still do so later."""
-    names = names_of(reads)
-    began = time.monotonic()
-    codes = connection.read(names, addresses, sizes)
-    late = library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.GIVES_UP_SECONDS
-    doubtful, arrived = list[tuple[ObjectRead, str, int]](), set[ObjectRead]()
-    for read, name, code in zip(reads, names, codes, strict=True):
+def _ask(ask: Ask, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int) -> list[int]:
+    """Read objects into their parts, the envelopes by way of a block, from the one at `at` on."""
+    start, size = at * ENVELOPE_BYTES, len(reads) * ENVELOPE_BYTES
+    # An envelope that stood here before must not pass for one that has arrived.
+    block.view[start : start + size] = bytes(size)
+    places = range(start, start + size, ENVELOPE_BYTES)
+    codes = ask(
+        names,
+        [[*map(address_of, read.buffers), block.address + place] for read, place in zip(reads, places, strict=True)],
+        [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads],
+    )
+    for read, place, code in zip(reads, places, codes, strict=True):
         if code == read.namespace.object_bytes:
-            arrived.add(read)
-        elif code >= 0:
+            read.envelope = bytes(block.view[place : place + ENVELOPE_BYTES])
+    return codes
+
+
+def has_hung(codes: Sequence[int], began: float) -> bool:
+    """Whether a request, begun at a time of `time.monotonic()`, has failed for want of an answer: others would take as long."""
+    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.HANGS_SECONDS
+
+
+def is_late(codes: Sequence[int], began: float) -> bool:
+    """Whether a request, begun at a time of `time.monotonic()`, has given up transfers that may still arrive."""
+    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.GIVES_UP_SECONDS
+
+
+def _sort(connection: Connection, answers: Sequence[Answer], outcome: ReadOutcome) -> None:
+    """Reads whose objects have arrived, and what has gone wrong with others."""
+    outcome.arrived.update(read for read, _, code in answers if code == read.namespace.object_bytes)
+    note_faults(connection, answers, outcome)
+
+
+def note_faults(connection: Connection, answers: Sequence[Answer], outcome: ReadOutcome) -> None:
+    """What has gone wrong; reads of objects of another length are told that they are damaged."""
+    doubtful: list[Answer] = []
+    for read, name, code in answers:
+        if code == read.namespace.object_bytes:
+            continue
+        if code >= 0:
             read.damaged = True
         elif code in (library.TRANSFER_FAILED, library.INVALID_PARAMS):
             doubtful.append((read, name, code))
         elif code not in library.GONE:
             outcome.faults.append(_fault(code))
     outcome.faults += _failed(connection, doubtful)
-    return arrived, late
 
 
-def _failed(connection: Connection, doubtful: Sequence[tuple[ObjectRead, str, int]]) -> list[Exception]:
+def _failed(connection: Connection, doubtful: Sequence[Answer]) -> list[Exception]:
     """Tell objects of another length, which are damaged, from transfers that failed: the library answers both with the same codes."""
     faults = list[Exception]()
     for number, (read, name, code) in enumerate(doubtful):

@@ -4,6 +4,7 @@ then made visible."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
+    from hicache_backends.mooncake.crew import Crew
     from hicache_backends.mooncake.memory import Blocks
     from hicache_storage.objects import Call
 
@@ -25,7 +27,10 @@ MOST_OBJECTS: Final = BLOCK_ENVELOPES
 """In one request."""
 GATHERED_BYTES: Final = 256 << 10
 """Objects up to here are copied together before they are sent: over TCP each part of an object costs a request of its own."""
-GATHER_BLOCK_BYTES: Final = 16 << 20
+PORTION_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
+"""Of objects that are transferred together over TCP, while another thread puts the next ones together."""
+GATHER_BLOCK_BYTES: Final = 2 * PORTION_BYTES
+"""A portion for each of two threads."""
 SHORTEST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.1
 
@@ -40,11 +45,10 @@ class WriteOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """A write under its name, and its place in the block."""
+    """A write under its name."""
 
     write: ObjectWrite
     name: str
-    place: int
 
 
 class PageWriter:
@@ -53,11 +57,12 @@ class PageWriter:
     Args:
         copies: of each page.
         wait_seconds: how long for room, and for pages that somebody else is storing.
-        gathers: send small objects in one part; blocks then have `GATHER_BLOCK_BYTES`.
+        gathers: send small objects in one part, and all of them in portions; blocks then have `GATHER_BLOCK_BYTES`.
+        crew: for the second thread; whoever made it closes it.
     """
 
-    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, *, gathers: bool) -> None:
-        self._blocks, self._wait_seconds, self._gathers = blocks, wait_seconds, gathers
+    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, crew: Crew, *, gathers: bool) -> None:
+        self._blocks, self._wait_seconds, self._crew, self._gathers = blocks, wait_seconds, crew, gathers
         self._config = library.replicate_config(copies)
 
     def write(self, connection: Connection, writes: Sequence[ObjectWrite], call: Call) -> WriteOutcome:
@@ -68,7 +73,8 @@ class PageWriter:
         """
         outcome = WriteOutcome()
         until = time.monotonic() + self._wait_seconds
-        for some in self._portions(writes):
+        for start in range(0, len(writes), MOST_OBJECTS):
+            some = writes[start : start + MOST_OBJECTS]
             try:
                 with self._blocks.lend() as block:
                     self._store(connection, some, block, until, outcome, call)
@@ -91,8 +97,7 @@ class PageWriter:
         whole = [write for write in writes if _is_whole(write)]
         if len(whole) < len(writes):
             outcome.faults.append(StorageUnavailableError("a page has another length than its namespace says"))
-        places = accumulate(map(self._needed, whole), initial=0)
-        left = [_Object(*item) for item in zip(whole, names_of(whole), places, strict=False)]
+        left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
         replaced = [item.name for item in left if item.write.replaces]
         if replaced:
             connection.remove(replaced)
@@ -107,23 +112,6 @@ class PageWriter:
 
     def _is_gathered(self, write: ObjectWrite) -> bool:
         return self._gathers and write.namespace.object_bytes <= GATHERED_BYTES
-
-    def _needed(self, write: ObjectWrite) -> int:
-        """Bytes of a block."""
-        return write.namespace.object_bytes if self._is_gathered(write) else ENVELOPE_BYTES
-
-    def _portions(self, writes: Sequence[ObjectWrite]) -> Iterator[list[ObjectWrite]]:
-        """Lists of writes that fit into a request and a block."""
-        some, size = list[ObjectWrite](), 0
-        for write in writes:
-            needed = self._needed(write)
-            if some and (len(some) == MOST_OBJECTS or size + needed > GATHER_BLOCK_BYTES):
-                yield some
-                some, size = [], 0
-            some.append(write)
-            size += needed
-        if some:
-            yield some
 
     def _pass(
         self, connection: Connection, items: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
@@ -150,29 +138,82 @@ class PageWriter:
     def _transfer(
         self, connection: Connection, begun: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
     ) -> None:
-        arrived, published = [False] * len(begun), False
+        arrived = list[_Object]()
+        published = False
         try:
-            parts = [self._parts(item, block) for item in begun]
-            arrived = connection.transfer(
-                [item.name for item in begun],
-                [addresses for addresses, _ in parts],
-                [sizes for _, sizes in parts],
-                [list(accumulate(sizes[:-1], initial=0)) for _, sizes in parts],
-            )
+            self._send(connection, begun, block, call, arrived, outcome)
             # All bytes have been read. A caller who has left may have been answered already (rule SET-8).
             if not call.expired():
                 published = True
-                self._publish(connection, [item for item, ok in zip(begun, arrived, strict=True) if ok], outcome)
+                self._publish(connection, arrived, outcome)
         finally:
-            given_up = [item.name for item, ok in zip(begun, arrived, strict=True) if not (ok and published)]
+            kept = set(arrived) if published else set[_Object]()
+            given_up = [item.name for item in begun if item not in kept]
             if given_up:
                 connection.withdraw(given_up)
-        if not all(arrived):
-            outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
 
-    def _parts(self, item: _Object, block: Block) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of what an object is sent from, after its envelope, and a small page, were put into the block."""
-        write, start = item.write, item.place
+    def _send(
+        self,
+        connection: Connection,
+        items: Sequence[_Object],
+        block: Block,
+        call: Call,
+        arrived: list[_Object],
+        outcome: WriteOutcome,
+    ) -> None:
+        """Let the bytes of objects be transferred; those that have arrived are added."""
+        left = deque(self._portions(items))
+
+        def work(start: int) -> None:
+            while not call.expired():
+                try:
+                    some = left.popleft()
+                except IndexError:
+                    return
+                began = time.monotonic()
+                done = self._send_portion(connection, some, block, start)
+                arrived.extend(done)
+                if len(done) < len(some):
+                    if time.monotonic() - began >= library.HANGS_SECONDS:
+                        # The others would take as long.
+                        left.clear()
+                    outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
+
+        self._crew.share(work, [0, PORTION_BYTES][: len(left)])
+
+    def _portions(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
+        """Lists of objects that are transferred together: those that are gathered a few at a time."""
+        others = [item for item in items if not self._is_gathered(item.write)]
+        if others:
+            yield others
+        some, size = list[_Object](), 0
+        for item in items:
+            if not self._is_gathered(item.write):
+                continue
+            length = item.write.namespace.object_bytes
+            if some and size + length > PORTION_BYTES:
+                yield some
+                some, size = [], 0
+            some.append(item)
+            size += length
+        if some:
+            yield some
+
+    def _send_portion(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:
+        parts = list[tuple[list[int], list[int]]]()
+        for item in items:
+            parts.append(self._parts(item.write, block, start))
+            start += parts[-1][1][-1]
+        done = connection.transfer(
+            [item.name for item in items],
+            [addresses for addresses, _ in parts],
+            [sizes for _, sizes in parts],
+            [list(accumulate(sizes[:-1], initial=0)) for _, sizes in parts],
+        )
+        return [item for item, ok in zip(items, done, strict=True) if ok]
+
+    def _parts(self, write: ObjectWrite, block: Block, start: int) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of what an object is sent from, after what is not sent from the pool was put into the block."""
         if not self._is_gathered(write):
             block.view[start : start + ENVELOPE_BYTES] = write.envelope
             sizes = [*map(len, write.buffers), ENVELOPE_BYTES]

@@ -1,83 +1,103 @@
-"""Work on large pages in several threads."""
+"""Work that several threads share."""
 
 from __future__ import annotations
 
-import os
 import threading
+from collections import deque
 
 import pytest
 
-from hicache_backends.mooncake import crew
-from hicache_backends.mooncake.crew import LEAST_BYTES, Crew
+from hicache_backends.mooncake.crew import MOST_HELPERS, Crew
 
-
-@pytest.fixture(autouse=True)
-def cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+PATIENCE = 60
 
 
 @pytest.fixture
-def three():
+def crew():
     made = Crew()
     yield made
     made.close()
 
 
-@pytest.mark.parametrize(("count", "parts"), [(0, 1), (1, 1), (2, 2), (3, 3), (7, 3)])
-def test_results_are_in_order_and_large_items_are_shared(three, count, parts):
-    items = list(range(count))
-    results = three.share(list, items, LEAST_BYTES)
-    assert [item for part in results for item in part] == items
-    assert len(results) == parts
+def names():
+    return {thread.name for thread in threading.enumerate()}
 
 
-def test_all_work_at_the_same_time(three):
-    together = threading.Barrier(3)
+def test_all_work_at_the_same_time(crew):
+    together, idents = threading.Barrier(3), list[int]()
 
-    def work(items):
-        together.wait(60)
-        return threading.get_ident()
+    def work(_):
+        together.wait(PATIENCE)
+        idents.append(threading.get_ident())
 
-    assert len(set(three.share(work, range(3), LEAST_BYTES))) == 3
+    crew.share(work, range(3))
+    assert len(set(idents)) == 3
+    # The same threads work again.
+    crew.share(work, range(3))
+    assert len(set(idents)) == 3
 
 
-def test_small_items_stay_with_the_caller(three):
-    assert three.share(lambda items: (threading.get_ident(), len(items)), range(9), LEAST_BYTES - 1) == [
-        (threading.get_ident(), 9)
-    ]
+def test_one_share_stays_with_the_caller(crew):
+    idents = list[int]()
+    crew.share(lambda _: idents.append(threading.get_ident()), [0])
+    assert idents == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_an_error_is_raised_when_all_have_ended(three, bad):
+def test_an_error_is_raised_when_all_have_ended(crew, bad):
     """Whoever fails: the memory belongs to the caller again."""
     together, ended = threading.Barrier(3), list[int]()
 
-    def work(items):
-        together.wait(60)
-        if bad in items:
-            raise ValueError(str(bad))
-        ended.extend(items)
+    def work(share):
+        together.wait(PATIENCE)
+        if share == bad:
+            raise ValueError(str(share))
+        ended.append(share)
 
     with pytest.raises(ValueError, match=str(bad)):
-        three.share(work, range(3), LEAST_BYTES)
-    assert sorted(ended) == [item for item in range(3) if item != bad]
+        crew.share(work, range(3))
+    assert sorted(ended) == [share for share in range(3) if share != bad]
 
 
 def test_after_the_end_the_caller_works_alone():
     made, before = Crew(), set(threading.enumerate())
-    made.share(list, range(3), LEAST_BYTES)
+    idents, together = list[int](), threading.Barrier(2)
+    made.share(lambda _: together.wait(PATIENCE), range(2))
     assert set(threading.enumerate()) - before
     made.close()
     made.close()
     assert set(threading.enumerate()) <= before
-    assert made.share(lambda items: (threading.get_ident(), *items), range(3), LEAST_BYTES) == [
-        (threading.get_ident(), number) for number in range(3)
-    ]
+    made.share(lambda _: idents.append(threading.get_ident()), range(2))
+    assert idents == [threading.get_ident()]
 
 
-def test_no_more_threads_than_cores_or_than_pay(monkeypatch):
-    for cores, parts in ((1, 1), (2, 2), (64, crew.MOST_THREADS)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        made = Crew()
-        assert len(made.share(list, range(64), LEAST_BYTES)) == parts
-        made.close()
+def test_threads_that_hang():
+    """Others find threads while there are some, and then work alone; the end waits for none of those that hang."""
+    made, released, begun = Crew(), threading.Event(), threading.Semaphore(0)
+
+    def hang(_):
+        begun.release()
+        released.wait(PATIENCE)
+
+    callers = [threading.Thread(target=made.share, args=(hang, range(2))) for _ in range(MOST_HELPERS)]
+    for caller in callers:
+        caller.start()
+    for _ in range(2 * MOST_HELPERS):
+        assert begun.acquire(timeout=PATIENCE)
+    left, done = deque(range(5)), list[int]()
+
+    def work(_):
+        while left:
+            done.append(left.popleft())
+
+    made.share(work, range(2))
+    assert done == list(range(5))
+    made.close()
+    assert any(thread.name == "hicache-mooncake" and thread.daemon for thread in threading.enumerate())
+    released.set()
+    for caller in callers:
+        caller.join(PATIENCE)
+    for thread in threading.enumerate():
+        if thread.name == "hicache-mooncake":
+            thread.join(PATIENCE)
+    assert "hicache-mooncake" not in names()

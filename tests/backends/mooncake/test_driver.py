@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hicache_backends.mooncake.client.shared import connections
+from hicache_storage.objects import Call
 from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError, StuckReads
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 
@@ -134,6 +135,33 @@ def test_threads_that_write_one_page(rig):
         thread.join()
     assert told == [[True] * 8] * 6
     rigs[0].expect(keys)
+
+
+@pytest.mark.parametrize("way", ["waits", "buffered"])
+def test_threads_that_read_one_page(rig, way):
+    """The library remembers one lookup of a name in a client: they take turns, and all of them are served."""
+    rigs = [rig(components=(200_000, 100_003), stuck_reads=way) for _ in range(4)]
+    keys, told = chain(f"readers {way}", 8), [None] * 4
+    assert rigs[0].put(keys) == [True] * 8
+    together = threading.Barrier(4)
+
+    def read(number):
+        together.wait()
+        told[number] = rigs[number].get(keys[number % 2 :])
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pages = [content(key, 0, rigs[0].page_bytes) for key in keys]
+    assert told == [pages, pages[1:]] * 2
+    connection = rigs[0].driver.attachment._connection
+    assert connection._claimed == set()
+    # Whoever's time passes meanwhile has a miss.
+    with connection.looked_up([rigs[0].name(keys[0])], Call()):
+        assert rigs[1].get(keys[:1], seconds=0.2) == [None]
+    assert rigs[1].get(keys[:1]) == pages[:1]
 
 
 def test_a_set_that_is_too_late_publishes_nothing(rig):

@@ -138,10 +138,11 @@ def test_a_store_is_killed():
         wait_for_hits(workers)
 
 
-def test_a_store_hangs():
+@pytest.mark.parametrize("component", [64 << 10, 256 << 10], ids=["small", "large"])
+def test_a_store_hangs(component):
     """A get is left at its deadline, and what arrives later arrives in the driver's buffers."""
     with DevCluster(1, 32 << 20) as cluster:
-        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(64 << 10, 64 << 10), pages=8)
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(component, component), pages=8)
         keys = chain("hang", 8)
         assert rig.put(keys) == [True] * 8
         rig.expect(keys)
@@ -159,6 +160,29 @@ def test_a_store_hangs():
             assert time.monotonic() < until
             time.sleep(0.05)
         rig.storage.close()
+
+
+def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
+    """A get that reads straight into it waits until the library has given up, and then the pool is its owner's."""
+    # Mooncake's own patience, which is 30 s.
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
+    with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(1 << 20, 64 << 10), pages=8, stuck_reads="waits")
+        keys, later = chain("late", 8), chain("later", 1)
+        assert rig.put(keys) == [True] * 8
+        rig.expect(keys)
+        cluster.stores[0].suspend()
+        assert rig.get(keys) == [None] * 8
+        cluster.stores[0].resume()
+        rig.pool.memory[:] = bytes([UNTOUCHED]) * len(rig.pool.memory)
+        reader, until = Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1), time.monotonic() + RECOVERY_SECONDS
+        while reader.put(later) != [True] or reader.get(later) == [None]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert set(rig.pool.memory) == {UNTOUCHED}
+        for each in (rig, reader):
+            each.storage.close()
 
 
 def test_a_write_that_could_not_be_given_up():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 
-from hicache_backends.mooncake import memory, reader
+from hicache_backends.mooncake import buffered, memory
+from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
-from hicache_backends.mooncake.reader import BufferedReader, DirectReader, rounds
+from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.reader import DirectReader, rounds
 from hicache_storage.objects import Call, Namespace, ObjectRead
 from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.mooncake.harness import identity
@@ -18,13 +23,23 @@ SPACE = Namespace(identity(), PoolName("kv"), PageGeometry("page_first", "bfloat
 
 
 class Scripted:
-    """Stands for a connection: answers codes, and lengths where it is asked for one."""
+    """Stands for a connection: answers codes, in the order in which it is asked, and lengths where it is asked for one."""
 
-    def __init__(self, codes, lengths=()):
-        self.codes, self.lengths, self.asked = codes, list(lengths), 0
+    def __init__(self, codes, lengths=(), found=None):
+        self.codes, self.lengths, self.found, self.asked = list(codes), list(lengths), found, 0
+        self.by_name, self.by_lookup = [], []
 
     def read(self, names, addresses, sizes):
-        return self.codes
+        self.by_name.append(list(names))
+        return [self.codes.pop(0) for _ in names]
+
+    @contextmanager
+    def looked_up(self, names, call):
+        yield [0] * len(names) if self.found is None else self.found
+
+    def read_ranges(self, names, addresses, sizes):
+        self.by_lookup.append(list(names))
+        return [self.codes.pop(0) for _ in names]
 
     def size(self, name):
         self.asked += 1
@@ -38,9 +53,26 @@ def reads(count):
     return [ObjectRead(SPACE, f"key {number}", [memoryview(bytearray(60)), memoryview(bytearray(40))]) for number in range(count)]
 
 
-@pytest.fixture(params=["waits", "buffered"])
-def ways(request):
-    return DirectReader(Blocks(lambda start, size: None)) if request.param == "waits" else BufferedReader(1 << 16, Crew())
+@pytest.fixture
+def alone():
+    crew = Crew()
+    crew.close()
+    return crew
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """All pages count as large."""
+    monkeypatch.setattr(buffered, "LARGE_BYTES", 1)
+
+
+@pytest.fixture(params=["waits", "waits, tcp", "buffered", "buffered, large"])
+def ways(request, alone):
+    if request.param == "buffered, large":
+        request.getfixturevalue("large")
+    if request.param.startswith("buffered"):
+        return BufferedReader(1 << 16, alone)
+    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "waits, tcp" else None)
 
 
 def test_answers(ways):
@@ -67,20 +99,81 @@ def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     assert [read.damaged for read in some] == [True, False, False, False, False]
 
 
+def test_what_a_lookup_answers(alone, large):
+    """What is not there is a miss, what it cannot tell a place of in memory is read by its name, and a fault is a fault."""
+    found = [0, library.NOT_FOUND, library.NO_REPLICA_IN_MEMORY, -1, 0]
+    for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
+        some, connection = reads(5), Scripted([LENGTH] * 3, found=found)
+        outcome = way.read(connection, some, Call())
+        assert outcome.arrived == {some[0], some[2], some[4]}
+        assert [name for names in connection.by_lookup for name in names] == names_of([some[0], some[4]])
+        assert connection.by_name == [names_of([some[2]])]
+        assert [str(fault) for fault in outcome.faults] == ["an object cannot be read (code -1)"]
+        assert not any(read.damaged for read in (some[1], some[3]))
+
+
+def test_portions(alone, large, monkeypatch):
+    """As many objects as a portion holds, or one; and none any more once the caller has left."""
+    monkeypatch.setattr(buffered, "PORTION_BYTES", 2 * LENGTH)
+    some, connection = reads(5), Scripted([LENGTH] * 5)
+    assert BufferedReader(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
+    assert connection.by_lookup == [names_of(some[:2]), names_of(some[2:4]), names_of(some[4:])]
+    # A buffer that holds one of them, whose half would hold none.
+    connection = Scripted([LENGTH] * 5)
+    assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
+    assert connection.by_lookup == [names_of([read]) for read in some]
+
+
+@pytest.mark.parametrize(("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)])
+def test_after_one_that_hangs_no_others_are_waited_for(alone, large, monkeypatch, code, after, left):
+    monkeypatch.setattr(library, "HANGS_SECONDS", after)
+    monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
+    for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
+        some, connection = reads(5), Scripted([LENGTH, code, LENGTH, LENGTH, LENGTH], [LENGTH])
+        assert way.read(connection, some, Call()).arrived == {some[0], *some[5 - left :]}
+        assert len(connection.by_lookup) == 2 + left
+
+
+def test_two_threads_share_what_is_left(large, monkeypatch):
+    """Each has memory of its own, and what both have read is answered."""
+    monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
+    together, places = threading.Barrier(2), set()
+
+    class Both(Scripted):
+        def read_ranges(self, names, addresses, sizes):
+            places.add(addresses[0][0])
+            together.wait(60)
+            return [LENGTH]
+
+    crew, some = Crew(), reads(6)
+    assert BufferedReader(1 << 16, crew).read(Both([]), some, Call()).arrived == set(some)
+    assert max(places) - min(places) == 1 << 15
+    crew.close()
+
+
 @pytest.mark.parametrize(("code", "after", "again"), [(-800, 0.0, False), (-800, 60.0, True), (-704, 0.0, True)])
-def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(monkeypatch, code, after, again):
+def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(monkeypatch, alone, code, after, again):
     """Only what the library gives up goes on; what fails before that has ended."""
     monkeypatch.setattr(library, "GIVES_UP_SECONDS", after)
-    blocks, buffered = Blocks(lambda start, size: None), BufferedReader(1 << 16, Crew())
-    for each in (DirectReader(blocks), buffered):
+    blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
+    for each in (DirectReader(blocks, None), by_buffers):
         each.read(Scripted([code], [LENGTH]), reads(1), Call())
     assert bool(blocks._spare) is again
-    assert bool(buffered._buffers._spare) is again
+    assert bool(by_buffers._buffers._spare) is again
     assert bool(memory._spoilt) is not again
     memory._spoilt.clear()
 
 
-def test_nothing_is_delivered_to_who_has_left():
+def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone, large):
+    monkeypatch.setattr(library, "GIVES_UP_SECONDS", 0.0)
+    blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
+    for each in (DirectReader(blocks, alone), by_buffers):
+        each.read(Scripted([library.TRANSFER_FAILED], [LENGTH]), reads(1), Call())
+    assert blocks._spare
+    assert by_buffers._buffers._spare
+
+
+def test_nothing_is_delivered_to_who_has_left(alone):
     class Gone:
         gone = True
 
@@ -93,11 +186,11 @@ def test_nothing_is_delivered_to_who_has_left():
     class Late(Scripted):
         def read(self, names, addresses, sizes):
             call._caller = Gone()
-            return self.codes
+            return [LENGTH]
 
     call = Call()
     some = [ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)]
-    assert BufferedReader(1 << 16, Crew()).read(Late([LENGTH]), some, call).arrived == set()
+    assert BufferedReader(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
 
 
 def test_rounds():
@@ -111,4 +204,4 @@ def test_rounds():
     assert [list(part) for part in rounds([], 9)] == []
     many = reads(BLOCK_ENVELOPES + 1)
     assert [len(part) for part in rounds(many, BLOCK_ENVELOPES)] == [BLOCK_ENVELOPES, 1]
-    assert reader.MOST_BUFFERS > 1
+    assert buffered.MOST_BUFFERS > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.library import Store
     from hicache_backends.mooncake.config import ClientSettings
+    from hicache_storage.objects import Call
 
 MOST_NAMES: Final = 50_000
 """In one request: the master takes about 3 us for each."""
+LOOK_SECONDS: Final = 0.1
+"""How often who waits for another call looks whether its own is still waited for."""
 
 
 class Connection:
@@ -45,6 +49,9 @@ class Connection:
         """Guards what is registered. Calls do not wait for it: to pin a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
         self._settling = threading.Lock()
+        self._unclaimed = threading.Condition()
+        self._claimed = set[str]()
+        """Names that a call has looked up and is reading."""
         self._stranded = set[str]()
         """Names that the library believes this client is still writing, after a write that could not be ended."""
         warm_up(self.exist)
@@ -106,6 +113,49 @@ class Connection:
             StorageUnavailableError: the master does not answer.
         """
         return self._answered(lambda store: store.batch_get_into_multi_buffers(names, addresses, sizes), len(names))
+
+    @contextlib.contextmanager
+    def looked_up(self, names: Sequence[str], call: Call) -> Generator[list[int]]:
+        """Look up objects for `read_ranges`, which may be called until the context ends: 0 or a code for each.
+
+        The library remembers one lookup of a name: who comes while another call has it waits until that has ended.
+
+        Raises:
+            StorageUnavailableError: the master does not answer, or the time of the call has passed.
+        """
+        if not names:
+            yield []
+            return
+        self._claim(names, call)
+        try:
+            with self._call() as store:
+                try:
+                    yield self._answered(lambda store: store.batch_get_session_start(names), len(names))
+                finally:
+                    store.batch_get_session_end(names)
+        finally:
+            with self._unclaimed:
+                self._claimed.difference_update(names)
+                self._unclaimed.notify_all()
+
+    def _claim(self, names: Sequence[str], call: Call) -> None:
+        with self._unclaimed:
+            while not self._claimed.isdisjoint(names):
+                if call.expired():
+                    raise StorageTimeoutError("another call is reading the same objects, and has not ended in time")
+                self._unclaimed.wait(LOOK_SECONDS)
+            self._claimed.update(names)
+
+    def read_ranges(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+        """Scatter the first bytes of objects that were looked up to their addresses; how many, or a code.
+
+        Nothing arrives after it has returned. Transfers come one after the other, and the library's caller sleeps meanwhile. One
+        that hangs is given up after 30 s, and the next begins.
+        """
+        offsets = [list(accumulate(some[:-1], initial=0)) for some in sizes]
+        with self._call() as store:
+            codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
+        return _fitting(codes, len(names))
 
     def size(self, name: str) -> int:
         """Length of an object, or a code."""

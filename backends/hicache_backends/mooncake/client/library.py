@@ -25,6 +25,7 @@ INVALID_PARAMS: Final = -600
 INVALID_WRITE: Final = -700
 NOT_FOUND: Final = -704
 EXISTS: Final = -705
+NO_REPLICA_IN_MEMORY: Final = -702
 TRANSFER_FAILED: Final = -800
 RPC_FAILED: Final = -900
 RPC_TIMED_OUT: Final = -901
@@ -35,6 +36,8 @@ NOT_BEGUN: Final = frozenset({0, INVALID_PARAMS})
 """What the library answers who gives up an object that it is writing no longer, or has never begun to."""
 FULL: Final = frozenset({NO_ROOM, TENANT_QUOTA})
 UNREACHABLE: Final = frozenset({RPC_FAILED, RPC_TIMED_OUT})
+HANGS_SECONDS: Final = 10.0
+"""A transfer that fails after so long hung: by its own patience, 30 s without any progress, unless $MC_TCP_PROGRESS_TIMEOUT_SEC says otherwise."""
 GIVES_UP_SECONDS: Final = 60.0
 """A transfer that takes longer is answered as failed though it goes on. A sooner failure is the end of it."""
 
@@ -66,6 +69,18 @@ class Store(Protocol):
     def batch_get_into_multi_buffers(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
     ) -> list[int]: ...
+
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]: ...
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_src_offsets: Sequence[Sequence[int]],
+    ) -> list[int]: ...
+
+    def batch_get_session_end(self, keys: Sequence[str]) -> int: ...
 
     def batch_put_session_start(self, keys: Sequence[str], sizes: Sequence[int], config: object) -> list[int]: ...
 

@@ -1,0 +1,184 @@
+"""Reads pages by way of buffers of the driver's own, so that a get ends at its deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
+from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.reader import ReadOutcome, has_hung, is_late, note_faults, rounds
+from hicache_backends.posix.buffers import Buffers
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.mooncake.client.connection import Connection
+    from hicache_backends.mooncake.crew import Crew
+    from hicache_backends.mooncake.reader import Answer, Ask
+    from hicache_storage.objects import Call
+
+    Item = tuple[ObjectRead, str]
+    """A read, and its object's name."""
+
+MOST_BUFFERS: Final = 8
+LARGE_BYTES: Final = 256 << 10
+"""Pages from here on are transferred one after the other: smaller ones come faster all at once."""
+PORTION_BYTES: Final = (1 << 20) + 4 * ENVELOPE_BYTES
+"""Of large objects that are asked for together. A cache has them still when they are copied; where a store hangs, each takes 30 s."""
+HELD_BYTES: Final = 1 << 20
+"""Copied before it is asked again whether the caller still waits."""
+LONG_COPY: Final = 128 << 10
+"""Bytes of a copy during which other threads shall run; to let them in takes as long as shorter ones."""
+NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
+
+
+class BufferedReader:
+    """Into buffers of its own, and from there to the parts of the reads as long as their caller waits (rule GET-9).
+
+    Portions of a buffer are used again and again, so that bytes are verified and copied while a cache still has them; what one
+    thread copies, the other's transfer goes on beside.
+
+    Args:
+        size: bytes of each buffer; an object fits into one.
+        crew: for the second thread; whoever made it closes it.
+    """
+
+    def __init__(self, size: int, crew: Crew) -> None:
+        self._size, self._crew = size, crew
+        self._buffers = Buffers(size, MOST_BUFFERS)
+
+    def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+        outcome = ReadOutcome()
+        for some in rounds(reads, BLOCK_ENVELOPES, self._size):
+            if call.expired():
+                break
+            with self._buffers.lend(call) as buffer:
+                self._read(connection, some, buffer, outcome, call)
+        return outcome
+
+    def _read(
+        self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
+    ) -> None:
+        half = len(buffer) // 2
+        shared = all(read.namespace.object_bytes <= half for read in reads)
+        regions = [buffer[:half], buffer[half:]] if shared else [buffer]
+        portions = _Portions(connection, len(regions[0]), call)
+        portions.add_by_name([read for read in reads if read.namespace.page_bytes < LARGE_BYTES])
+        large = [read for read in reads if read.namespace.page_bytes >= LARGE_BYTES]
+        names = names_of(large)
+        with connection.looked_up(names, call) as codes:
+            portions.add_looked_up(list(zip(large, names, codes, strict=True)))
+            self._crew.share(portions.work, regions[: max(1, len(portions))])
+        if portions.late:
+            self._buffers.forsake(buffer)
+        outcome.arrived.update(portions.delivered)
+        note_faults(connection, portions.answers, outcome)
+
+
+class _Portions:
+    """Objects that are read a few at a time, by as many threads as call `work`.
+
+    Args:
+        most: bytes of a portion.
+    """
+
+    def __init__(self, connection: Connection, most: int, call: Call) -> None:
+        self._connection, self._most, self._call = connection, most, call
+        self._left: deque[tuple[Ask, list[Item]]] = deque()
+        self.delivered = list[ObjectRead]()
+        self.answers: list[Answer] = []
+        self.late = False
+        """The library has given up a read, which may still arrive."""
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add_looked_up(self, asked: Sequence[Answer]) -> None:
+        """Objects that `Connection.looked_up` has answered 0 for are read so."""
+        found = [(read, name) for read, name, code in asked if not code]
+        self._add(self._connection.read_ranges, found, PORTION_BYTES)
+        # These may be on a disk, from where only this way leads.
+        self.add_by_name([read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY])
+        self.answers += [item for item in asked if item[2] not in (0, library.NO_REPLICA_IN_MEMORY)]
+
+    def add_by_name(self, reads: Sequence[ObjectRead]) -> None:
+        """Objects that are looked up and read in one request."""
+        self._add(self._connection.read, list(zip(reads, names_of(reads), strict=True)), self._most)
+
+    def work(self, region: memoryview) -> None:
+        """Read and deliver portions through a region of memory until none is left."""
+        while not (self.late or self._call.expired()):
+            try:
+                ask, items = self._left.popleft()
+            except IndexError:
+                return
+            self._read(ask, items, region)
+
+    def _add(self, ask: Ask, items: Sequence[Item], most: int) -> None:
+        some: list[Item] = []
+        size = 0
+        for item in items:
+            length = item[0].namespace.object_bytes
+            if some and size + length > min(most, self._most):
+                self._left.append((ask, some))
+                some, size = [], 0
+            some.append(item)
+            size += length
+        if some:
+            self._left.append((ask, some))
+
+    def _read(self, ask: Ask, items: Sequence[Item], region: memoryview) -> None:
+        sizes = [read.namespace.object_bytes for read, _ in items]
+        starts = list(accumulate(sizes[:-1], initial=0))
+        wholes = [region[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        for whole in wholes:
+            # As above: whatever was read here before is no envelope of this read.
+            whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
+        base, began = address_of(region), time.monotonic()
+        codes = ask([name for _, name in items], [[base + start] for start in starts], [[size] for size in sizes])
+        if has_hung(codes, began):
+            self._left.clear()
+        if ask == self._connection.read and is_late(codes, began):
+            self.late = True
+        self.answers += [(*item, code) for item, code in zip(items, codes, strict=True)]
+        self.delivered += _delivered(
+            self._call,
+            [(read, whole) for (read, _), whole, size, code in zip(items, wholes, sizes, codes, strict=True) if code == size],
+        )
+
+
+def _delivered(call: Call, came: Sequence[tuple[ObjectRead, memoryview]]) -> list[ObjectRead]:
+    """Verify objects and copy them into place; those that were copied, as they are."""
+    done, size = list[ObjectRead](), max((len(whole) for _, whole in came), default=1)
+    some = max(1, HELD_BYTES // size)
+    for start in range(0, len(came), some):
+        with call.caller as waits:
+            if not waits:
+                break
+            for read, whole in came[start : start + some]:
+                _deliver(read, whole)
+                done.append(read)
+    return done
+
+
+def _deliver(read: ObjectRead, whole: memoryview) -> None:
+    # Before the copy, which finds the bytes in the cache then.
+    computed = checksum([whole[:-ENVELOPE_BYTES]]) if read.verifies_checksum else None
+    start = 0
+    for part in read.buffers:
+        length = len(part)
+        end = start + length
+        if length >= LONG_COPY:
+            # Others may run meanwhile.
+            ctypes.memmove(address_of(part), address_of(whole[start:end]), length)
+        else:
+            part[:] = whole[start:end]
+        start = end
+    read.envelope = bytes(whole[start:])
+    read.verify(computed)

@@ -1,0 +1,133 @@
+"""What a writer sends of pages, in which portions, and what it does about those that do not arrive."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+
+from hicache_backends.mooncake import writer
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.crew import Crew
+from hicache_backends.mooncake.memory import Blocks
+from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
+from hicache_storage.objects import Call, Namespace, ObjectWrite
+from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
+from tests.backends.file.harness import content
+from tests.backends.mooncake.harness import identity
+
+
+class Scripted:
+    """Stands for a connection on which nothing is stored yet; keeps what is sent."""
+
+    def __init__(self, arrives=lambda name: True):
+        self.arrives, self.portions, self.objects = arrives, [], {}
+        self.published, self.withdrawn = [], []
+
+    def settle(self):
+        pass
+
+    def begin(self, names, sizes, config):
+        return [0] * len(names)
+
+    def transfer(self, names, addresses, sizes, offsets):
+        self.portions.append(list(names))
+        for name, *places in zip(names, addresses, sizes, offsets, strict=True):
+            parts = list(zip(*places, strict=True))
+            self.objects[name] = b"".join(ctypes.string_at(address, size) for address, size, _ in parts)
+            assert [offset for *_, offset in parts] == [sum(size for _, size, _ in parts[:at]) for at in range(len(parts))]
+        return [self.arrives(name) for name in names]
+
+    def publish(self, names):
+        self.published += names
+        return [True] * len(names)
+
+    def withdraw(self, names):
+        self.withdrawn += names
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch):
+    monkeypatch.setattr(library, "replicate_config", lambda copies: None)
+
+
+def made(crew, gathers=True):
+    return PageWriter(Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, crew, gathers=gathers)
+
+
+@pytest.fixture
+def alone():
+    crew = Crew()
+    crew.close()
+    return crew
+
+
+def writes(count, *components):
+    space = Namespace(identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 4 * count, components))
+    for number in range(count):
+        parts = [memoryview(bytearray(content(f"{number} {part}", 0, size))) for part, size in enumerate(components)]
+        yield ObjectWrite(space, f"key{number}", parts)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_portions(alone, gathers, monkeypatch):
+    """Small pages a few at a time, large ones together, and all of them where nothing is gathered; nothing is lost of any."""
+    monkeypatch.setattr(writer, "PORTION_BYTES", 300_000)
+    small, large = list(writes(5, 60_000, 40_000)), list(writes(3, 200_000, 100_000))
+    names, connection = names_of(small), Scripted()
+    assert made(alone, gathers).write(connection, [*large, *small], Call()).stored == {*small, *large}
+    every = names_of([*large, *small])
+    assert connection.portions == ([names_of(large), names[:2], names[2:4], names[4:]] if gathers else [every])
+    assert connection.objects == {name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)}
+    assert connection.withdrawn == []
+
+
+def test_two_threads_send_from_memory_of_their_own():
+    together, sent = threading.Barrier(2), list(writes(30, 60_000, 40_000))
+
+    class Both(Scripted):
+        def transfer(self, *asked):
+            together.wait(60)
+            answer = super().transfer(*asked)
+            # Neither puts anything else there before the other has looked.
+            together.wait(60)
+            return answer
+
+    crew, connection = Crew(), Both()
+    assert made(crew).write(connection, sent, Call()).stored == set(sent)
+    assert connection.objects == {name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)}
+    crew.close()
+
+
+@pytest.mark.parametrize(("after", "begun"), [(0.0, 2), (60.0, 5)])
+def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begun):
+    """What has arrived is published, and everything else given up."""
+    monkeypatch.setattr(library, "HANGS_SECONDS", after)
+    monkeypatch.setattr(writer, "PORTION_BYTES", 100_000)
+    sent = list(writes(5, 60_000, 30_000))
+    names = names_of(sent)
+    connection = Scripted(lambda name: name != names[1])
+    outcome = made(alone).write(connection, sent, Call())
+    assert connection.portions == [[name] for name in names[:begun]]
+    assert outcome.stored == {sent[0], *sent[2:begun]}
+    assert sorted(connection.withdrawn) == sorted({*names} - {*connection.published})
+    assert len(outcome.faults) == 1
+
+
+def test_an_error_gives_everything_up(alone, monkeypatch):
+    monkeypatch.setattr(writer, "PORTION_BYTES", 100_000)
+    sent = list(writes(3, 60_000, 30_000))
+    names = names_of(sent)
+
+    def arrives(name):
+        if name == names[1]:
+            raise StorageUnavailableError("no connection")
+        return True
+
+    connection = Scripted(arrives)
+    with pytest.raises(StorageUnavailableError):
+        made(alone).write(connection, sent, Call())
+    assert connection.published == []
+    assert connection.withdrawn == names
