@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the environment of `make interop` and `make matrix`: a real SGLang, whose host pools, cache controllers and storage
-# drivers run on a machine without a GPU, Mooncake with its server, and this project, editable, with its conformance suite.
+# drivers run on a machine without a GPU (and its server too, with tests/interop/stand_in before its other modules), Mooncake
+# with its server, and this project, editable, with its conformance suite.
 # On Debian and Ubuntu it also installs what apt has to bring, as root or with sudo. Takes about two minutes and 3 GB the first
 # time, a second later.
 #
@@ -15,12 +16,13 @@ sglang=0.5.23
 mooncake=0.3.13.post1
 
 # SGLang's own requirements ask for CUDA kernels that cannot be installed here, so it goes in alone, and these are the modules
-# that it imports on the way to its storage layer. Pinned, because nothing else says which versions that version of it meets;
-# triton is torch's choice, where torch has one.
+# that it imports on the way to its storage layer and to its server. Pinned, because nothing else says which versions that version
+# of it meets; triton is torch's choice, where torch has one.
 needed=(
-  aiohttp==3.14.5 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill==0.4.1 fastapi==0.165.0 gguf==0.19.0 ipython==9.18.1
-  msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow==13.0.0 psutil==7.2.2
-  pybase64==1.5.1 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 triton
+  aiohttp==3.14.5 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill==0.4.1 einops==0.8.2 fastapi==0.165.0 gguf==0.19.0
+  ipython==9.18.1 jsonschema==4.26.0 msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7
+  pillow==13.0.0 psutil==7.2.2 pybase64==1.5.1 python-multipart==0.0.34 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3
+  setproctitle==1.3.8 soundfile==0.14.0 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 uvloop==0.23.0 xgrammar==0.2.7 triton
 )
 for_tests=(pytest pytest-timeout pytest-xdist mfusepy)
 
@@ -83,7 +85,8 @@ find_interpreter() {
   exit 1
 }
 
-# SGLang's model code, and transformers when asked whether it is there, name torchvision. The storage layer never calls it.
+# SGLang's model code, and transformers when asked whether it is there, name torchvision. Neither the storage layer nor
+# a model of text calls it.
 stand_in_for_torchvision() {
   local site
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -162,6 +165,7 @@ for name in (
     "managers.cache_controller",
     "mem_cache.hybrid_cache.hybrid_cache_controller",
     "observability.metrics_collector",
+    "entrypoints.http_server",
 ):
     importlib.import_module(f"sglang.srt.{name}")
 importlib.import_module("mooncake.store")

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
 from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_model
+from sglang.srt.runtime_context import get_model, get_parallel, get_serving
 
 from hicache_storage.engines.accounting import Meter, Refusals
 from hicache_storage.engines.marks import MarkPool
@@ -97,6 +97,7 @@ class SGLangBridge(EngineStorage):
         self._anchor: object = None
         self._logical = False
         self._unserved: dict[str, str] = {}
+        self._weights = ""
         self._meter = Meter(enabled=storage_config.enable_storage_metrics)
         self._refusals = Refusals("SGLang")
 
@@ -122,7 +123,10 @@ class SGLangBridge(EngineStorage):
             ConfigError: the driver refuses its configuration.
             InvalidPoolError: the KV pool cannot be served.
         """
-        identity = storage_identity(self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype())
+        weights = _weight_version()
+        identity = storage_identity(
+            self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype(), weight_version=weights
+        )
         options = StorageOptions(
             deadline_seconds=self._config.deadline_seconds,
             metrics=self._engine.enable_storage_metrics or bool(self._config.metrics_port),
@@ -140,6 +144,7 @@ class SGLangBridge(EngineStorage):
             raise
         previous = self._storage
         self._storage, self._anchor, self._logical, self._unserved = storage, mem_pool_host, logical, {}
+        self._weights = weights
         self._export(storage)
         if previous is not None:
             previous.close()
@@ -148,8 +153,9 @@ class SGLangBridge(EngineStorage):
         if self._exporter is not None:
             self._exporter.close()
         if self._config.metrics_port:
-            port = self._config.metrics_port + rank_number(self._engine)
-            self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine))
+            replica = _replica()
+            port = self._config.metrics_port + rank_number(self._engine, replica)
+            self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine, replica))
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         """Make a side pool known. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
@@ -274,6 +280,11 @@ class SGLangBridge(EngineStorage):
     def _attached(self) -> HiCacheStorage:
         if self._storage is None:
             raise InvalidPoolError("the KV pool has not been registered")
+        # SGLang flushes what it holds itself when its weights are updated, and leaves its storage as it is.
+        if (weights := _weight_version()) != self._weights:
+            raise StorageUnavailableError(
+                f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by now; detach and attach the storage"
+            )
         return self._storage
 
     def _answer(self, call: str, ask: Callable[[HiCacheStorage], AnswerT], otherwise: AnswerT, pool: str = "") -> AnswerT:
@@ -406,6 +417,14 @@ def _marks(anchor: object) -> MarkPool:
     )
 
 
+def _weight_version() -> str:
+    """The engine's `--weight-version`, or the one that its weights were updated to; empty where it is not known."""
+    try:
+        return get_serving().weight_version
+    except ValueError:
+        return ""
+
+
 def _engine_kv_dtype() -> str:
     """The engine's `--kv-cache-dtype`, empty where it is not known or does not tell the encoding."""
     if torch.version.hip:
@@ -415,3 +434,12 @@ def _engine_kv_dtype() -> str:
         return get_model().kv_cache_dtype
     except ValueError:
         return ""
+
+
+def _replica() -> int:
+    """Which one of plain DP this process serves: SGLang's storage configuration says 0 in all of them."""
+    try:
+        return int(get_parallel().dp_rank or 0)
+    except RuntimeError:
+        # Nobody has said.
+        return 0

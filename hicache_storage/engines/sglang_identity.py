@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 from msgspec import Meta, field
@@ -29,6 +30,9 @@ ENGINE_KEYS = frozenset(
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
 """Storage types that hide what they hold: SGLang keeps every fp8 and packed KV as uint8."""
+
+NO_WEIGHT_VERSION = ("", "default")
+"""What SGLang calls the version of weights that nobody has given one."""
 
 
 class BridgeConfig(DriverConfig, frozen=True):
@@ -122,7 +126,9 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError("hicache bridge: SGLang gave no model name, and pages of two models must not meet; set one")
 
 
-def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = "") -> StorageIdentity:
+def storage_identity(
+    engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = "", weight_version: str = ""
+) -> StorageIdentity:
     """Whose bytes a rank reads and writes.
 
     A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies the CP size, and the
@@ -133,6 +139,7 @@ def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object,
         config: the bridge's configuration.
         anchor: the KV host pool, or the logical anchor in its place.
         engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
+        weight_version: the engine's `--weight-version`, or what an update of its weights has made of it; empty if unknown.
 
     Raises:
         ConfigError: `kv_dtype` contradicts the pool.
@@ -142,7 +149,7 @@ def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object,
     layer_start, layers = _number(anchor, "start_layer"), _number(anchor, "layer_num")
     return StorageIdentity(
         model=engine.model_name or "",
-        revision=config.revision,
+        revision=_revision(config.revision, weight_version),
         kv_dtype=logical_dtype(anchor, config.kv_dtype, engine_kv_dtype),
         page_size=_number(anchor, "logical_page_size") or _number(anchor, "page_size"),
         layout=str(getattr(anchor, "layout", "")),
@@ -163,19 +170,29 @@ def storage_identity(engine: EngineConfig, config: BridgeConfig, anchor: object,
     )
 
 
-def rank_number(engine: EngineConfig) -> int:
-    """Different for every rank that SGLang tells apart, and counted from 0: TP ranks first, then CP, PP and DP."""
-    groups = (engine.dp_rank * engine.pp_size + engine.pp_rank) * engine.attn_cp_size + engine.attn_cp_rank
+def _revision(declared: str, weight_version: str) -> str:
+    # A list, because no text between the two would be one that neither may contain.
+    return declared if weight_version in NO_WEIGHT_VERSION else json.dumps([declared, weight_version])
+
+
+def rank_number(engine: EngineConfig, replica: int = 0) -> int:
+    """Different for every rank that SGLang tells apart, and counted from 0: TP ranks first, then CP, PP and DP.
+
+    Args:
+        engine: its `dp_rank` is that of DP attention, and 0 in all replicas of plain DP.
+        replica: of plain DP, which DP attention does not run inside of.
+    """
+    groups = ((engine.dp_rank or replica) * engine.pp_size + engine.pp_rank) * engine.attn_cp_size + engine.attn_cp_rank
     return groups * engine.tp_size + engine.tp_rank
 
 
-def rank_labels(engine: EngineConfig) -> dict[str, str]:
-    """What tells ranks apart, in the words of SGLang's own metrics."""
+def rank_labels(engine: EngineConfig, replica: int = 0) -> dict[str, str]:
+    """What tells ranks apart, in the words of SGLang's own metrics; arguments as of `rank_number`."""
     return {
         "model_name": engine.model_name or "",
         "tp_rank": str(engine.tp_rank),
         "pp_rank": str(engine.pp_rank),
-        "dp_rank": str(engine.dp_rank),
+        "dp_rank": str(engine.dp_rank or replica),
     }
 
 

@@ -145,6 +145,11 @@ class TestIdentity:
         assert (who.tenant, who.revision, who.salt) == ("t", "r", "s")
         assert not who.kv_replicated
 
+    @pytest.mark.parametrize(("version", "revision"), [("", "r"), ("default", "r"), ("2", '["r", "2"]')])
+    def test_a_version_of_the_weights_is_part_of_their_revision(self, version, revision):
+        config = bridge_config({**OPTIONS, "revision": "r"})
+        assert storage_identity(Engine(), config, Anchor(), weight_version=version).revision == revision
+
     def test_fields_that_decide_never_collide(self):
         """Findings D8 and D12: each of these is missing from the keys of at least one of SGLang's own drivers."""
         variants = {
@@ -271,3 +276,13 @@ def test_ranks_of_one_engine_have_ports_of_their_own():
     ]
     assert [rank_number(rank) for rank in ranks] == list(range(32))
     assert rank_labels(ranks[7]) == {"model_name": "llama", "tp_rank": "3", "pp_rank": "0", "dp_rank": "0"}
+
+
+def test_replicas_of_plain_dp_have_ports_of_their_own():
+    """SGLang gives each of them the `dp_rank` 0; that of DP attention counts as it is."""
+    plain = {"pp_size": 1, "attn_cp_size": 1}
+    ranks = [(Engine(tp_rank=tp, tp_size=2, **plain), replica) for replica in range(3) for tp in range(2)]
+    assert [rank_number(*rank) for rank in ranks] == list(range(6))
+    assert [rank_labels(*rank)["dp_rank"] for rank in ranks] == ["0", "0", "1", "1", "2", "2"]
+    attention = [Engine(tp_size=1, dp_rank=dp, **plain) for dp in range(3)]
+    assert [rank_number(rank, rank.dp_rank) for rank in attention] == [0, 1, 2]

@@ -151,6 +151,28 @@ def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
     assert rank.bridge.storage.identity.kv_dtype == "fp8_e5m2"
 
 
+def test_pages_are_not_those_of_weights_that_came_later(ranks, storage, monkeypatch):
+    serving = SimpleNamespace(weight_version="default")
+    monkeypatch.setattr("hicache_storage.engines.sglang.get_serving", lambda: serving)
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    backup = rank.backup(tokens(4))
+    rank.wipe()
+    serving.weight_version = "2"
+    assert rank.prefetch(tokens(4)).hit_tokens == 0
+    assert rank.backup(tokens(8, start=100)).completed_tokens == 0
+    assert rank.bridge.refused_calls > 0
+    rank.detach()
+    rank.attach(*storage)
+    assert rank.bridge.storage.identity.revision == '["", "2"]'
+    assert rank.prefetch(tokens(4)).hit_tokens == 0
+    serving.weight_version = "default"
+    rank.detach()
+    rank.wipe()
+    rank.attach(*storage)
+    assert rank.delivered(rank.prefetch(tokens(4)), backup)
+
+
 def test_pages_outlive_a_detach(ranks, storage):
     rank = ranks(mha_pools("page_first"))
     rank.attach(*storage)
@@ -205,6 +227,17 @@ def test_prometheus_can_ask_the_bridge_itself(ranks, storage):
     rank.detach()
     with pytest.raises(URLError, match="refused"):
         urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
+
+
+def test_a_replica_of_plain_dp_has_a_port_of_its_own(ranks, storage):
+    """Its storage configuration says that it is number 0, as that of every replica does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = ranks(mha_pools("page_first"), dp_rank=1)
+    rank.attach(*storage, metrics_port=port - 1, metrics_host="127.0.0.1")
+    assert rank.controller.storage_config.dp_rank == 0
+    assert 'dp_rank="1"' in urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
 
 
 def test_metrics_can_be_switched_off(ranks, storage):

@@ -2,4 +2,12 @@
 class ModelSettings:
     kv_cache_dtype: str
 
+class ParallelContext:
+    dp_rank: int | None
+
+class ServingSettings:
+    weight_version: str
+
 def get_model() -> ModelSettings: ...
+def get_parallel() -> ParallelContext: ...
+def get_serving() -> ServingSettings: ...

@@ -1,0 +1,212 @@
+"""SGLang's own server, a process of its own that runs on the CPU, started by the command of the quick start.
+
+Its scheduler, radix tree, cache controller and HTTP server are SGLang's. What stands in for CUDA kernels lies in `stand_in/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import pkgutil
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from hicache_conformance.ports import accepts, free_ports
+from tests.docs.blocks import blocks, steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+QUICK_START = ROOT / "docs" / "quickstart-engine.md"
+STAND_IN = Path(__file__).parent / "stand_in"
+PAGE_SIZE = 16
+# An idle machine needs ten seconds to start it, one with ten other things to do a minute.
+WAIT_SECONDS = 240.0
+ADMIN_KEY = "key"
+ON_CPU = (
+    f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 4096 --page-size {PAGE_SIZE} "
+    # A machine that is busy would else be answered with what has come in time; and a server that waits keeps it busy.
+    "--hicache-storage-prefetch-policy wait_complete --sleep-on-idle"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server generated, and where it had the prompt's KV from, in tokens."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+    from_storage: int
+
+    def says(self, other: Answer) -> bool:
+        """Whether it is the other's answer, to the rounding of the arithmetic."""
+        near = all(abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True))
+        return self.tokens == other.tokens and near
+
+
+def written_configuration(place: Path) -> dict[str, object]:
+    """Do the quick start's step of writing `hicache.json` in `place`; what it then holds."""
+    commands = [step.command for block in blocks(QUICK_START) if block.language == "console" for step in steps(block.text)]
+    for start in ("mkdir -p cache", "cat > hicache.json"):
+        [command] = [each for each in commands if each.startswith(start)]
+        subprocess.run(["bash", "-ec", command], cwd=place, check=True)
+    return json.loads((place / "hicache.json").read_text())
+
+
+def quick_start_command(model: Path) -> list[str]:
+    """The quick start's command that starts SGLang, for this model."""
+    texts = [block.text for block in blocks(QUICK_START) if block.language == "console"]
+    [command] = [step.command for text in texts for step in steps(text) if step.command.startswith("sglang serve ")]
+    return [str(model) if word == "MODEL" else word for word in shlex.split(command.replace("\\\n", " "))]
+
+
+def other_models() -> list[str]:
+    """SGLang's models but the one served, which it would import on every start, for five seconds."""
+    [package] = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
+    return [module.name for module in pkgutil.iter_modules([package]) if module.name != "llama"]
+
+
+class EngineServer:
+    """The server in a directory that has its configuration; left to nobody when the block ends."""
+
+    def __init__(self, place: Path, command: list[str], *, ranks: int) -> None:
+        self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
+        [self.port] = free_ports(1)
+        self.argv = [*command, *shlex.split(ON_CPU), "--admin-api-key", ADMIN_KEY, "--enable-cache-report"]
+        self.argv += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(ranks)]
+        self.ranks = ranks
+        # Sockets lie in it, whose paths are short by law.
+        self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
+
+    def __enter__(self) -> Self:
+        [program, *arguments] = self.argv
+        path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()), "TMPDIR": self.temporary.name}
+        # The processor of each rank; SGLang would give each a NUMA node.
+        processors = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.ranks)
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, processors))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(sysconfig.get_path("scripts"), program)), *arguments],
+                cwd=self.place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill all its processes. To be asked to end takes SGLang seconds, and less would be lost."""
+        shared = self._shared_memory()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for file in shared:
+            file.unlink(missing_ok=True)
+        self.temporary.cleanup()
+
+    def _shared_memory(self) -> set[Path]:
+        """The files in `/dev/shm` that it has, and that nobody would remove."""
+        found = set[Path]()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(process.name)) == self.process.pid:
+                    found |= {Path(name) for name in re.findall(r"/dev/shm/sgl\S+", (process / "maps").read_text())}
+        return found
+
+    def wait_until_up(self) -> Self:
+        """Until it generates."""
+        self.wait_for(self._is_up, "the server does not start")
+        return self
+
+    def wait_for(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Until a condition holds that the server has to bring about."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"{otherwise}\n{self.log.read_text(errors='replace')[-6000:]}")
+            time.sleep(0.2)
+
+    def _is_up(self) -> bool:
+        try:
+            self.call("GET", "/health_generate")
+        except OSError:
+            return False
+        return True
+
+    def call(self, method: str, path: str, body: object = None) -> str:
+        """One HTTP call.
+
+        Raises:
+            urllib.error.HTTPError: it was refused.
+        """
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+            return answer.read().decode()
+
+    def ask(self, prompt: list[int], **more: object) -> Answer:
+        """Generate eight tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **more}
+        answer = json.loads(self.call("POST", "/generate", body))
+        told = answer["meta_info"]
+        return Answer(
+            tuple(answer["output_ids"]),
+            tuple(logprob for logprob, *_ in told["output_token_logprobs"]),
+            told["cached_tokens"],
+            (told["cached_tokens_details"] or {}).get("storage", 0),
+        )
+
+    def flush(self) -> None:
+        """Forget what is on the device and in host memory; what is stored stays."""
+        self.call("POST", "/flush_cache")
+
+    def update_weights(self, model: Path, version: str) -> None:
+        """Serve another model of the same shape under the same name."""
+        self.call("POST", "/update_weights_from_disk", {"model_path": str(model), "weight_version": version})
+
+    def detach(self) -> None:
+        """Go on without storage."""
+        self.call("DELETE", "/hicache/storage-backend")
+
+    def attach(self, configuration: dict[str, object]) -> str:
+        """Begin to use a storage while the server runs; what SGLang says to it."""
+        body = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": json.dumps(configuration),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+        return self.call("PUT", "/hicache/storage-backend", body)
+
+
+def metrics_port(ranks: int) -> int:
+    """A port that is free, as those of the other ranks are, which come after it."""
+    while True:
+        [port] = free_ports(1)
+        if not any(accepts(port + rank) for rank in range(1, ranks)):
+            return port
+
+
+def pages_counted(port: int, what: str) -> int:
+    """One of the counters of a rank's bridge, as Prometheus reads it."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{"))

@@ -1,0 +1,205 @@
+"""A real SGLang server of two ranks on the CPU, started by the quick start's command, with our drivers as its last tier."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.interop.engine_server import (
+    PAGE_SIZE,
+    Answer,
+    EngineServer,
+    metrics_port,
+    pages_counted,
+    quick_start_command,
+    written_configuration,
+)
+from tests.interop.tiny_model import VOCABULARY, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Three starts of a server, two of them at a time; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+
+RANKS = 2
+PAGES = 24
+REUSED = PAGES * PAGE_SIZE
+
+
+def prompt(number: int) -> list[int]:
+    """Pages of tokens and a few more; prompts of another number share no page."""
+    return [number, *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in range(1, REUSED + 5))]
+
+
+RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)
+
+
+@dataclass
+class Past:
+    """What servers answered that had nothing to reuse, and what the one with a store left behind."""
+
+    place: Path
+    command: list[str]
+    configuration: dict[str, object]
+    without_hicache: Answer
+    first: dict[int, Answer]
+    bundles: dict[int, list[Path]]
+    """Files that appeared with each prompt."""
+
+    def counted(self, what: str) -> list[int]:
+        """A counter of each rank."""
+        return [pages_counted(int(self.configuration["metrics_port"]) + rank, what) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    """A server whose storage was filled and that has ended, beside one without a hierarchical cache."""
+    place = tmp_path_factory.mktemp("engine")
+    write_model(place / "model", seed=1)
+    configuration = written_configuration(place) | {"metrics_port": metrics_port(RANKS), "metrics_host": "127.0.0.1"}
+    (place / "hicache.json").write_text(json.dumps(configuration))
+    command = quick_start_command(place / "model")
+    found = Past(place, command, configuration, Answer((), (), 0, 0), {}, {})
+    with EngineServer(place, command, ranks=RANKS) as server:
+        with EngineServer(place, command[:4], ranks=1) as without:
+            found.without_hicache = without.wait_until_up().ask(RESTARTED)
+        server.wait_until_up()
+        for asked in (RESTARTED, DAMAGED):
+            before = bundles(place)
+            found.first[asked[0]] = server.ask(asked)
+            wait_until_stored(server, found, len(found.first) * PAGES)
+            found.bundles[asked[0]] = sorted(bundles(place) - before)
+    return found
+
+
+@pytest.fixture(scope="module")
+def again(past: Past):
+    """The server, started again over what the first left, and the first that it answered."""
+    with EngineServer(past.place, past.command, ranks=RANKS) as server:
+        yield server, server.wait_until_up().ask(RESTARTED)
+
+
+@pytest.fixture
+def server(past: Past, again: tuple[EngineServer, Answer]) -> EngineServer:
+    """The second server with the quick start's storage, and nothing on the device and in host memory."""
+    server, _ = again
+    exchange(server, past.configuration)
+    return server
+
+
+def exchange(server: EngineServer, configuration: dict[str, object]) -> None:
+    server.detach()
+    server.attach(configuration)
+    server.flush()
+
+
+def bundles(place: Path) -> set[Path]:
+    return set((place / "cache").rglob("*.bundle"))
+
+
+def wait_until_stored(server: EngineServer, past: Past, pages: int) -> None:
+    server.wait_for(lambda: min(past.counted("written")) >= pages, f"{pages} pages are not written")
+
+
+def test_the_hierarchical_cache_changes_no_answer(past):
+    first = past.first[RESTARTED[0]]
+    assert first.cached == past.without_hicache.cached == 0
+    assert first.says(past.without_hicache)
+
+
+def test_a_restarted_server_has_the_prompt_from_storage(past, again):
+    server, answer = again
+    assert (answer.cached, answer.from_storage) == (REUSED, REUSED)
+    assert answer.says(past.first[RESTARTED[0]])
+    namespaces = [path.parent.name for path in (past.place / "cache").rglob("namespace.json")]
+    assert len(namespaces) == RANKS
+    for name in namespaces:
+        assert f"file: pool kv of model '{past.place / 'model'}' has its pages in namespace {name}" in server.log.read_text()
+
+
+def test_what_a_client_of_the_openai_interface_is_told(past, server):
+    body = {"model": "any", "prompt": RESTARTED, "max_tokens": 1, "temperature": 0}
+    usage = json.loads(server.call("POST", "/v1/completions", body))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == REUSED
+
+
+@pytest.mark.parametrize("other", [{}, {"cache_salt": "another"}], ids=["token", "salt"])
+def test_another_prompt_is_answered_with_none_of_it(past, server, other):
+    asked = RESTARTED if other else [RESTARTED[0] + 1, *RESTARTED[1:]]
+    answer = server.ask(asked, **other)
+    assert answer.cached == 0
+    assert answer.says(past.first[RESTARTED[0]]) == bool(other)
+
+
+def test_a_damaged_page_of_one_rank_costs_hits_and_changes_no_answer(past, server):
+    bundle, _ = past.bundles[DAMAGED[0]]
+    stored = bytearray(bundle.read_bytes())
+    stored[len(stored) // 2] ^= 0xFF
+    bundle.write_bytes(stored)
+    answer = server.ask(DAMAGED)
+    assert 0 < answer.from_storage < REUSED
+    assert answer.says(past.first[DAMAGED[0]])
+    assert sorted(past.counted("damaged")) == [0, 1]
+
+
+def test_a_store_is_exchanged_for_another_while_the_server_runs_and_cleared(past, server, storage):
+    driver, options = storage
+    exchange(server, past.configuration | {"driver": driver, "driver_config": options})
+    empty = server.ask(OTHER)
+    assert empty.cached == 0
+    wait_until_stored(server, past, PAGES)
+    server.flush()
+    full = server.ask(OTHER)
+    assert (full.cached, full.from_storage) == (REUSED, REUSED)
+    server.call("POST", "/hicache/storage-backend/clear")
+    server.flush()
+    cleared = server.ask(OTHER)
+    assert cleared.cached == 0
+    assert full.says(empty)
+    assert cleared.says(empty)
+
+
+def test_updated_weights_have_pages_of_their_own(past, server, tmp_path):
+    write_model(tmp_path / "updated", seed=2)
+    server.update_weights(tmp_path / "updated", "2")
+    try:
+        refused = server.ask(RESTARTED)
+        assert refused.cached == 0
+        assert not refused.says(past.first[RESTARTED[0]])
+        exchange(server, past.configuration)
+        assert server.ask(RESTARTED).cached == 0
+        wait_until_stored(server, past, PAGES)
+        server.flush()
+        answer = server.ask(RESTARTED)
+        assert answer.from_storage == REUSED
+        assert answer.says(refused)
+    finally:
+        server.update_weights(past.place / "model", "default")
+    exchange(server, past.configuration)
+    answer = server.ask(RESTARTED)
+    assert answer.from_storage == REUSED
+    assert answer.says(past.first[RESTARTED[0]])
+
+
+def test_a_configuration_that_cannot_be_is_refused_and_the_server_goes_on(past, server):
+    server.detach()
+    with pytest.raises(HTTPError) as refused:
+        server.attach(past.configuration | {"tenent": "acme"})
+    assert "did you mean 'tenant'?" in refused.value.read().decode()
+    assert server.ask(OTHER).cached == 0
+    server.attach(past.configuration)
+    server.flush()
+    assert server.ask(RESTARTED).from_storage == REUSED
+
+
+def test_sglang_does_not_exchange_a_store_that_is_attached(past, server, tmp_path):
+    """Which is why the documents say to detach first; what it then tells of its configuration is not what it uses."""
+    elsewhere = past.configuration | {"driver_config": {"path": str(tmp_path / "elsewhere")}}
+    assert "already enabled" in server.attach(elsewhere)
+    assert "elsewhere" in server.call("GET", "/hicache/storage-backend")
+    assert server.ask(RESTARTED).from_storage == REUSED
