@@ -8,6 +8,8 @@ dir=${1:?usage: scripts/setup.sh DIR}
 # fuse3: the tests count requests on a file system of their own. python3-venv: some images leave it out.
 # chromium: the tests click through the status page (380 MB; apt-get took 10 s for it); fonts-dejavu-core: without a font it draws no text.
 # libatomic1: the Node.js that pyright brings along links to it. libibverbs1, libcurl4, libnuma1: Mooncake does, with RDMA or without.
+# promtool, of the package prometheus: the tests try the alert rules with it. The package and what it depends on are 340 MB, most of it
+# time zones for the pages of a server that nobody starts; so the one program of 48 MB is taken out of it, into the environment.
 # redis-server: several metadata servers share one. systemd: its systemd-analyze reads the unit; nothing of it runs.
 packages=()
 command -v fusermount3 >/dev/null || packages+=(fuse3)
@@ -23,7 +25,9 @@ command -v chromedriver >/dev/null || packages+=(chromium-driver)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 command -v redis-server >/dev/null || packages+=(redis-server)
 command -v systemd-analyze >/dev/null || packages+=(systemd)
-if ((${#packages[@]})); then
+promtool=$(command -v promtool || true)
+[[ ! -x $dir/bin/promtool ]] || promtool=$dir/bin/promtool
+if ((${#packages[@]})) || [[ -z $promtool ]]; then
   as_root=()
   ((EUID == 0)) || as_root=(sudo)
   # The tests start Redis servers of their own; Debian's package would leave one running.
@@ -34,10 +38,17 @@ if ((${#packages[@]})); then
     trap '"${as_root[@]}" rm -f $policy' EXIT
   fi
   "${as_root[@]}" apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+  ((${#packages[@]} == 0)) ||
+    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 fi
 
 [[ -x $dir/bin/python ]] || python3 -m venv "$dir"
+if [[ -z $promtool ]]; then
+  mkdir -p "$dir/prometheus"
+  (cd "$dir/prometheus" && apt-get download -qq -o APT::Sandbox::User=root prometheus && dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool)
+  mv "$dir/prometheus/usr/bin/promtool" "$dir/bin/promtool"
+  rm -r "$dir/prometheus"
+fi
 pip() { "$dir/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
 # torch first and pinned: a plain range would fetch gigabytes of CUDA packages that no test uses.
 pip -c constraints.txt torch

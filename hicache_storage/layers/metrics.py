@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hicache_storage.layers.base import innermost
 from hicache_storage.layers.measuring import MeasuringLayer
 from hicache_storage.objects.recorder import StatsRecorder
+from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hicache_storage.spec import (
         HiCacheStorage,
         HiCacheStorageExtraInfo,
-        PoolName,
         PoolTransfer,
         PoolTransferResult,
         StorageStats,
@@ -33,6 +33,10 @@ class MetricsLayer(MeasuringLayer):
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
         self._recorder = StatsRecorder(type(innermost(inner)).__name__)
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._recorder.count(PoolName(host_pool_name))
 
     def batch_exists_v2(
         self,

@@ -77,7 +77,7 @@ BACKED_UP_PAGES: Final = _counter("hicache_controller_backed_up_pages_total", "P
 DROPPED_PAGES: Final = _counter("hicache_controller_dropped_pages_total", "Pages of all pools whose backup was given up after the last attempt.", source="pages_dropped")  # fmt: skip
 BACKUP_RETRIES: Final = _counter("hicache_controller_backup_retries_total", "Backups tried once more.", source="backup_retries")
 STORAGE_ERRORS: Final = _counter("hicache_controller_storage_errors_total", "Calls of the storage that have raised; the contract forbids it.", source="storage_errors")  # fmt: skip
-INVALID_ANSWERS: Final = _counter("hicache_controller_invalid_answers_total", "Answers of the storage that are none.", source="storage_garbage")  # fmt: skip
+INVALID_ANSWERS: Final = _counter("hicache_controller_invalid_answers_total", "Answers of the storage that are none.", source="invalid_answers")  # fmt: skip
 ABANDONED_CALLS: Final = _counter("hicache_controller_abandoned_calls_total", "Calls of the storage that were left behind.", source="abandoned_calls")  # fmt: skip
 STUCK_CALLS: Final = _gauge(
     "hicache_controller_stuck_calls", "Of those, the ones that have not come back yet.", source="stuck_calls"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hicache_storage.layers import MetricsLayer, StorageLayer, StorageOptions, innermost, wrap
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolName, PoolStats
 
 
 class Foreign(StorageLayer):
@@ -22,6 +24,15 @@ def test_counts_what_is_answered(kit):
     assert (stats.pages_written, stats.bytes_written, stats.pages_hit) == (2, 2 * page, 2)
     assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (1, page, 1)
     assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("counting", [MetricsLayer, StorageLayer], ids=["from outside", "by itself"])
+def test_a_pool_is_counted_from_nothing_as_soon_as_it_is_there(kit, counting):
+    """Prometheus sees no growth in a series that begins with a value."""
+    storage, _ = kit.dict_storage(metrics=counting is StorageLayer)
+    layer = counting(storage)
+    layer.register_mem_host_pool_v2(kit.pool(), "index")
+    assert layer.get_stats().pools["index"] == PoolStats()
 
 
 def test_leaves_to_the_storage_what_only_it_can_count(kit):

@@ -15,6 +15,10 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 SPARE_SHARE: Final = 32
 """One of so many slots of a full scope is kept free or resting by the server (`hicache_metadata_server.state.scope`)."""
 
+MOST_FAILOVERS: Final = 3
+"""More in a quarter of an hour are not one restart of each of several servers. Of three `increase` makes 3.2 where Prometheus looks
+once a minute, hence the half."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -42,7 +46,12 @@ def _hits(window: str) -> str:
     return share(hit, miss)
 
 
-_FAILED: Final = rate(v.REQUESTS, "5m", 'status=~"5.."', by=("route",))
+_WHOLE: Final = '{{ printf "%.0f" $value }}'
+"""What a counter has grown by: Prometheus extrapolates it to its window, and nobody counts 1.07 pages."""
+_FAILED: Final = summed(
+    f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""", "route"
+)
+"""A server that drains refuses leases, and its clients ask another: that is meant."""
 _LEASED: Final = summed(selected(v.SLOTS, 'state="leased"'), "scope")
 _SLOTS: Final = summed(selected(v.SLOTS), "scope")
 _RESTING: Final = f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
@@ -84,7 +93,7 @@ ALERTS: Final = (
     Alert(
         "HiCacheServerErrors", f"{_FAILED} / {rate(v.REQUESTS, '5m', by=('route',))} > 0.01", "5m", "critical",
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.route }} fail.",
-        "The server answers 5xx. 503 means that it cannot write or drains; 500 is a fault in it.",
+        "The server answers 5xx, and does not drain. 503 means that it cannot write; 500 is a fault in it.",
         "Each 500 has a line `request_failed` with a trace and the request's id in the log: report it.",
     ),
     Alert(
@@ -140,7 +149,7 @@ ALERTS: Final = (
     ),
     Alert(
         "HiCacheAuditFails", f"{grown(v.AUDIT_FAILURES, '15m')} > 0", "0m", "warning",
-        "{{ $value | humanize }} audit lines could not be written to their file.",
+        f"{_WHOLE} audit lines could not be written to their file.",
         "They are in the server's log instead. Calls go on.",
         "The line `audit_failed` in the log has the reason: the disk is full, or the directory is not writable for the server's user.",
     ),
@@ -158,7 +167,7 @@ ALERTS: Final = (
     ),
     Alert(
         "HiCacheDamagedPages", f"{grown(v.DAMAGED_PAGES, '15m', by=('driver', 'pool'))} > 0", "0m", "critical",
-        "{{ $labels.driver }} has found {{ $value | humanize }} pages of {{ $labels.pool }} with wrong bytes.",
+        f"{{{{ $labels.driver }}}} has found {_WHOLE} pages of {{{{ $labels.pool }}}} with wrong bytes.",
         "Bytes were read that are not the page that was asked for. They were found by length, envelope or checksum, and answered as "
         "misses; nothing wrong has reached an engine. Disk, memory, network or another program has changed them.",
         "The SDK's log names the first key of each call. Look at the disk's and the kernel's log; see that nobody else writes into the "
@@ -177,8 +186,8 @@ ALERTS: Final = (
         "As for [HiCacheBreakerOpen](#hicachebreakeropen). `hicache_storage_missed_deadlines_total` tells slow from broken.",
     ),
     Alert(
-        "HiCacheFailovers", f"increase({selected(v.FAILOVERS)}[15m]) > 3", "0m", "warning",
-        "A client at {{ $labels.instance }} has left a metadata server {{ $value | humanize }} times in 15 minutes.",
+        "HiCacheFailovers", f"increase({selected(v.FAILOVERS)}[15m]) > {MOST_FAILOVERS + 0.5}", "0m", "warning",
+        f"A client at {{{{ $labels.instance }}}} has left a metadata server {_WHOLE} times in 15 minutes.",
         "A server answers some requests and not others, or several have failed one after another. Calls have gone on elsewhere.",
         "The client's log names the server that was left and why. A single restart is one failover for each client.",
     ),

@@ -1,0 +1,75 @@
+"""The alert rules, read and tried by Prometheus' own tool."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hicache_storage.tools.metrics import ALERTS, rules
+
+ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).with_name("alert_rules.yaml")
+SHORT = "just short of it"
+
+
+def promtool(*arguments):
+    """Of Debian's package `prometheus`; scripts/setup.sh puts it beside Python where the machine has none."""
+    program = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
+    assert program, "there is no promtool: scripts/setup.sh brings it"
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=240)
+
+
+def tried(text):
+    return {test["name"]: test for test in yaml.safe_load(text)["tests"]}
+
+
+def test_prometheus_takes_the_rules():
+    checked = promtool("check", "rules", ROOT / "deploy" / "prometheus-alerts.yaml")
+    assert checked.returncode == 0, checked.stderr
+    assert f"{len(ALERTS)} rules found" in checked.stdout
+
+
+def test_each_fires_when_it_must_and_not_short_of_it():
+    told = promtool("test", "rules", TESTS)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("short", [SHORT, "nothing is wrong"])
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_what_must_not_fire_has_something_to_look_at(alert, short):
+    named = set(re.findall(r"\bhicache_\w+", alert.expr))
+    assert named
+    assert named <= {re.split(r"[{ ]", one["series"])[0] for one in tried(TESTS.read_text())[short]["input_series"]}
+
+
+def test_a_rule_that_fires_too_soon_is_found(tmp_path):
+    loose = rules().replace("hicache_storage_faults_total[5m])) > 0.1", "hicache_storage_faults_total[5m])) > 0.05")
+    assert loose != rules()
+    (tmp_path / "rules.yaml").write_text(loose)
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [tried(TESTS.read_text())[SHORT]]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(test))
+    told = promtool("test", "rules", tmp_path / "tests.yaml")
+    assert told.returncode == 1
+    assert "HiCacheFaults" in told.stdout + told.stderr
+
+
+def test_what_has_been_counted_is_told_in_whole_numbers(tmp_path):
+    """`increase` of one page is 1.07 pages, unless it is told just when rules are looked at."""
+    test = """
+rule_files: [rules.yaml]
+evaluation_interval: 1m
+tests:
+  - interval: 70s
+    input_series: [{series: 'hicache_storage_damaged_pages_total{driver="file",pool="kv"}', values: '0x10 1x10'}]
+    alert_rule_test: [{alertname: HiCacheDamagedPages, eval_time: 20m, exp_alerts: []}]
+"""
+    (tmp_path / "rules.yaml").write_text(rules())
+    (tmp_path / "tests.yaml").write_text(test)
+    told = promtool("test", "rules", tmp_path / "tests.yaml")
+    assert "file has found 1 pages of kv with wrong bytes." in told.stdout + told.stderr
