@@ -148,6 +148,13 @@ def test_what_a_request_names(content_type):
         assert named(p.encode(request, content_type), content_type) == expected, request
 
 
+@pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
+def test_of_a_name_that_no_scope_can_have_only_the_beginning_is_kept(content_type):
+    longest = "9" * 9 + ":" + "n" * 128
+    for request in (p.Inspect(scope=longest + "x" * 10**6), p.Clear(scopes=[longest + "x" * 10**6])):
+        assert named(p.encode(request, content_type), content_type).scope == longest
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}'])
 def test_a_body_that_cannot_be_read_names_nothing(body):
     assert named(body, p.JSON) == named(body, p.MSGPACK) == (0, 0, "")

@@ -18,6 +18,8 @@ KEPT: Final = 20
 """Of each minute, and of all."""
 MINUTES: Final = 60
 SPAN_SECONDS: Final = 60.0 * MINUTES
+NAME_CHARACTERS: Final = 138
+"""Of a scope's name, which is as long as one may be: the body of a refused request may have any text there, and is kept for an hour."""
 
 
 class _Share(msgspec.Struct):
@@ -99,7 +101,7 @@ def named(body: bytes, content_type: str) -> Named:
         *(column for share in shares for column in (share.keys, share.leases)),
     )  # fmt: skip
     names = [share.scope if isinstance(share, _Share) else share for share in read.scopes] or [read.scope] * bool(read.scope)
-    return Named(sum(map(len, columns)), len(names), names[0] if names else "")
+    return Named(sum(map(len, columns)), len(names), names[0][:NAME_CHARACTERS] if names else "")
 
 
 _DECODERS: Final[tuple[msgspec.json.Decoder[_Columns], msgspec.msgpack.Decoder[_Columns]]] = (
