@@ -28,7 +28,7 @@ def main(directory: str, *ports: str) -> None:
     knows = (Path(directory) / "redis-0" / "nodes.conf").exists()
     for node in nodes:
         node.start()
-    cluster = RedisCluster(nodes)
+    cluster = RedisCluster(nodes, [])
     cluster.wait() if knows else cluster.join()
     with socket.create_server(("127.0.0.1", numbers[6])):
         signal.pause()

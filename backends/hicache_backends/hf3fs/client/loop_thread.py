@@ -57,12 +57,7 @@ class LoopThread:
             MetadataError: the loop is closed, or what the work raises.
         """
         awaited = _Awaited(work)
-        try:
-            loop = self.start()
-            loop.call_soon_threadsafe(awaited.start)
-        except (MetadataError, RuntimeError) as error:
-            work.close()
-            raise MetadataError("the client of the metadata server is closed") from error
+        loop = self._begin(work, awaited.start)
         try:
             return awaited.result(seconds + MARGIN_SECONDS)
         except TimeoutError:
@@ -72,8 +67,12 @@ class LoopThread:
             raise
 
     def post(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin some work that nobody waits for."""
-        asyncio.run_coroutine_threadsafe(work, self.start())
+        """Begin some work that nobody waits for.
+
+        Raises:
+            MetadataError: the loop is closed.
+        """
+        self._begin(work, _Awaited(work).start)
 
     def close(self) -> None:
         with self._state:
@@ -84,6 +83,16 @@ class LoopThread:
             return
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+    def _begin(self, work: Coroutine[Any, Any, Any], start: Callable[[], None]) -> asyncio.AbstractEventLoop:
+        try:
+            loop = self.start()
+            loop.call_soon_threadsafe(start)
+        except (MetadataError, RuntimeError) as error:
+            # Work that is dropped without this warns that it was never awaited.
+            work.close()
+            raise MetadataError("the client of the metadata server is closed") from error
+        return loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
