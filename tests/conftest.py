@@ -131,6 +131,7 @@ class Kit:
 
 
 SLOW = (
+    "interop/test_server.py",
     "conformance/test_controls.py",
     "metadata_server/test_page.py",
     "conformance/test_cli.py",

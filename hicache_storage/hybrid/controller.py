@@ -43,7 +43,7 @@ class HybridCacheController:
 
     All methods are called by one thread, the scheduler's, and none waits for a copy or for the storage. Where several
     ranks serve a request together, each calls the same methods in the same order; those marked as a collective then
-    return the same on all of them. A storage that raises, answers garbage or hangs makes misses on all ranks, and nothing
+    return the same on all of them. A storage that raises, gives invalid answers or hangs makes misses on all ranks, and nothing
     else.
 
     Host slots belong to the caller from the moment a method returns them. Slots that a copy or a call of the storage

@@ -32,7 +32,7 @@ class ControllerStats:
     backup_retries: int = 0
     storage_errors: int = 0
     """Calls of the storage that raised."""
-    storage_garbage: int = 0
+    invalid_answers: int = 0
     """Answers of the storage that are none."""
     abandoned_calls: int = 0
     """Calls of the storage that did not come back in time."""

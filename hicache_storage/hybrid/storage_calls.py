@@ -87,7 +87,7 @@ class StorageCalls:
     def _endpoints(self, answer: object, pages: int) -> list[int]:
         ends = _items(answer)
         if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
-            self._garbage(f"endpoints of {pages} pages", answer)
+            self._count_invalid(f"endpoints of {pages} pages", answer)
             return []
         self._failing = False
         return sorted(set(cast("list[int]", ends)))
@@ -104,11 +104,11 @@ class StorageCalls:
                 continue
             checked[transfer.name] = [False] * count
             if answer is not _RAISED:
-                self._garbage(f"{count} pages of {transfer.name!r}", pages)
+                self._count_invalid(f"{count} pages of {transfer.name!r}", pages)
         return checked
 
-    def _garbage(self, asked: str, answer: object) -> None:
-        self._stats.count(storage_garbage=1)
+    def _count_invalid(self, asked: str, answer: object) -> None:
+        self._stats.count(invalid_answers=1)
         self._note(f"the storage was asked for {asked} and answered {answer!r:.80}")
 
     def _note(self, message: str) -> None:

@@ -183,6 +183,14 @@ class ObjectStorage(HiCacheStorage):
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
             self._pools = {**self._pools, name: pool}
+        # From 0, before anything is counted: what grows between two looks at it is seen, what appears with a value is not.
+        self.recorder.count(name)
+        # Two engines that find nothing of each other's are compared by this.
+        logger.info(
+            "%s: pool %s of model %r has its pages in namespace %s",
+            self._driver_name, name, self._identity.model, pool.namespace.name,
+            extra=fields(driver=self._driver_name, pool=name),
+        )  # fmt: skip
 
     def batch_exists_v2(
         self,

@@ -9,6 +9,7 @@ from hicache_storage.transfer.direct import DirectCopies
 from hicache_storage.transfer.gathered import GatheredCopies
 from hicache_storage.transfer.mapped import MappedCopies
 from hicache_storage.transfer.pages import LaidOutPages
+from hicache_storage.transfer.staging import StagedPair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,4 +65,4 @@ def page_copies(
     if not isinstance(host_pages, LaidOutPages):
         raise InvalidTransferError(f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass 'direct'")
     copies = GatheredCopies if backend == "kernel" else MappedCopies
-    return copies(device, device_pages, host_pages, staging_bytes, streams)
+    return copies(StagedPair(device, device_pages, host_pages, staging_bytes, streams))

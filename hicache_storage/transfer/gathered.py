@@ -11,9 +11,10 @@ from hicache_storage.transfer.staging import Staging
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
+    from hicache_storage.transfer.pages import LaidOutPages
     from hicache_storage.transfer.runs import PageMoves, Run
-    from hicache_storage.transfer.streams import Device, Rows, Stream
+    from hicache_storage.transfer.staging import StagedPair
+    from hicache_storage.transfer.streams import Rows, Stream
 
 
 class _Piece(NamedTuple):
@@ -35,23 +36,14 @@ class GatheredCopies:
     layer of a number of pages there, and scatters it. Neither cares for the order of the device pages.
 
     Args:
-        device: makes the streams that fill the buffers, and their memory: two for each direction.
-        staging_bytes: length of a buffer; one page at least.
-        streams: of write-backs and of loads.
+        pair: its device makes the streams that fill the buffers, and their memory: two for each direction, of one page at least.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        device_pages: LayeredPages,
-        host_pages: LaidOutPages,
-        staging_bytes: int,
-        streams: tuple[Stream, Stream],
-    ) -> None:
-        self._device_pages, self._host_pages = device_pages, host_pages
-        self._device, self._staging_bytes = device, staging_bytes
-        out, into = streams
-        self._out = self._staging("gather", out, host_pages.layer_num)
+    def __init__(self, pair: StagedPair) -> None:
+        self._device_pages, self._host_pages = pair.device_pages, pair.host_pages
+        self._device, self._staging_bytes = pair.device, pair.staging_bytes
+        out, into = pair.streams
+        self._out = self._staging("gather", out, pair.host_pages.layer_num)
         self._in = self._staging("stage", into, 1)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
     from hicache_storage.transfer.runs import PageMoves
-    from hicache_storage.transfer.streams import Device, Rows, Stream
+    from hicache_storage.transfer.staging import StagedPair
+    from hicache_storage.transfer.streams import Rows, Stream
 
 
 class _Piece(NamedTuple):
@@ -34,27 +34,18 @@ class MappedCopies:
     buffer on the device, for each direction one.
 
     Args:
-        device: allocates the buffers, and makes host memory visible to kernels.
-        staging_bytes: length of a buffer; one page of one layer's part at least.
-        streams: of write-backs and of loads.
+        pair: its device allocates the buffers, of one page of one layer's part at least, and makes host memory visible to kernels.
 
     Raises:
         InvalidPoolError: kernels cannot reach the host memory, or there is none for a buffer.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        device_pages: LayeredPages,
-        host_pages: LaidOutPages,
-        staging_bytes: int,
-        streams: tuple[Stream, Stream],
-    ) -> None:
-        self._device_pages = device_pages
-        self._host_pages = host_pages.seen_by(device.mapped)
-        largest = max(part[0].numel() * part.element_size() for part in device_pages.layer(0))
-        self._room = max(1, min(staging_bytes // largest, device_pages.page_num))
-        self._out, self._in = (device.scratch(self._room * largest, [stream]) for stream in streams)
+    def __init__(self, pair: StagedPair) -> None:
+        self._device_pages = pair.device_pages
+        self._host_pages = pair.host_pages.seen_by(pair.device.mapped)
+        largest = max(part[0].numel() * part.element_size() for part in pair.device_pages.layer(0))
+        self._room = max(1, min(pair.staging_bytes // largest, pair.device_pages.page_num))
+        self._out, self._in = (pair.device.scratch(self._room * largest, [stream]) for stream in pair.streams)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
         pieces = self._pieces(stream, moves)

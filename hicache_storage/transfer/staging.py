@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.pages import LaidOutPages
+    from hicache_storage.transfer.pages import LaidOutPages, LayeredPages
     from hicache_storage.transfer.streams import Device, Event, Stream
+
+
+class StagedPair(NamedTuple):
+    """A pair of pools, and the device memory that their pages pass through on the way."""
+
+    device: Device
+    device_pages: LayeredPages
+    host_pages: LaidOutPages
+    staging_bytes: int
+    """Length of a buffer."""
+    streams: tuple[Stream, Stream]
+    """Of write-backs and of loads."""
 
 
 class Staging:

@@ -284,7 +284,7 @@ def test_what_is_no_answer_is_a_miss(stack, store, name, answer):
     assert stack.free() == stack.total()
     stats = stack.controller.stats()
     raised = isinstance(answer, BaseException)
-    assert (stats.storage_errors > 0, stats.storage_garbage > 0) == (raised, not raised)
+    assert (stats.storage_errors > 0, stats.invalid_answers > 0) == (raised, not raised)
     assert fetched(stack, 8).tokens == 0, "the workers live"
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix import HiMambaRadixCache
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
     from hicache_storage.hybrid.stack.parts import Parts
-    from hicache_storage.pools import IndexerDevicePool, MambaDevicePool, MHADevicePool, MLADevicePool
+    from hicache_storage.pools import MambaDevicePool, MHADevicePool, MLADevicePool
     from hicache_storage.spec import HiCacheStorage
 
 POLL_SECONDS = 0.0005
@@ -119,8 +119,3 @@ class DSAHybridStack(HybridStack):
     def kv(self) -> MLADevicePool:
         """Latent rows on the device."""
         return cast("MLADevicePool", self.device_pools[PoolName.KV])
-
-    @property
-    def index_keys(self) -> IndexerDevicePool:
-        """The indexer's keys on the device, in the slots of `kv`."""
-        return cast("IndexerDevicePool", self.device_pools[PoolName.INDEXER])

@@ -198,10 +198,8 @@ class Programs(Fetches):
 
     @rule(pick=PICKS, more=st.lists(st.integers(1, 3), min_size=1, max_size=6))
     def decode(self, pick, more):
-        request = self.one_running(pick)
-        if request and not self.world.extend(request, more):
-            self.world.running.remove(request)
-            self.world.drop(request)
+        if request := self.one_running(pick):
+            self.world.extend(request, more)
 
     @rule(pick=PICKS)
     def finish(self, pick):

@@ -113,9 +113,13 @@ class World:
         return lock
 
     def extend(self, request, more) -> bool:
-        """Decode: more tokens of a running request."""
+        """Decode: more tokens of a running request, which ends here where there is no room for them."""
         request.tokens += tuple(more)
-        return self._compute(request, len(request.tokens), insert=False)
+        if self._compute(request, len(request.tokens), insert=False):
+            return True
+        self.running.remove(request)
+        self.drop(request)
+        return False
 
     def finish(self, request) -> int:
         """End a request; what can be used again goes to the cache. Returns how many tokens that is."""

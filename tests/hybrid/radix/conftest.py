@@ -1,0 +1,31 @@
+"""What tests of the cache share."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_storage.hybrid.policies import WritePolicy
+from tests.hybrid.radix.real import RealController
+from tests.hybrid.radix.serving import GRID, PAGE
+from tests.hybrid.radix.standin import StandInController
+from tests.hybrid.radix.world import SIZES, World
+
+
+@pytest.fixture(params=[StandInController, RealController])
+def make_world(request):
+    made = []
+
+    def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
+        controller = request.param(SIZES | sizes, PAGE, states=grid is not None, threshold=threshold)
+        made.append(World(controller, PAGE, grid, policy))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.check()
+        world.controller.close()
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world()

@@ -1,0 +1,213 @@
+"""What the cache does with a storage below: what comes back from there, and what goes there once, or once more."""
+
+from __future__ import annotations
+
+from hicache_storage.hybrid.policies import WritePolicy
+from tests.hybrid.radix.serving import LONG, PAGE, fetch, served
+from tests.hybrid.radix.world import KV
+from tests.hybrid.waiting import until
+
+
+def forget(world):
+    world.settle()
+    world.cache.evict(100, 100)
+    world.settle()
+    world.cache.evict_host(100, 100)
+    assert not world.cache.match(LONG).length
+
+
+def test_a_prefix_comes_back_from_storage(world):
+    served(world, LONG)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 16
+    request = world.start(LONG)
+    world.drop(request)
+    world.running.clear()
+
+
+def test_what_fits_is_cut_to_a_checkpoint(make_world):
+    """Checkpoints after 2 and 8 of 8 pages, 5 pages free: the first 2 pages come back (defect D1)."""
+    world = make_world(host_kv=18, grid=4)
+    served(world, LONG, 4)
+    forget(world)
+    # A request keeps four of the nine host pages.
+    keeper = tuple(range(80, 88))
+    served(world, keeper)
+    world.cache.evict(100, 100)
+    lock = world.cache.lock(world.cache.match(keeper))
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 4
+    world.cache.unlock(lock)
+
+
+def test_without_states_what_fits_is_cut_to_a_page(make_world):
+    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request computes from there."""
+    world = make_world(host_kv=18, grid=None)
+    served(world, LONG)
+    forget(world)
+    keeper = tuple(range(80, 88))
+    served(world, keeper)
+    world.cache.evict(100)
+    lock = world.cache.lock(world.cache.match(keeper))
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 10
+    world.cache.unlock(lock)
+    request = world.start(LONG)
+    assert world.cache.match(LONG, device_only=True).length == 16
+    world.drop(request)
+    world.running.clear()
+
+
+def test_eviction_is_tried_before_anything_is_cut(make_world):
+    world = make_world(host_kv=18, grid=4)
+    served(world, LONG, 4)
+    forget(world)
+    served(world, tuple(range(80, 88)))
+    world.cache.evict(100, 100)
+    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
+    fetch(world, LONG)
+    assert world.cache.match(LONG).host_length == 16
+
+
+def test_nothing_under_the_threshold_is_fetched(make_world):
+    world = make_world(threshold=17)
+    served(world, LONG)
+    forget(world)
+    assert not world.cache.prefetch_from_storage("r", LONG)
+    assert world.cache.check_prefetch("r")
+
+
+def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
+    """Its path is copied to the host first, or the prefix there would have a hole."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    assert world.cache.usage().host_tokens == 0
+    fetch(world, LONG)
+    world.settle()
+    match = world.cache.match(LONG)
+    assert (match.length, match.host_length) == (16, 8)
+
+
+def test_a_prefetch_does_not_wait_for_room_for_the_state_before_it(make_world):
+    """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no state."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE, host_states=1)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+    assert world.cache.usage().dropped_tokens == 0
+
+
+def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
+    free = world.controller.host_slots[KV].available_size()
+    assert world.cache.prefetch_from_storage("r", LONG)
+    world.cache.evict(100, 100)
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().dropped_tokens == 8
+    until(lambda: world.controller.host_slots[KV].available_size() == free)
+
+
+def test_what_came_meanwhile_is_not_held_twice(world):
+    served(world, LONG, 8)
+    forget(world)
+    assert world.cache.prefetch_from_storage("r", LONG)
+    request = world.start(LONG[:9])
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    world.check()
+    world.drop(request)
+    world.running.clear()
+    assert world.cache.match(LONG).length == 16
+
+
+def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
+    world.controller.refuse_backups = True
+    served(world, LONG)
+    world.controller.refuse_backups = False
+    forget(world)
+    assert world.cache.prefetch_from_storage("r", LONG)
+    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    assert world.cache.match(LONG).length == 0
+    served(world, LONG)
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
+def test_another_storage_gets_what_is_on_the_host_when_it_is_used(world):
+    served(world, LONG)
+    world.cache.end_prefetches()
+    world.controller.detach()
+    world.controller.attach(empty=True)
+    world.cache.storage_changed()
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
+def grow(world, tokens):
+    """A request whose answer is a page longer each time; the tokens of the conversation then."""
+    served(world, (*tokens, tokens[-1] + 1, tokens[-1] + 2))
+    return (*tokens, tokens[-1] + 1, tokens[-1] + 2)
+
+
+def test_what_the_storage_has_lost_goes_there_again_once(world):
+    served(world, LONG)
+    stored = world.cache.usage().host_tokens
+    tokens = grow(world, LONG)
+    assert world.cache.usage().tokens_stored_again == 0
+    world.controller.lose(1.0, while_read=False)
+    tokens = grow(world, tokens)
+    world.settle()
+    again = world.cache.usage().tokens_stored_again
+    assert again >= stored
+    for _ in range(3):
+        tokens = grow(world, tokens)
+    world.settle()
+    assert world.cache.usage().tokens_stored_again == again
+    forget(world)
+    fetch(world, tokens)
+    assert world.cache.match(tokens).length >= 20
+
+
+def test_a_storage_that_keeps_nothing_makes_no_storm(world):
+    """Every time something is stored, all before it is missing; it is not written for ever."""
+    tokens, came = LONG, 0
+    for _ in range(8):
+        tokens = grow(world, tokens)
+        world.controller.lose(1.0, while_read=False)
+        usage = world.cache.usage()
+        assert usage.tokens_stored_again <= usage.host_tokens
+        came = max(came, usage.tokens_stored_again)
+    assert came
+
+
+def test_a_state_that_had_to_be_computed_again_is_stored_again(world):
+    """Its KV is cached; the state was evicted everywhere and the storage has lost it."""
+    served(world, LONG)
+    world.cache.evict(0, 100)
+    world.cache.evict_host(0, 100)
+    world.controller.lose(1.0, while_read=False)
+    assert world.cache.match(LONG).length == 0
+    assert world.cache.usage().host_tokens
+    served(world, LONG)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16

@@ -1,0 +1,77 @@
+"""What `ObjectStorage` makes of pages that are not what was stored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.objects.storing import stored
+
+
+class TestDamage:
+    @pytest.mark.parametrize("what", ["bit", "short", "long", "other key", "other pool", "empty"])
+    def test_a_damaged_page_is_a_miss_until_it_is_set_again(self, kit, what, caplog):
+        storage, pool = kit.dict_storage({"kv": kit.pool(), "mamba": kit.pool()})
+        stored(storage, pool, ["a", "b"], [0, 1])
+        name = storage.pools["kv"].namespace.object_name("a")
+        other = storage.pools["kv"].namespace.object_name("b")
+        storage.batch_set_v2([pool.transfer("mamba", ["a"], [0])])
+        payload = storage.objects[name]
+        storage.objects[name] = {
+            "bit": bytes([payload[0] ^ 1]) + payload[1:],
+            "short": payload[:-1],
+            "long": payload + b"\0",
+            "other key": storage.objects[other],
+            "other pool": storage.objects[storage.pools["mamba"].namespace.object_name("a")],
+            "empty": b"",
+        }[what]
+        with caplog.at_level(logging.WARNING):
+            assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [4, 5])]) == {"kv": [False, True]}
+        assert "1 damaged pages in pool kv, first 'a'" in caplog.text
+        assert storage.get_stats().pools["kv"].pages_damaged == 1
+        assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0
+        again = pool.fill(0, 9)
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+        assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 2
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [6])]) == {"kv": [True]}
+        assert pool.page(6) == again
+
+    def test_it_is_reported_once_and_forgotten_when_somebody_else_repairs_it(self, kit, caplog):
+        objects = {}
+        mine, other = kit.storage(kit.identity(), objects), kit.storage(kit.identity(), objects)
+        pool = kit.pool()
+        for storage in (mine, other):
+            storage.register_mem_host_pool_v2(pool, "kv")
+        stored(mine, pool, ["a"], [0])
+        (name,) = objects
+        good, objects[name] = objects[name], objects[name][:-1]
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        assert caplog.text.count("damaged pages") == 1
+        assert mine.get_stats().pools["kv"].pages_damaged == 1
+        objects[name] = good
+        assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
+        assert mine.batch_exists_v2(["a"]).kv_hit_pages == 1
+
+    def test_a_driver_that_discards_leaves_nothing_to_remember(self, kit):
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+        (name,) = storage.objects
+        storage.objects[name] = b"torn"
+        storage.discard_objects = lambda batches, call: storage.objects.pop(name) is not None
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        storage.objects[name] = b"written by somebody else"
+        assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+
+    def test_without_checksums_the_rest_is_still_verified(self, kit):
+        storage, pool = kit.dict_storage(verifies_checksums=False)
+        stored(storage, pool, ["a", "b"], [0, 1])
+        names = [storage.pools["kv"].namespace.object_name(key) for key in "ab"]
+        flipped = bytes([storage.objects[names[0]][0] ^ 1]) + storage.objects[names[0]][1:]
+        storage.objects[names[0]] = flipped
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
+        storage.objects[names[0]] = storage.objects[names[1]]
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        assert storage.get_stats().verifies_checksums is False

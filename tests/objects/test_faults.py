@@ -1,0 +1,190 @@
+"""What `ObjectStorage` makes of a driver that fails, and of being opened and closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import pytest
+
+from hicache_storage.spec import (
+    StorageClosedError,
+    StorageForkedError,
+    StorageUnavailableError,
+)
+from tests.objects.storing import stored
+
+
+class TestFaults:
+    """FT-1: whatever the driver raises is a miss, counted, and logged once for each episode."""
+
+    @pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("down"), KeyError("bug"), EOFError()])
+    def test_a_failing_driver_is_a_miss(self, kit, error, caplog):
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+
+        def fail(operation):
+            raise error
+
+        storage.before = fail
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
+                assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [1, 2])]) == {"kv": [False, False]}
+                assert storage.batch_set_v2([pool.transfer("kv", ["c"], [1])]) == {"kv": [False]}
+            assert caplog.text.count("answering misses") == 1
+            faults = storage.get_stats().faults
+            assert faults == storage.fault_count() > 6
+            storage.before = lambda operation: None
+            assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
+            assert caplog.text.count("serving again") == 1
+
+    @pytest.mark.parametrize("failing", ["read", "write"])
+    def test_lookups_that_serve_do_not_end_the_episode_of_others(self, kit, failing, caplog):
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+
+        def fail(operation):
+            if operation == failing:
+                raise OSError(28, "No space left on device")
+
+        storage.before = fail
+        with caplog.at_level(logging.INFO):
+            for number in range(3):
+                assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+                storage.batch_get_v2([pool.transfer("kv", ["a"], [1])])
+                storage.batch_set_v2([pool.transfer("kv", [f"new{number}"], [1])])
+            assert caplog.text.count("answering misses") == 1
+            assert "serving again" not in caplog.text
+
+    def test_reads_of_nothing_do_not_end_the_episode_of_reads(self, kit, caplog):
+        """A driver that knows that a page is not there does not touch what fails."""
+        storage, pool = kit.dict_storage()
+        stored(storage, pool, ["a"], [0])
+        real = storage.read_objects
+
+        def fail(batches, call):
+            if any(read.key == "a" for batch in batches for read in batch.reads):
+                raise OSError(5, "I/O error")
+            return real(batches, call)
+
+        storage.read_objects = fail
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+                assert storage.batch_get_v2([pool.transfer("kv", ["nowhere"], [1])]) == {"kv": [False]}
+            assert caplog.text.count("answering misses") == 1
+            storage.read_objects = real
+            assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
+            assert caplog.text.count("serving again") == 1
+
+    def test_an_answer_of_the_wrong_length(self, kit):
+        storage, _pool = kit.dict_storage()
+        storage.objects_exist = lambda batches, call: [[True]]
+        assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0
+        assert storage.get_stats().faults == 1
+
+    def test_connecting_fails_and_is_tried_again(self, kit, monkeypatch):
+        storage, pool = kit.dict_storage()
+
+        def down(operation):
+            if operation == "connect":
+                raise OSError("no route")
+
+        storage.before = down
+        with pytest.raises(StorageUnavailableError, match="no route"):
+            storage.open()
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+        assert storage.health().ok is False
+        storage.before = lambda operation: None
+        monkeypatch.setattr("hicache_storage.objects.lifecycle.OPEN_RETRY_SECONDS", 0)
+        storage.open()
+        assert storage.health().ok
+        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+
+    def test_an_absent_store_is_not_asked_at_every_call(self, kit):
+        storage, _pool = kit.dict_storage()
+
+        def down(operation):
+            raise OSError("down")
+
+        storage.before = down
+        for _ in range(5):
+            storage.batch_exists_v2(["a"])
+        assert storage.asked == ["connect"]
+
+
+class TestLifecycle:
+    def test_nothing_happens_before_the_first_call(self, kit):
+        storage, _ = kit.dict_storage()
+        assert storage.asked == []
+        storage.batch_exists_v2(["a"])
+        assert storage.asked == ["connect", "exist"]
+
+    def test_closed_once_and_refused_afterwards(self, kit):
+        storage, pool = kit.dict_storage()
+        storage.open()
+        storage.close()
+        storage.close()
+        assert storage.asked == ["connect", "disconnect"]
+        for call in (
+            lambda: storage.batch_exists_v2(["a"]),
+            lambda: storage.batch_get_v2([pool.transfer("kv", ["a"], [0])]),
+            lambda: storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]),
+            lambda: storage.register_mem_host_pool_v2(pool, "kv"),
+            storage.open,
+            storage.clear,
+        ):
+            with pytest.raises(StorageClosedError, match="dict: the storage is closed"):
+                call()
+        assert storage.get_stats().driver == "dict"
+        assert storage.health().ok is False
+
+    def test_a_storage_that_was_never_opened_has_nothing_to_disconnect(self, kit):
+        storage, _ = kit.dict_storage()
+        storage.close()
+        assert storage.asked == []
+
+    def test_close_waits_for_calls_in_flight(self, kit):
+        storage, _pool = kit.dict_storage()
+        storage.open()
+        entered, leave = threading.Event(), threading.Event()
+
+        def slow(operation):
+            if operation == "exist":
+                entered.set()
+                leave.wait(60)
+
+        storage.before = slow
+        caller = threading.Thread(target=storage.batch_exists_v2, args=(["a"],))
+        caller.start()
+        assert entered.wait(60)
+        closer = threading.Thread(target=storage.close)
+        closer.start()
+        while not storage._lifecycle.closed:
+            time.sleep(0.001)
+        assert "disconnect" not in storage.asked
+        leave.set()
+        caller.join(60)
+        closer.join(60)
+        assert storage.asked[-1] == "disconnect"
+
+    def test_a_forked_child_is_told(self, kit):
+        storage, _ = kit.dict_storage()
+        storage.open()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                storage.batch_exists_v2(["a"])
+                os.write(writer, b"served")
+            except StorageForkedError as error:
+                os.write(writer, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert "before a fork" in os.read(reader, 1000).decode()
+        os.close(reader)
+        os.close(writer)
