@@ -29,7 +29,8 @@ SURVIVING: Final = ("durability>=process",)
 FT_5: Final[Mapping[Kind, str]] = {Kind.REWRITTEN: "SET-3", Kind.LOST: "FT-5", Kind.DENIED: "FT-5"}
 PAGES: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=(3_000, 5_000))}
 PAGE_BYTES: Final = 64_000
-LONG: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=8, components=(PAGE_BYTES - 16_000, 16_000))}
+LITTER_KEYS: Final = 48
+LONG: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=LITTER_KEYS, components=(PAGE_BYTES - 16_000, 16_000))}
 LITTER_KILLS: Final = 8
 CAPACITY_BYTES: Final = 2 << 20
 
@@ -73,8 +74,9 @@ class DurabilityCases:
         stage, random = Stage(lab, LONG), lab.chance("strikes")
         engine, sizes, payload = stage.peer("engine0"), list[int](), 0
         for kill in range(LITTER_KILLS):
-            # Of fresh keys, because a set of pages that exist writes nothing; of several calls, which tell how long one takes.
-            keys = stage.new_keys(16)
+            # Of fresh keys, and more than are set, because a set of pages that exist writes nothing; of several calls, which tell
+            # how long one takes.
+            keys = stage.new_keys(LITTER_KEYS)
             work = stage.work(keys, {Call.SET: 1}, calls=12, longest=2)
             stage.play({engine: work}, {engine: Strike(random.randint(2, 6), random.random())})
             engine = stage.peer(f"engine{kill + 1}")
@@ -82,7 +84,7 @@ class DurabilityCases:
             if lab.capabilities.clears:
                 engine.clear()
             elif kill:
-                payload += len(keys) * PAGE_BYTES
+                payload += PAGE_BYTES * sum(content is not None for content in engine.get(keys))
             footprint = Footprint.of(lab.config, lab.tmp)
             sizes += [footprint.bytes] if footprint else []
         stage.judge("FT-5", rules=FT_5)

@@ -430,8 +430,8 @@ class CollectsNoDrafts(SharedFiles):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.draft(path)
         draft.write_bytes(write.tobytes())
-        # Nearly all the time that a set takes, so that nearly every kill meets it here.
-        time.sleep(0.02)
+        # Nearly all the time that a set takes, on a busy machine too, so that nearly every kill meets it here.
+        time.sleep(0.08)
         draft.rename(path)
         return True
 
