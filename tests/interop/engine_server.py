@@ -29,6 +29,7 @@ import pytest
 
 from hicache_conformance.ports import accepts, free_ports
 from tests.docs.blocks import blocks, steps
+from tests.interop.tiny_model import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,9 @@ ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "docs" / "quickstart-engine.md"
 STAND_IN = Path(__file__).parent / "stand_in"
 PAGE_SIZE = 16
+PAGES = 24
+"""Of a prompt."""
+REUSED = PAGES * PAGE_SIZE
 # An idle machine needs ten seconds to start it, one with ten other things to do a minute.
 WAIT_SECONDS = 240.0
 ADMIN_KEY = "key"
@@ -60,6 +64,11 @@ class Answer:
         """Whether it is the other's answer, to the rounding of the arithmetic."""
         near = all(abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True))
         return self.tokens == other.tokens and near
+
+
+def prompt(number: int) -> list[int]:
+    """Pages of tokens and a few more; prompts of another number share no page."""
+    return [number, *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in range(1, REUSED + 5))]
 
 
 def written_configuration(place: Path) -> dict[str, object]:
@@ -87,12 +96,13 @@ def other_models() -> list[str]:
 class EngineServer:
     """The server in a directory that has its configuration; left to nobody when the block ends."""
 
-    def __init__(self, place: Path, command: list[str], *, ranks: int) -> None:
+    def __init__(self, place: Path, command: list[str], *, ranks: int, replicas: int = 1) -> None:
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
         self.argv = [*command, *shlex.split(ON_CPU), "--admin-api-key", ADMIN_KEY, "--enable-cache-report"]
         self.argv += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(ranks)]
-        self.ranks = ranks
+        self.argv += ["--dp-size", str(replicas)]
+        self.ranks = ranks * replicas
         # Sockets lie in it, whose paths are short by law.
         self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
 

@@ -10,15 +10,17 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.interop.engine_server import (
-    PAGE_SIZE,
+    PAGES,
+    REUSED,
     Answer,
     EngineServer,
     metrics_port,
     pages_counted,
+    prompt,
     quick_start_command,
     written_configuration,
 )
-from tests.interop.tiny_model import VOCABULARY, write_model
+from tests.interop.tiny_model import write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,15 +29,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
-PAGES = 24
-REUSED = PAGES * PAGE_SIZE
-
-
-def prompt(number: int) -> list[int]:
-    """Pages of tokens and a few more; prompts of another number share no page."""
-    return [number, *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in range(1, REUSED + 5))]
-
-
 RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)
 
 

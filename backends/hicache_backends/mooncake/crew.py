@@ -1,4 +1,4 @@
-"""Threads that help with a read: while one copies what has come, the other's transfer goes on."""
+"""Threads that help with a call: while one puts together or copies what has come, the other's transfer goes on."""
 
 from __future__ import annotations
 
