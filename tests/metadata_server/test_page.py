@@ -230,12 +230,16 @@ def test_the_past_is_drawn_and_told(page, server):
         "Requests per second", "Hit ratio % of keys asked for", "Time to answer ms", "Evictions pages per second",
         "Occupancy % of slots", "Leases and quarantine slots",
     ]  # fmt: skip
-    chart = page.all(".chart svg[role=img]")[4]
-    page.until(lambda: "live" in chart.get_attribute("aria-label"))
+
+    def label():
+        """What is told of the occupancy; nothing before it is drawn."""
+        return page.run("return document.querySelectorAll('.chart svg[role=img]')[4].getAttribute('aria-label') || ''")
+
+    page.until(lambda: "live" in label())
     live, every = 93, SLOTS + sum(10 * number for number in range(1, 40))
-    assert f"now: live {100 * live / every:.1f}%" in chart.get_attribute("aria-label")
-    chart.send_keys(Keys.HOME)
-    page.until(lambda: " at " in chart.get_attribute("aria-label"))
+    assert f"now: live {100 * live / every:.1f}%" in label()
+    page.all(".chart svg[role=img]")[4].send_keys(Keys.HOME)
+    page.until(lambda: " at " in label())
     assert page.text(".chart:nth-child(5) .when")
     page.click(".choice span", "24 hours")
     page.until(lambda: page.fragment == "#/?range=day")

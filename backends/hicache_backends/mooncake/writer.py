@@ -31,6 +31,8 @@ PORTION_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
 """Of objects that are transferred together over TCP, while another thread puts the next ones together."""
 GATHER_BLOCK_BYTES: Final = 2 * PORTION_BYTES
 """A portion for each of two threads."""
+LARGEST_SHARE_BYTES: Final = 32 << 20
+"""Of larger objects that one of two threads sends in a request. Smaller shares are slower; where a store hangs, each of their objects takes 30 s."""
 SHORTEST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.1
 
@@ -182,22 +184,14 @@ class PageWriter:
         self._crew.share(work, [0, PORTION_BYTES][: len(left)])
 
     def _portions(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
-        """Lists of objects that are transferred together: those that are gathered a few at a time."""
+        """Lists of objects that are transferred together: over TCP a few that are gathered, and two shares of the others."""
+        if not self._gathers:
+            yield list(items)
+            return
         others = [item for item in items if not self._is_gathered(item.write)]
-        if others:
-            yield others
-        some, size = list[_Object](), 0
-        for item in items:
-            if not self._is_gathered(item.write):
-                continue
-            length = item.write.namespace.object_bytes
-            if some and size + length > PORTION_BYTES:
-                yield some
-                some, size = [], 0
-            some.append(item)
-            size += length
-        if some:
-            yield some
+        sizes = [item.write.namespace.object_bytes for item in others]
+        yield from _cut(others, min((sum(sizes) + max(sizes, default=0)) // 2, LARGEST_SHARE_BYTES))
+        yield from _cut([item for item in items if self._is_gathered(item.write)], PORTION_BYTES)
 
     def _send_portion(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:
         parts = list[tuple[list[int], list[int]]]()
@@ -232,6 +226,20 @@ class PageWriter:
         outcome.stored.update(item.write for item, ok in zip(items, done, strict=True) if ok)
         if not all(done):
             outcome.faults.append(StorageUnavailableError("an object could not be made visible"))
+
+
+def _cut(items: Sequence[_Object], most: int) -> Iterator[list[_Object]]:
+    """Lists of at most so many bytes, or of one object."""
+    some, size = list[_Object](), 0
+    for item in items:
+        length = item.write.namespace.object_bytes
+        if some and size + length > most:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += length
+    if some:
+        yield some
 
 
 def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> list[_Object]:

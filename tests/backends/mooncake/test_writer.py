@@ -73,13 +73,14 @@ def writes(count, *components):
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_portions(alone, gathers, monkeypatch):
-    """Small pages a few at a time, large ones together, and all of them where nothing is gathered; nothing is lost of any."""
+    """Small pages a few at a time, large ones in two shares, and all of them together where nothing is gathered; nothing is lost of any."""
     monkeypatch.setattr(writer, "PORTION_BYTES", 300_000)
-    small, large = list(writes(5, 60_000, 40_000)), list(writes(3, 200_000, 100_000))
-    names, connection = names_of(small), Scripted()
+    small, large = list(writes(5, 60_000, 40_000)), list(writes(5, 200_000, 100_000))
+    some, others, connection = names_of(small), names_of(large), Scripted()
     assert made(alone, gathers).write(connection, [*large, *small], Call()).stored == {*small, *large}
-    every = names_of([*large, *small])
-    assert connection.portions == ([names_of(large), names[:2], names[2:4], names[4:]] if gathers else [every])
+    every = [*others, *some]
+    portions = [others[:3], others[3:], some[:2], some[2:4], some[4:]]
+    assert connection.portions == (portions if gathers else [every])
     assert connection.objects == {name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)}
     assert connection.withdrawn == []
 
