@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import pstats
 import sys
@@ -97,8 +98,7 @@ class Raw:
     def __init__(self, cluster: DevCluster, subject: str) -> None:
         layers, heads = SHAPES[subject]
         self.page_bytes = 2 * layers * heads * 128 * 2 * PAGE_TOKENS
-        # Beginning on a page, as pools of engines do: into memory that begins 64 bytes after one, as torch's does, gets of large
-        # objects take a tenth longer, and of 512 KiB a fifth.
+        # Beginning on a page, as pools of engines do: into memory that begins 64 bytes after one, as torch's does, gets take longer.
         self.memory = host_tensor((BATCH[subject] * self.page_bytes,), torch.uint8, pin_memory=False).random_(0, 256)
         self.store = library.new_store()
         assert not self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", cluster.address, tenant_id="default")
@@ -176,6 +176,8 @@ def sglangs(cluster: DevCluster, subject: str) -> Contender:
 
 def measure(results: Results, subject: str, contenders: Sequence[Contender], rounds: int, patience: float) -> None:
     """Put, look up and get a batch, each contender in its turn; then remove it, so that nothing is evicted."""
+    # A client of an earlier cluster that is garbage ends here: it takes up to a second, and holds the interpreter's lock.
+    gc.collect()
     for contender in contenders:
         keys = fresh_keys(BATCH[subject])
         contender.put(keys)
