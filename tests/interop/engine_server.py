@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pkgutil
+import random
 import re
 import shlex
 import signal
@@ -43,6 +44,8 @@ PAGES = 24
 REUSED = PAGES * PAGE_SIZE
 # An idle machine needs ten seconds to start it, one with ten other things to do a minute.
 WAIT_SECONDS = 240.0
+# Below those that Linux gives out: the server takes it half a minute after it was chosen.
+METRICS_PORTS = (20_000, 30_000)
 ADMIN_KEY = "key"
 ON_CPU = (
     f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 4096 --page-size {PAGE_SIZE} "
@@ -208,10 +211,10 @@ class EngineServer:
 
 
 def metrics_port(ranks: int) -> int:
-    """A port that is free, as those of the other ranks are, which come after it."""
+    """A port that is free, as those of the other ranks are, which come after it; none that the kernel gives to whoever asks for any."""
     while True:
-        [port] = free_ports(1)
-        if not any(accepts(port + rank) for rank in range(1, ranks)):
+        port = random.randrange(*METRICS_PORTS)
+        if not any(accepts(port + rank) for rank in range(ranks)):
             return port
 
 
