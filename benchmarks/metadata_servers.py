@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Barrier
 
 SCOPE = "0:bench"
-SLOTS = 4_000_000
+WRITES_A_SECOND = 4_000
+"""Of which a scope never gets full: more than any store here can do. Slots that nobody has used cost nothing."""
 KNOWN = 64
 """Batches that are there from the beginning, for those who read."""
 OPERATIONS = ("exists", "lookup", "reserve + commit")
@@ -131,11 +132,11 @@ def redis(directory: Path) -> Iterator[str]:
         process.wait(30)
 
 
-def begin(stack: ExitStack, name: str, store: str, servers: int, directory: Path) -> Contender:
+def begin(stack: ExitStack, name: str, store: str, servers: int, slots: int, directory: Path) -> Contender:
     command = [sys.executable, *OUR_COMMAND, "PORT", "--store", store]
     running: list[Server] = [stack.enter_context(started(name, command, directory / "log")) for _ in range(servers)]
     connection = Connection(running[0].port)
-    connection.post("/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": SLOTS}]})
+    connection.post("/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": slots}]})
     connection.close()
     writer = Client(running[0].port, 0, 0)
     for batch in range(KNOWN):
@@ -143,12 +144,12 @@ def begin(stack: ExitStack, name: str, store: str, servers: int, directory: Path
     return Contender(name, [server.port for server in running])
 
 
-def contenders_in(stack: ExitStack, directory: Path, counts: list[int]) -> list[Contender]:
-    found = [begin(stack, "sqlite, 1 server", f"sqlite:///{directory}/m.db", 1, directory)]
+def contenders_in(stack: ExitStack, directory: Path, counts: list[int], slots: int) -> list[Contender]:
+    found = [begin(stack, "sqlite, 1 server", f"sqlite:///{directory}/m.db", 1, slots, directory)]
     for servers in counts:
         # A Redis of its own for each: what one has written is not in another's way.
         url = stack.enter_context(redis(directory / f"redis-{servers}"))
-        found.append(begin(stack, f"redis, {servers} server{'s' if servers > 1 else ''}", url, servers, directory))
+        found.append(begin(stack, f"redis, {servers} server{'s' if servers > 1 else ''}", url, servers, slots, directory))
     return found
 
 
@@ -174,7 +175,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        contenders = contenders_in(stack, Path(directory), options.servers)
+        slots = int(BATCH * WRITES_A_SECOND * options.seconds * options.rounds)
+        contenders = contenders_in(stack, Path(directory), options.servers, slots)
         for operation in OPERATIONS:
             for contender in turns(contenders, options.rounds):
                 wait_for_quiet(2.0)
