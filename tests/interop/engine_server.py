@@ -83,17 +83,18 @@ def written_configuration(place: Path) -> dict[str, object]:
     return json.loads((place / "hicache.json").read_text())
 
 
-def quick_start_command(model: Path) -> list[str]:
-    """The quick start's command that starts SGLang, for this model."""
+def quick_start_command(model: Path, *, layout: str = "page_first", io_backend: str = "kernel") -> list[str]:
+    """The quick start's command that starts SGLang, for this model; its host pools may have another layout than there."""
     texts = [block.text for block in blocks(QUICK_START) if block.language == "console"]
     [command] = [step.command for text in texts for step in steps(text) if step.command.startswith("sglang serve ")]
-    return [str(model) if word == "MODEL" else word for word in shlex.split(command.replace("\\\n", " "))]
+    words = {"MODEL": str(model), "page_first": layout}
+    return [words.get(word, word) for word in shlex.split(command.replace("\\\n", " "))] + ["--hicache-io-backend", io_backend]
 
 
-def other_models() -> list[str]:
+def other_models(served: str) -> list[str]:
     """SGLang's models but the one served, which it would import on every start, for five seconds."""
     [package] = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
-    return [module.name for module in pkgutil.iter_modules([package]) if module.name != "llama"]
+    return [module.name for module in pkgutil.iter_modules([package]) if module.name != served]
 
 
 class EngineServer:
@@ -106,6 +107,7 @@ class EngineServer:
         self.argv += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(ranks)]
         self.argv += ["--dp-size", str(replicas)]
         self.ranks = ranks * replicas
+        self.model = json.loads(Path(command[command.index("--model-path") + 1], "config.json").read_text())["model_type"]
         # Sockets lie in it, whose paths are short by law.
         self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
 
@@ -113,7 +115,7 @@ class EngineServer:
         [program, *arguments] = self.argv
         path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()), "TMPDIR": self.temporary.name}
+        environment |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model)), "TMPDIR": self.temporary.name}
         # The processor of each rank; SGLang would give each a NUMA node.
         processors = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.ranks)
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, processors))

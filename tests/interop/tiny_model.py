@@ -1,4 +1,7 @@
-"""A Llama of two small layers with random weights, written so that SGLang loads it as it loads any other."""
+"""Models of two small layers with random weights, written so that SGLang loads them as it loads any other.
+
+A Llama, and a MiniCPM3, which is the plainest of SGLang's models that have multi-head latent attention.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH = 512, 64, 128, 2, 4, 2, 16
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+Q_RANK, KV_RANK, ROPE_WIDTH = 48, 32, 8
+"""Of multi-head latent attention."""
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": INNER,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_WIDTH,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -34,13 +35,35 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA = {
+    **COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_WIDTH,
+}
+MLA = {
+    **COMMON,
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "model_type": "minicpm3",
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": Q_RANK,
+    "kv_lora_rank": KV_RANK,
+    "qk_nope_head_dim": HEAD_WIDTH,
+    "qk_rope_head_dim": ROPE_WIDTH,
+    "v_head_dim": HEAD_WIDTH,
+    # They would scale embeddings, residuals and logits.
+    "scale_emb": 1,
+    "scale_depth": LAYERS**0.5,
+    "dim_model_base": WIDTH,
+}
 
 
-def write_model(place: Path, *, seed: int) -> None:
+def write_model(place: Path, *, seed: int, config: dict[str, object] = LLAMA) -> None:
     """Write the model and a tokenizer, whose words are `w0`, `w1`, ...; one seed gives the same weights each time."""
     place.mkdir()
-    (place / "config.json").write_text(json.dumps(CONFIG))
-    save_file(_weights(seed), place / "model.safetensors", metadata={"format": "pt"})
+    (place / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config, seed), place / "model.safetensors", metadata={"format": "pt"})
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(place / "tokenizer.json"))
@@ -48,24 +71,41 @@ def write_model(place: Path, *, seed: int) -> None:
     (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(rows: int, columns: int) -> torch.Tensor:
         # Large enough that an answer depends on each token of its prompt.
         return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
+    projections, norms = _latent_attention() if config is MLA else _attention()
+    projections |= {"mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER)}
+    norms |= {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
     weights = {"model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4, "lm_head.weight": random(VOCABULARY, WIDTH)}
     weights["model.norm.weight"] = torch.ones(WIDTH)
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        weights[at + "self_attn.q_proj.weight"] = random(HEADS * HEAD_WIDTH, WIDTH)
-        for name in ("k", "v"):
-            weights[at + f"self_attn.{name}_proj.weight"] = random(KV_HEADS * HEAD_WIDTH, WIDTH)
-        weights[at + "self_attn.o_proj.weight"] = random(WIDTH, HEADS * HEAD_WIDTH)
-        for name in ("gate", "up"):
-            weights[at + f"mlp.{name}_proj.weight"] = random(INNER, WIDTH)
-        weights[at + "mlp.down_proj.weight"] = random(WIDTH, INNER)
-        for name in ("input", "post_attention"):
-            weights[at + f"{name}_layernorm.weight"] = torch.ones(WIDTH)
+        for name, shape in projections.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name, width in norms.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(width)
     return weights
+
+
+def _attention() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """The matrices of a layer as (rows, columns), and the widths of its norms."""
+    matrices = {"q_proj": (HEADS * HEAD_WIDTH, WIDTH), "o_proj": (WIDTH, HEADS * HEAD_WIDTH)}
+    matrices |= {f"{name}_proj": (KV_HEADS * HEAD_WIDTH, WIDTH) for name in ("k", "v")}
+    return {f"self_attn.{name}": shape for name, shape in matrices.items()}, {}
+
+
+def _latent_attention() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """The same of multi-head latent attention: a token's latent and its rotated key are all that is cached."""
+    matrices = {
+        "q_a_proj": (Q_RANK, WIDTH),
+        "q_b_proj": (HEADS * (HEAD_WIDTH + ROPE_WIDTH), Q_RANK),
+        "kv_a_proj_with_mqa": (KV_RANK + ROPE_WIDTH, WIDTH),
+        "kv_b_proj": (HEADS * 2 * HEAD_WIDTH, KV_RANK),
+        "o_proj": (WIDTH, HEADS * HEAD_WIDTH),
+    }
+    norms = {"self_attn.q_a_layernorm": Q_RANK, "self_attn.kv_a_layernorm": KV_RANK}
+    return {f"self_attn.{name}": shape for name, shape in matrices.items()}, norms

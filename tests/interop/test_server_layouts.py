@@ -1,0 +1,55 @@
+"""A real SGLang server whose host pool has each of the other layouts that the bridge reads and writes without a copy."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.interop.engine_server import (
+    PAGES,
+    REUSED,
+    EngineServer,
+    metrics_port,
+    pages_counted,
+    prompt,
+    quick_start_command,
+    written_configuration,
+)
+from tests.interop.tiny_model import LLAMA, MLA, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# One start of a server each; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "io_backend"),
+    [
+        (LLAMA, "layer_first", "direct"),
+        (LLAMA, "page_first_direct", "direct"),
+        (LLAMA, "page_head", "kernel"),
+        (MLA, "page_first_direct", "direct"),
+    ],
+    ids=["mha-layer_first", "mha-page_first_direct", "mha-page_head", "mla-page_first_direct"],
+)
+def test_what_was_stored_is_restored(tmp_path: Path, config: dict[str, object], layout: str, io_backend: str):
+    write_model(tmp_path / "model", seed=1, config=config)
+    port = metrics_port(1)
+    configuration = written_configuration(tmp_path) | {"metrics_port": port, "metrics_host": "127.0.0.1"}
+    (tmp_path / "hicache.json").write_text(json.dumps(configuration))
+    command = quick_start_command(tmp_path / "model", layout=layout, io_backend=io_backend)
+    with EngineServer(tmp_path, command, ranks=1) as server:
+        first = server.wait_until_up().ask(prompt(10))
+        server.wait_for(lambda: pages_counted(port, "written") >= PAGES, "no pages are written")
+        server.flush()
+        again = server.ask(prompt(10))
+        assert first.cached == 0
+        assert (again.cached, again.from_storage) == (REUSED, REUSED)
+        assert again.says(first)
+        assert pages_counted(port, "read") == PAGES
+    [namespace] = (tmp_path / "cache").rglob("namespace.json")
+    assert json.loads(namespace.read_text())["layout"] == layout

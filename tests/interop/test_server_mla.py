@@ -1,0 +1,67 @@
+"""A real SGLang server of two ranks, started by the quick start's command, with a model whose KV all of its ranks share."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.interop.engine_server import (
+    PAGES,
+    REUSED,
+    EngineServer,
+    metrics_port,
+    pages_counted,
+    prompt,
+    quick_start_command,
+    written_configuration,
+)
+from tests.interop.tiny_model import MLA, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Two starts of a server; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
+
+
+def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):
+    write_model(tmp_path / "model", seed=1, config=MLA)
+    port = metrics_port(2)
+    configuration = written_configuration(tmp_path) | {"metrics_port": port, "metrics_host": "127.0.0.1"}
+    (tmp_path / "hicache.json").write_text(json.dumps(configuration))
+
+    def counted(what: str) -> list[int]:
+        return [pages_counted(port + rank, what) for rank in range(2)]
+
+    command = quick_start_command(tmp_path / "model")
+    with EngineServer(tmp_path, command, ranks=2) as server:
+        server.wait_until_up()
+        first = server.ask(prompt(10))
+        server.wait_for(lambda: sum(counted("written")) >= PAGES, "no pages are written")
+        server.flush()
+        again = server.ask(prompt(10))
+        assert first.cached == 0
+        assert (again.cached, again.from_storage) == (REUSED, REUSED)
+        assert again.says(first)
+        assert counted("written") == [PAGES, 0]
+        assert counted("read") == [PAGES, PAGES]
+    with EngineServer(tmp_path, command, ranks=1) as alone:
+        restored = alone.wait_until_up().ask(prompt(10))
+        assert (restored.cached, restored.from_storage) == (REUSED, REUSED)
+        assert restored.says(first)
+        [bundle, *_] = sorted((tmp_path / "cache").rglob("*.bundle"))
+        damage(bundle)
+        alone.flush()
+        damaged = alone.ask(prompt(10))
+        assert 0 < damaged.from_storage < REUSED
+        assert damaged.says(first)
+        assert alone.ask(prompt(20)).cached == 0
+
+
+def damage(bundle: Path) -> None:
+    """Change one byte of one of its pages."""
+    stored = bytearray(bundle.read_bytes())
+    stored[len(stored) // 2] ^= 0xFF
+    bundle.write_bytes(stored)
