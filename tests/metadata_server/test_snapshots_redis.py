@@ -93,6 +93,19 @@ def test_there_and_back(url, tmp_path):
     assert order == by_lease, "the order of use is that of the leases, as after a restart"
 
 
+def test_a_scope_is_left_behind(url, tmp_path):
+    """By a copy of the store, and where that takes the store's own place."""
+    engine = filled()
+    write(tmp_path / "a.db", engine.service)
+    assert hicache("copy", address(tmp_path / "a.db"), url).exit_code == 0
+    done = hicache("copy", url, address(tmp_path / "b.db"), "--without", "1:kv")
+    assert done.exit_code == 0, done.output
+    assert hicache("copy", address(tmp_path / "b.db"), url, "--replace").exit_code == 0
+    with SharedStore(url) as store:
+        assert [one.scope for one in store.call("/v2/scopes", None, p.Scopes).scopes] == ["0:kv"]
+        assert pages_of(store) == {place: page for place, page in bare(live(engine.service)).items() if place[0] == "0:kv"}
+
+
 def test_a_backup_of_a_shared_store(url, tmp_path):
     engine = filled(seed=3)
     write(tmp_path / "a.db", engine.service)

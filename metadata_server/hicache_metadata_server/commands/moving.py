@@ -40,6 +40,10 @@ Target = Annotated[
     typer.Argument(metavar="STORE", help="sqlite:///FILE that no server has open, or redis://HOST:PORT/DB that no server uses"),
 ]
 Replace = Annotated[bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", metavar="SCOPE", help="A scope that is left out, since nobody uses it any more. May be repeated."),
+]
 MostLease = Annotated[
     float,
     typer.Option(
@@ -54,6 +58,7 @@ def copy(
     source: Source,
     store: Target,
     replace: Replace = False,
+    without: Without = None,
     wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For leases that are out, of a server that runs.")] = 60.0,
     most_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
@@ -66,24 +71,27 @@ def copy(
     what has changed is copied. It is left draining, or set free again if the copy fails.
     """
     from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.snapshots.filters import without_scopes
     from hicache_metadata_server.snapshots.target import fill, open_target
 
+    names, dropped = set(without or ()), Counter[str]()
     with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
         begin = time.monotonic()
         if is_shared(source):
             taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
-            tally = fill(target, taken.parts(drained=True))
+            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
             _see_unchanged(taken)
         elif source.startswith(HTTP):
             remote = remote_of(source, token_file, ca, certificate)
             taken = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
-            tally = fill(target, taken.parts(drained=True))
+            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
             _see_unchanged(taken)
         else:
-            tally = fill(target, stack.enter_context(_stored(source, most_lease_seconds)))
+            tally = fill(target, without_scopes(stack.enter_context(_stored(source, most_lease_seconds)), names, dropped))
         target.keep()
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
+    _print_dropped(dropped)
     if source.startswith(HTTP):
         typer.echo(DRAINS, err=True)
 
@@ -124,11 +132,12 @@ def restore(
         Path | None,
         typer.Option(metavar="PATH", help="The directory of the driver's files: keep only pages whose bytes are right."),
     ] = None,
+    without: Without = None,
     most_lease_seconds: MostLease = 600.0,
 ) -> None:
     """Fill a store from a backup. Pages that no reader can verify are left out: their slots may hold other pages by now."""
     from hicache_metadata_server.snapshots.backup import Backup
-    from hicache_metadata_server.snapshots.filters import only_whole, restored, verifiable
+    from hicache_metadata_server.snapshots.filters import only_whole, restored, verifiable, without_scopes
     from hicache_metadata_server.snapshots.target import fill, open_target
 
     dropped = Counter[str]()
@@ -136,16 +145,14 @@ def restore(
         found = Backup(file)
         checker = stack.enter_context(closing(_checker(files))) if files is not None else None
         with closing(open_target(store, replace=replace)) as target:
-            parts = verifiable(found.parts(), dropped)
+            parts = verifiable(without_scopes(found.parts(), set(without or ()), dropped), dropped)
             if checker is not None:
                 parts = only_whole(parts, checker, dropped)
             tally = fill(target, restored(parts, time.time() + most_lease_seconds))
             target.keep()
     hours = (time.time() - found.origin.created) / 3600
     _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
-    for why, count in sorted(dropped.items()):
-        if count:
-            typer.echo(f"{count:,} pages left out: {why}", err=True)
+    _print_dropped(dropped)
 
 
 def _shared(url: str) -> SharedStore:
@@ -224,6 +231,12 @@ def _print(tally: Tally, what: str) -> None:
         table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.resting:,}")
     Console(highlight=False).print(table)
     typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {what}")
+
+
+def _print_dropped(dropped: Counter[str]) -> None:
+    for why, count in sorted(dropped.items()):
+        if count:
+            typer.echo(f"{count:,} pages left out: {why}", err=True)
 
 
 def _public(address: str) -> str:

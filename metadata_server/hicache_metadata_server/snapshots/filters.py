@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_metadata_server.snapshots.parts import Counters, Pages, Rests, ScopeHead
+from hicache_metadata_server.snapshots.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator
 
     from hicache_metadata_server.snapshots.checking import PageChecker
     from hicache_metadata_server.snapshots.parts import Part
@@ -73,6 +73,25 @@ def without(parts: Iterable[Part], going: Container[tuple[str, int]]) -> Iterato
         kept, gone = part.parted([(name, slot) not in going for slot in part.slots].__getitem__)
         yield kept
         yield rests_of(gone)
+
+
+def without_scopes(parts: Iterable[Part], names: Collection[str], dropped: Counter[str]) -> Iterator[Part]:
+    """Without some scopes: whoever names one of them later makes it anew. No lease number is given again for that.
+
+    Raises:
+        SnapshotError: at the end, one of them was not there.
+    """
+    missing, name = set(names), ""
+    for part in parts:
+        if isinstance(part, ScopeHead):
+            name = part.geometry.scope
+            missing.discard(name)
+        if name not in names or isinstance(part, Counters):
+            yield part
+        elif isinstance(part, Pages):
+            dropped[f"scope {name}"] += len(part)
+    if missing:
+        raise SnapshotError(f"there is no scope {min(missing)}; --without names those that `hicache metadata scopes` lists")
 
 
 def rests_of(pages: Pages) -> Rests:
