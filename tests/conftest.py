@@ -133,6 +133,7 @@ class Kit:
 SLOW = (
     "interop/test_server.py",
     "interop/test_server_layouts.py",
+    "interop/test_server_hybrid.py",
     "interop/test_server_mla.py",
     "conformance/test_controls.py",
     "metadata_server/test_page.py",

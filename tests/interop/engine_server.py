@@ -98,14 +98,22 @@ def other_models(served: str) -> list[str]:
 
 
 class EngineServer:
-    """The server in a directory that has its configuration; left to nobody when the block ends."""
+    """The server in a directory that has its configuration; left to nobody when the block ends.
 
-    def __init__(self, place: Path, command: list[str], *, ranks: int, replicas: int = 1) -> None:
+    Args:
+        place: the directory.
+        command: the one that starts it.
+        ranks: of tensor parallelism.
+        replicas: of plain DP.
+        options: what to add to the command, which may be other values of what it has anyway.
+    """
+
+    def __init__(self, place: Path, command: list[str], *, ranks: int, replicas: int = 1, options: str = "") -> None:
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
         self.argv = [*command, *shlex.split(ON_CPU), "--admin-api-key", ADMIN_KEY, "--enable-cache-report"]
         self.argv += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(ranks)]
-        self.argv += ["--dp-size", str(replicas)]
+        self.argv += ["--dp-size", str(replicas), *shlex.split(options)]
         self.ranks = ranks * replicas
         self.model = json.loads(Path(command[command.index("--model-path") + 1], "config.json").read_text())["model_type"]
         # Sockets lie in it, whose paths are short by law.
@@ -191,8 +199,8 @@ class EngineServer:
         )
 
     def flush(self) -> None:
-        """Forget what is on the device and in host memory; what is stored stays."""
-        self.call("POST", "/flush_cache")
+        """Forget what is on the device and in host memory, as soon as nothing runs; what is stored stays."""
+        self.call("POST", f"/flush_cache?timeout={WAIT_SECONDS}")
 
     def update_weights(self, model: Path, version: str) -> None:
         """Serve another model of the same shape under the same name."""
@@ -220,8 +228,9 @@ def metrics_port(ranks: int) -> int:
             return port
 
 
-def pages_counted(port: int, what: str) -> int:
-    """One of the counters of a rank's bridge, as Prometheus reads it."""
+def pages_counted(port: int, what: str, pool: str = "") -> int:
+    """One of the counters of a rank's bridge, as Prometheus reads it; of one pool, or of all."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{"))
+    counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]
+    return sum(int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line)

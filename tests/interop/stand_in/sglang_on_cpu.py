@@ -1,10 +1,10 @@
 """A plugin of SGLang, in its own entry point group, that gives HiCache on a CPU what it otherwise has from CUDA alone.
 
-That is the copies between the device pool and the host pool, here between two pools in main memory, and the locking of host
+That is the copies between the device pools and the host pools, here between pools in main memory, and the locking of host
 memory, which there is nothing to lock it for. Scheduler, radix tree, cache controller and storage threads stay SGLang's own.
 
 Parameters have the names by which SGLang gives them. Indices are of tokens, (token,); a device pool has a buffer for each layer,
-(token, head, dim); those that are given by their addresses are read as bytes.
+(token, head, dim), or (slot, ...) of Mamba states; those that are given by their addresses are read as bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Called by SGLang in each of its processes."""
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_: None
     mha.transfer_kv_all_layer_lf_pf = keys_and_values_to_host
@@ -29,10 +30,14 @@ def install() -> None:
     mha.transfer_kv_per_layer_ph_lf = keys_and_values_from_heads
     mla.transfer_kv_all_layer_mla_lf_pf = to_host
     mla.transfer_kv_per_layer_mla_pf_lf = to_device
-    for pools in (mha, mla):
+    mamba.transfer_kv_mamba_lf_pf = states_to_host
+    mamba.transfer_kv_mamba_pf_lf = to_device
+    for pools in (mha, mla, mamba):
         pools.transfer_kv_direct = copy
         pools.transfer_kv_all_layer_direct_lf_pf = to_pages
         pools.transfer_kv_per_layer_direct_pf_lf = from_pages
+    # It has a branch for CPUs, and takes it on those alone that have AMX.
+    layernorm_gated._use_cpu = True
 
 
 def keys_and_values_to_host(*, src_k_layers, dst_k, src_v_layers, dst_v, **places) -> None:
@@ -58,6 +63,11 @@ def to_device(*, src, dst, src_indices, dst_indices, layer_id, item_size, src_la
     """Tokens of one layer from a buffer of layout `page_first` into the layer's buffer."""
     rows = as_bytes(src, src_layout_dim // item_size, item_size)
     as_bytes(dst, 1, item_size)[dst_indices, 0] = rows[src_indices, layer_id]
+
+
+def states_to_host(*, src_ptrs, **places) -> None:
+    """Mamba states of all layers into a buffer of layout `page_first`: the conv states of a slot are a token, or its temporal ones."""
+    to_host(src_layers=src_ptrs, **places)
 
 
 def keys_and_values_to_heads(*, src_k_layers, dst_k, src_v_layers, dst_v, **places) -> None:
