@@ -24,7 +24,7 @@ from tests.interop.tiny_hybrid_model import write_hybrid_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Four starts of a server, two of them at a time; minutes where nothing else leaves it a processor.
+# Two starts of a server; minutes where nothing else leaves it a processor.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
@@ -39,19 +39,14 @@ RESTARTED, DAMAGED = prompt(10), prompt(20)[::-1]
 
 @dataclass
 class Past:
-    """What servers answered that had nothing in storage, and what the one with a store left behind."""
+    """What a server answered that had nothing in storage, and what it left behind."""
 
     place: Path
-    ranks: int
     port: int
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
-    def server(self, **layout: str) -> EngineServer:
-        command = quick_start_command(self.place / "model", **layout)
-        return EngineServer(self.place, command, ranks=self.ranks, options=OPTIONS)
-
-    def server_without_hicache(self) -> EngineServer:
-        return EngineServer(self.place, quick_start_command(self.place / "model")[:4], ranks=1, options=OPTIONS)
+    def server(self) -> EngineServer:
+        return EngineServer(self.place, quick_start_command(self.place / "model"), ranks=RANKS, options=OPTIONS)
 
     def ask(self, server: EngineServer, name: str, prompt: list[int]) -> None:
         """Keep the answer, and wait until every rank has stored all that it knows of it."""
@@ -61,7 +56,7 @@ class Past:
 
     def are_stored(self, tokens: list[int]) -> bool:
         places = [place for pool in ("kv", "mamba") for place in self.namespaces(pool)]
-        return len(places) == 2 * self.ranks and all(files_of(place, tokens) for place in places)
+        return len(places) == 2 * RANKS and all(files_of(place, tokens) for place in places)
 
     def namespaces(self, pool: str) -> list[Path]:
         """Where the ranks have a pool's pages."""
@@ -70,7 +65,7 @@ class Past:
 
     def counted(self, what: str, pool: str) -> list[int]:
         """A counter of each rank."""
-        return [pages_counted(self.port + rank, what, pool) for rank in range(self.ranks)]
+        return [pages_counted(self.port + rank, what, pool) for rank in range(RANKS)]
 
     def second_turn(self) -> list[int]:
         """The first prompt, the answer, and what is asked then."""
@@ -83,22 +78,15 @@ def files_of(namespace: Path, tokens: list[int]) -> list[Path]:
     return [path for path in namespace.rglob("*.bundle") if key in path.read_bytes()]
 
 
-def prepared(place: Path, *, ranks: int) -> Past:
-    """A directory with a model and a configuration, and nothing past."""
-    write_hybrid_model(place / "model", seed=1)
-    found = Past(place, ranks, metrics_port(ranks))
-    configuration = written_configuration(place) | {"metrics_port": found.port, "metrics_host": "127.0.0.1"}
-    (place / "hicache.json").write_text(json.dumps(configuration))
-    return found
-
-
 @pytest.fixture(scope="module")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
-    """A server whose storage was filled and that has ended, beside one without a hierarchical cache."""
-    found = prepared(tmp_path_factory.mktemp("hybrid"), ranks=RANKS)
+    """A server whose storage was filled and that has ended."""
+    place = tmp_path_factory.mktemp("hybrid")
+    write_hybrid_model(place / "model", seed=1)
+    found = Past(place, metrics_port(RANKS))
+    configuration = written_configuration(place) | {"metrics_port": found.port, "metrics_host": "127.0.0.1"}
+    (place / "hicache.json").write_text(json.dumps(configuration))
     with found.server() as server:
-        with found.server_without_hicache() as without:
-            found.answers["without"] = without.wait_until_up().ask(RESTARTED)
         server.wait_until_up()
         found.ask(server, "restarted", RESTARTED)
         found.ask(server, "damaged", DAMAGED)
@@ -122,15 +110,10 @@ def server(again: tuple[EngineServer, Answer, object]) -> EngineServer:
     return server
 
 
-def test_the_hierarchical_cache_changes_no_answer(past):
-    first = past.answers["restarted"]
-    assert first.cached == past.answers["without"].cached == 0
-    assert first.says(past.answers["without"])
-
-
 def test_a_restarted_server_has_kv_and_states_from_storage(past, again):
     """It goes on from the last state before the prompt's end."""
     _, answer, read = again
+    assert past.answers["restarted"].cached == 0
     assert (answer.cached, answer.from_storage) == (REUSED, REUSED)
     assert answer.says(past.answers["restarted"])
     assert read == {"kv": [REUSED] * RANKS, "mamba": [1] * RANKS}
@@ -167,15 +150,3 @@ def test_a_damaged_state_of_one_rank_costs_hits_and_changes_no_answer(past, serv
     repaired = server.ask(DAMAGED)
     assert (repaired.cached, repaired.from_storage) == (REUSED, REUSED)
     assert repaired.says(past.answers["damaged"])
-
-
-def test_states_in_the_other_layout_are_restored(tmp_path):
-    found = prepared(tmp_path, ranks=1)
-    with found.server(layout="page_first_direct", io_backend="direct") as server:
-        found.ask(server.wait_until_up(), "first", RESTARTED)
-        server.flush()
-        again = server.ask(RESTARTED)
-    assert (again.cached, again.from_storage) == (REUSED, REUSED)
-    assert again.says(found.answers["first"])
-    [namespace] = found.namespaces("mamba")
-    assert json.loads((namespace / "namespace.json").read_text())["layout"] == "page_first_direct"

@@ -1,4 +1,7 @@
-"""A real SGLang server of two replicas (`--dp-size 2`), started by the quick start's command, over one store."""
+"""A real SGLang server of two replicas (`--dp-size 2`), started by the quick start's command, over one store.
+
+Their host pools have another layout than the other servers', `page_first_direct`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def test_what_one_replica_has_stored_the_other_restores(tmp_path):
     def counted(what):
         return [pages_counted(port + replica, what) for replica in range(2)]
 
-    command = quick_start_command(tmp_path / "model")
+    command = quick_start_command(tmp_path / "model", layout="page_first_direct", io_backend="direct")
     with EngineServer(tmp_path, command, ranks=1, replicas=2) as server:
         server.wait_until_up()
         one = server.ask(prompt(10), routed_dp_rank=0)
@@ -43,3 +46,5 @@ def test_what_one_replica_has_stored_the_other_restores(tmp_path):
         assert other.says(one)
         assert counted("read") == [0, PAGES]
         assert counted("written") == [PAGES, 0]
+    [namespace] = (tmp_path / "cache").rglob("namespace.json")
+    assert json.loads(namespace.read_text())["layout"] == "page_first_direct"

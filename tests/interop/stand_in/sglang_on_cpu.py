@@ -32,10 +32,9 @@ def install() -> None:
     mla.transfer_kv_per_layer_mla_pf_lf = to_device
     mamba.transfer_kv_mamba_lf_pf = states_to_host
     mamba.transfer_kv_mamba_pf_lf = to_device
-    for pools in (mha, mla, mamba):
-        pools.transfer_kv_direct = copy
-        pools.transfer_kv_all_layer_direct_lf_pf = to_pages
-        pools.transfer_kv_per_layer_direct_pf_lf = from_pages
+    mha.transfer_kv_direct = copy
+    mha.transfer_kv_all_layer_direct_lf_pf = to_pages
+    mha.transfer_kv_per_layer_direct_pf_lf = from_pages
     # It has a branch for CPUs, and takes it on those alone that have AMX.
     layernorm_gated._use_cpu = True
 
@@ -105,7 +104,7 @@ def copy(*, src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tenso
 def to_pages(*, src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tensor], src_indices, dst_indices, page_size) -> None:
     """Tokens of all layers, first those of K and then those of V, into buffers of layout `page_first_direct`.
 
-    They are (page, layer, token of the page, head, dim), one of K and one of V, or one of MLA.
+    They are (page, layer, token of the page, head, dim), one of K and one of V.
     """
     layers = len(src_ptrs) // len(dst_ptrs)
     page, token = dst_indices // page_size, dst_indices % page_size

@@ -102,7 +102,7 @@ def chunk_gated_delta_rule_cpu(
     use_qk_l2norm_in_kernel: bool,
     initial_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """S_t = exp(g_t) S_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, and o_t = S_t q_t (equation 10), with q and k of length 1.
+    """S_t = exp(g_t) S_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, and o_t = S_t q_t (equation 10), with k of length 1 and q of 1 / sqrt(key width).
 
     Args:
         q: (1, tokens, key heads, key width), as `k`; a key head serves as many value heads as there are of them to each.
