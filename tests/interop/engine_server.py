@@ -74,13 +74,20 @@ def prompt(number: int) -> list[int]:
     return [number, *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in range(1, REUSED + 5))]
 
 
-def written_configuration(place: Path) -> dict[str, object]:
-    """Do the quick start's step of writing `hicache.json` in `place`; what it then holds."""
+def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:
+    """Do the quick start's step of writing `hicache.json` in `place`, and add a port for the metrics of each rank.
+
+    Returns:
+        What the file then holds; rank `r` has its metrics at port `metrics_port + r`.
+    """
     commands = [step.command for block in blocks(QUICK_START) if block.language == "console" for step in steps(block.text)]
     for start in ("mkdir -p cache", "cat > hicache.json"):
         [command] = [each for each in commands if each.startswith(start)]
         subprocess.run(["bash", "-ec", command], cwd=place, check=True)
-    return json.loads((place / "hicache.json").read_text())
+    file = place / "hicache.json"
+    configuration = json.loads(file.read_text()) | {"metrics_port": _free_ports(ranks), "metrics_host": "127.0.0.1"}
+    file.write_text(json.dumps(configuration))
+    return configuration
 
 
 def quick_start_command(model: Path, *, layout: str = "page_first", io_backend: str = "kernel") -> list[str]:
@@ -198,6 +205,11 @@ class EngineServer:
             (told["cached_tokens_details"] or {}).get("storage", 0),
         )
 
+    def counted(self, what: str, pool: str = "") -> list[int]:
+        """One of the counters of each rank's bridge, as Prometheus reads it; of one pool, or of all."""
+        first = json.loads((self.place / "hicache.json").read_text())["metrics_port"]
+        return [_pages_counted(first + rank, what, pool) for rank in range(self.ranks)]
+
     def flush(self) -> None:
         """Forget what is on the device and in host memory, as soon as nothing runs; what is stored stays."""
         self.call("POST", f"/flush_cache?timeout={WAIT_SECONDS}")
@@ -220,16 +232,15 @@ class EngineServer:
         return self.call("PUT", "/hicache/storage-backend", body)
 
 
-def metrics_port(ranks: int) -> int:
-    """A port that is free, as those of the other ranks are, which come after it; none that the kernel gives to whoever asks for any."""
+def _free_ports(count: int) -> int:
+    """The first of some ports that are free, one after another; none that the kernel gives to whoever asks for any."""
     while True:
         port = random.randrange(*METRICS_PORTS)
-        if not any(accepts(port + rank) for rank in range(ranks)):
+        if not any(accepts(port + rank) for rank in range(count)):
             return port
 
 
-def pages_counted(port: int, what: str, pool: str = "") -> int:
-    """One of the counters of a rank's bridge, as Prometheus reads it; of one pool, or of all."""
+def _pages_counted(port: int, what: str, pool: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
     counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]

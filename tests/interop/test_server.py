@@ -14,11 +14,9 @@ from tests.interop.engine_server import (
     REUSED,
     Answer,
     EngineServer,
-    metrics_port,
-    pages_counted,
     prompt,
     quick_start_command,
-    written_configuration,
+    write_configuration,
 )
 from tests.interop.tiny_model import write_model
 
@@ -44,18 +42,13 @@ class Past:
     bundles: dict[int, list[Path]]
     """Files that appeared with each prompt."""
 
-    def counted(self, what: str) -> list[int]:
-        """A counter of each rank."""
-        return [pages_counted(int(self.configuration["metrics_port"]) + rank, what) for rank in range(RANKS)]
-
 
 @pytest.fixture(scope="module")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """A server whose storage was filled and that has ended, beside one without a hierarchical cache."""
     place = tmp_path_factory.mktemp("engine")
     write_model(place / "model", seed=1)
-    configuration = written_configuration(place) | {"metrics_port": metrics_port(RANKS), "metrics_host": "127.0.0.1"}
-    (place / "hicache.json").write_text(json.dumps(configuration))
+    configuration = write_configuration(place, ranks=RANKS)
     command = quick_start_command(place / "model")
     found = Past(place, command, configuration, Answer((), (), 0, 0), {}, {})
     with EngineServer(place, command, ranks=RANKS) as server:
@@ -65,7 +58,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
         for asked in (RESTARTED, DAMAGED):
             before = bundles(place)
             found.first[asked[0]] = server.ask(asked)
-            wait_until_stored(server, found, len(found.first) * PAGES)
+            wait_until_stored(server, len(found.first) * PAGES)
             found.bundles[asked[0]] = sorted(bundles(place) - before)
     return found
 
@@ -95,8 +88,8 @@ def bundles(place: Path) -> set[Path]:
     return set((place / "cache").rglob("*.bundle"))
 
 
-def wait_until_stored(server: EngineServer, past: Past, pages: int) -> None:
-    server.wait_for(lambda: min(past.counted("written")) >= pages, f"{pages} pages are not written")
+def wait_until_stored(server: EngineServer, pages: int) -> None:
+    server.wait_for(lambda: min(server.counted("written")) >= pages, f"{pages} pages are not written")
 
 
 def test_the_hierarchical_cache_changes_no_answer(past):
@@ -137,7 +130,7 @@ def test_a_damaged_page_of_one_rank_costs_hits_and_changes_no_answer(past, serve
     answer = server.ask(DAMAGED)
     assert 0 < answer.from_storage < REUSED
     assert answer.says(past.first[DAMAGED[0]])
-    assert sorted(past.counted("damaged")) == [0, 1]
+    assert sorted(server.counted("damaged")) == [0, 1]
 
 
 def test_a_store_is_exchanged_for_another_while_the_server_runs_and_cleared(past, server, storage):
@@ -145,7 +138,7 @@ def test_a_store_is_exchanged_for_another_while_the_server_runs_and_cleared(past
     exchange(server, past.configuration | {"driver": driver, "driver_config": options})
     empty = server.ask(OTHER)
     assert empty.cached == 0
-    wait_until_stored(server, past, PAGES)
+    wait_until_stored(server, PAGES)
     server.flush()
     full = server.ask(OTHER)
     assert (full.cached, full.from_storage) == (REUSED, REUSED)
@@ -166,7 +159,7 @@ def test_updated_weights_have_pages_of_their_own(past, server, tmp_path):
         assert not refused.says(past.first[RESTARTED[0]])
         exchange(server, past.configuration)
         assert server.ask(RESTARTED).cached == 0
-        wait_until_stored(server, past, PAGES)
+        wait_until_stored(server, PAGES)
         server.flush()
         answer = server.ask(RESTARTED)
         assert answer.from_storage == REUSED

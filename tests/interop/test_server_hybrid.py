@@ -13,11 +13,9 @@ from tests.interop.engine_server import (
     REUSED,
     Answer,
     EngineServer,
-    metrics_port,
-    pages_counted,
     prompt,
     quick_start_command,
-    written_configuration,
+    write_configuration,
 )
 from tests.interop.tiny_hybrid_model import write_hybrid_model
 
@@ -42,7 +40,6 @@ class Past:
     """What a server answered that had nothing in storage, and what it left behind."""
 
     place: Path
-    port: int
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
     def server(self) -> EngineServer:
@@ -63,10 +60,6 @@ class Past:
         described = sorted((self.place / "cache").rglob("namespace.json"))
         return [path.parent for path in described if json.loads(path.read_text())["pool"] == pool]
 
-    def counted(self, what: str, pool: str) -> list[int]:
-        """A counter of each rank."""
-        return [pages_counted(self.port + rank, what, pool) for rank in range(RANKS)]
-
     def second_turn(self) -> list[int]:
         """The first prompt, the answer, and what is asked then."""
         return [*RESTARTED, *self.answers["restarted"].tokens, *DAMAGED[:20]]
@@ -83,9 +76,8 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """A server whose storage was filled and that has ended."""
     place = tmp_path_factory.mktemp("hybrid")
     write_hybrid_model(place / "model", seed=1)
-    found = Past(place, metrics_port(RANKS))
-    configuration = written_configuration(place) | {"metrics_port": found.port, "metrics_host": "127.0.0.1"}
-    (place / "hicache.json").write_text(json.dumps(configuration))
+    write_configuration(place, ranks=RANKS)
+    found = Past(place)
     with found.server() as server:
         server.wait_until_up()
         found.ask(server, "restarted", RESTARTED)
@@ -99,7 +91,7 @@ def again(past: Past):
     """The server, started again over what the first left; the first that it answered, and what was read for that."""
     with past.server() as server:
         answer = server.wait_until_up().ask(RESTARTED)
-        yield server, answer, {pool: past.counted("read", pool) for pool in ("kv", "mamba")}
+        yield server, answer, {pool: server.counted("read", pool) for pool in ("kv", "mamba")}
 
 
 @pytest.fixture
@@ -144,7 +136,7 @@ def test_a_damaged_state_of_one_rank_costs_hits_and_changes_no_answer(past, serv
     answer = server.ask(DAMAGED)
     assert answer.cached == 0
     assert answer.says(past.answers["damaged"])
-    assert sorted(past.counted("damaged", "mamba")) == [0, 1]
+    assert sorted(server.counted("damaged", "mamba")) == [0, 1]
     server.wait_for(lambda: files_of(namespace, state) not in ([file], []), "the state is not written again")
     server.flush()
     repaired = server.ask(DAMAGED)

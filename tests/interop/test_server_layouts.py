@@ -11,11 +11,9 @@ from tests.interop.engine_server import (
     PAGES,
     REUSED,
     EngineServer,
-    metrics_port,
-    pages_counted,
     prompt,
     quick_start_command,
-    written_configuration,
+    write_configuration,
 )
 from tests.interop.tiny_model import write_model
 
@@ -29,18 +27,16 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")])
 def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
     write_model(tmp_path / "model", seed=1)
-    port = metrics_port(1)
-    configuration = written_configuration(tmp_path) | {"metrics_port": port, "metrics_host": "127.0.0.1"}
-    (tmp_path / "hicache.json").write_text(json.dumps(configuration))
+    write_configuration(tmp_path, ranks=1)
     command = quick_start_command(tmp_path / "model", layout=layout, io_backend=io_backend)
     with EngineServer(tmp_path, command, ranks=1) as server:
         first = server.wait_until_up().ask(prompt(10))
-        server.wait_for(lambda: pages_counted(port, "written") >= PAGES, "no pages are written")
+        server.wait_for(lambda: server.counted("written") == [PAGES], "no pages are written")
         server.flush()
         again = server.ask(prompt(10))
         assert first.cached == 0
         assert (again.cached, again.from_storage) == (REUSED, REUSED)
         assert again.says(first)
-        assert pages_counted(port, "read") == PAGES
+        assert server.counted("read") == [PAGES]
     [namespace] = (tmp_path / "cache").rglob("namespace.json")
     assert json.loads(namespace.read_text())["layout"] == layout

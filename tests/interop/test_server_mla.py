@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +10,9 @@ from tests.interop.engine_server import (
     PAGES,
     REUSED,
     EngineServer,
-    metrics_port,
-    pages_counted,
     prompt,
     quick_start_command,
-    written_configuration,
+    write_configuration,
 )
 from tests.interop.tiny_model import MLA, write_model
 
@@ -28,25 +25,19 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
 
 def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):
     write_model(tmp_path / "model", seed=1, config=MLA)
-    port = metrics_port(2)
-    configuration = written_configuration(tmp_path) | {"metrics_port": port, "metrics_host": "127.0.0.1"}
-    (tmp_path / "hicache.json").write_text(json.dumps(configuration))
-
-    def counted(what: str) -> list[int]:
-        return [pages_counted(port + rank, what) for rank in range(2)]
-
+    write_configuration(tmp_path, ranks=2)
     command = quick_start_command(tmp_path / "model")
     with EngineServer(tmp_path, command, ranks=2) as server:
         server.wait_until_up()
         first = server.ask(prompt(10))
-        server.wait_for(lambda: sum(counted("written")) >= PAGES, "no pages are written")
+        server.wait_for(lambda: sum(server.counted("written")) >= PAGES, "no pages are written")
         server.flush()
         again = server.ask(prompt(10))
         assert first.cached == 0
         assert (again.cached, again.from_storage) == (REUSED, REUSED)
         assert again.says(first)
-        assert counted("written") == [PAGES, 0]
-        assert counted("read") == [PAGES, PAGES]
+        assert server.counted("written") == [PAGES, 0]
+        assert server.counted("read") == [PAGES, PAGES]
     with EngineServer(tmp_path, command, ranks=1) as alone:
         restored = alone.wait_until_up().ask(prompt(10))
         assert (restored.cached, restored.from_storage) == (REUSED, REUSED)

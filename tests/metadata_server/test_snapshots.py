@@ -174,49 +174,6 @@ def test_copying_by_the_command(tmp_path):
     assert hicache("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
 
 
-def test_copying_without_a_scope(tmp_path):
-    """Which begins anew for whoever names it again, with leases that were never given."""
-    engine = Engine(MetadataService(), random.Random(7))
-    for _ in range(80):
-        engine.step()
-    service = engine.service
-    gone, stays = sorted(service.scopes)
-    write(tmp_path / "a.db", service)
-    done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--without", gone)
-    assert done.exit_code == 0, done.output
-    expected = {place: page for place, page in live(service).items() if place[0] == stays}
-    assert len(expected) < len(live(service))
-    assert f"{len(live(service)) - len(expected)} pages left out: scope {gone}" in done.output
-    with opened_store(address(tmp_path / "b.db")) as copied:
-        assert live(copied) == expected
-        assert list(copied.scopes) == [stays]
-        assert copied.counters().lease >= service.counters().lease
-        [lease] = Engine(copied, random.Random(1), scopes=(gone,), slots=50).reserve(gone, ["new"])
-        assert lease >= service.counters().lease
-    done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "c.db"), "--without", gone, "--without", "0:typo")
-    assert done.exit_code == 2
-    assert "there is no scope 0:typo" in done.output
-    assert not (tmp_path / "c.db").exists()
-
-
-def test_restoring_without_a_scope(tmp_path):
-    engine = Engine(MetadataService(), random.Random(7))
-    for _ in range(80):
-        engine.step()
-    gone, stays = sorted(engine.service.scopes)
-    write(tmp_path / "a.db", engine.service)
-    assert hicache("backup", address(tmp_path / "a.db"), tmp_path / "b").exit_code == 0
-    done = hicache("restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", gone)
-    assert done.exit_code == 0, done.output
-    with opened_store(address(tmp_path / "a.db")) as restored_store:
-        assert list(restored_store.scopes) == [stays]
-        assert live(restored_store)
-    again = hicache("restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", "0:typo")
-    assert (again.exit_code, "there is no scope 0:typo" in again.output) == (2, True)
-    with opened_store(address(tmp_path / "a.db")) as restored_store:
-        assert list(restored_store.scopes) == [stays]
-
-
 def test_what_is_no_target(tmp_path):
     write(tmp_path / "a.db", Engine(MetadataService(), random.Random(7)).service)
     with closing(sqlite3.connect(tmp_path / "foreign.db")) as other:
