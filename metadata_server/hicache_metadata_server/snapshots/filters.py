@@ -76,7 +76,8 @@ def without(parts: Iterable[Part], going: Container[tuple[str, int]]) -> Iterato
 
 
 def without_scopes(parts: Iterable[Part], names: Collection[str], dropped: Counter[str]) -> Iterator[Part]:
-    """Without some scopes: whoever names one of them later makes it anew. No lease number is given again for that.
+    """Without some scopes: whoever names one of them later makes it anew. Lease numbers go on in stores that count them for all
+    scopes together; a shared store counts those of each, from the beginning.
 
     Raises:
         SnapshotError: at the end, one of them was not there.
