@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.crew import threads_for
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.reader import ReadOutcome, has_hung, is_late, note_faults, rounds
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     """A read, and its object's name."""
 
 MOST_BUFFERS: Final = 8
-LARGE_BYTES: Final = 256 << 10
-"""Pages from here on are transferred one after the other: smaller ones come faster all at once."""
-PORTION_BYTES: Final = (1 << 20) + 4 * ENVELOPE_BYTES
-"""Of large objects that are asked for together. A cache has them still when they are copied; where a store hangs, each takes 30 s."""
+PORTION_OBJECTS: Final = 16
+"""Most objects that are asked for together: where a store hangs, each keeps its thread for the library's patience."""
+PORTION_BYTES: Final = (1 << 20) + PORTION_OBJECTS * ENVELOPE_BYTES
+"""Of objects that are asked for together. A cache has them still when they are copied."""
 HELD_BYTES: Final = 1 << 20
 """Copied before it is asked again whether the caller still waits."""
 LONG_COPY: Final = 128 << 10
@@ -41,12 +42,13 @@ NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
 class BufferedReader:
     """Into buffers of its own, and from there to the parts of the reads as long as their caller waits (rule GET-9).
 
-    Portions of a buffer are used again and again, so that bytes are verified and copied while a cache still has them; what one
-    thread copies, the other's transfer goes on beside.
+    Objects are looked up first, and then come a few at a time over connections that stay. Regions of a buffer are used again and
+    again, so that bytes are verified and copied while a cache still has them; beside what one thread copies, the others' transfers
+    go on.
 
     Args:
         size: bytes of each buffer; an object fits into one.
-        crew: for the second thread; whoever made it closes it.
+        crew: for the other threads; whoever made it closes it.
     """
 
     def __init__(self, size: int, crew: Crew) -> None:
@@ -65,15 +67,11 @@ class BufferedReader:
     def _read(
         self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
     ) -> None:
-        half = len(buffer) // 2
-        shared = all(read.namespace.object_bytes <= half for read in reads)
-        regions = [buffer[:half], buffer[half:]] if shared else [buffer]
+        regions = _regions(buffer, max(read.namespace.object_bytes for read in reads))
         portions = _Portions(connection, len(regions[0]), call)
-        portions.add_by_name([read for read in reads if read.namespace.page_bytes < LARGE_BYTES])
-        large = [read for read in reads if read.namespace.page_bytes >= LARGE_BYTES]
-        names = names_of(large)
+        names = names_of(reads)
         with connection.looked_up(names, call) as codes:
-            portions.add_looked_up(list(zip(large, names, codes, strict=True)))
+            portions.add_looked_up(list(zip(reads, names, codes, strict=True)))
             self._crew.share(portions.work, regions[: max(1, len(portions))])
         if portions.late:
             self._buffers.forsake(buffer)
@@ -102,14 +100,11 @@ class _Portions:
     def add_looked_up(self, asked: Sequence[Answer]) -> None:
         """Objects that `Connection.looked_up` has answered 0 for are read so."""
         found = [(read, name) for read, name, code in asked if not code]
-        self._add(self._connection.read_ranges, found, PORTION_BYTES)
-        # These may be on a disk, from where only this way leads.
-        self.add_by_name([read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY])
+        self._add(self._connection.read_ranges, found, PORTION_OBJECTS, PORTION_BYTES)
+        # These may be on a disk, from where only this way leads: by their names, all that have room.
+        others = [(read, name) for read, name, code in asked if code == library.NO_REPLICA_IN_MEMORY]
+        self._add(self._connection.read, others, len(others), self._most)
         self.answers += [item for item in asked if item[2] not in (0, library.NO_REPLICA_IN_MEMORY)]
-
-    def add_by_name(self, reads: Sequence[ObjectRead]) -> None:
-        """Objects that are looked up and read in one request."""
-        self._add(self._connection.read, list(zip(reads, names_of(reads), strict=True)), self._most)
 
     def work(self, region: memoryview) -> None:
         """Read and deliver portions through a region of memory until none is left."""
@@ -120,12 +115,12 @@ class _Portions:
                 return
             self._read(ask, items, region)
 
-    def _add(self, ask: Ask, items: Sequence[Item], most: int) -> None:
+    def _add(self, ask: Ask, items: Sequence[Item], most: int, most_bytes: int) -> None:
         some: list[Item] = []
         size = 0
         for item in items:
             length = item[0].namespace.object_bytes
-            if some and size + length > min(most, self._most):
+            if some and (len(some) == most or size + length > min(most_bytes, self._most)):
                 self._left.append((ask, some))
                 some, size = [], 0
             some.append(item)
@@ -138,7 +133,7 @@ class _Portions:
         starts = list(accumulate(sizes[:-1], initial=0))
         wholes = [region[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         for whole in wholes:
-            # As above: whatever was read here before is no envelope of this read.
+            # Whatever was read here before is no envelope of this read.
             whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
         base, began = address_of(region), time.monotonic()
         codes = ask([name for _, name in items], [[base + start] for start in starts], [[size] for size in sizes])
@@ -151,6 +146,13 @@ class _Portions:
             self._call,
             [(read, whole) for (read, _), whole, size, code in zip(items, wholes, sizes, codes, strict=True) if code == size],
         )
+
+
+def _regions(buffer: memoryview, size: int) -> list[memoryview]:
+    """Parts of a buffer for one thread each; an object of so many bytes fits into any of them."""
+    count = min(threads_for(size), len(buffer) // size)
+    step = len(buffer) // count
+    return [buffer[start : start + step] for start in range(0, count * step, step)]
 
 
 def _delivered(call: Call, came: Sequence[tuple[ObjectRead, memoryview]]) -> list[ObjectRead]:

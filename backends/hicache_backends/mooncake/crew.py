@@ -12,8 +12,21 @@ if TYPE_CHECKING:
 
 MOST_HELPERS: Final = 8
 """Threads for all calls together. A call that finds all of them busy, or hanging, works alone."""
+MOST_THREADS: Final = 4
+"""For one call, its caller's among them."""
+LARGE_BYTES: Final = 1 << 20
+"""Transfers of objects from here on gain by more threads than two."""
 
 ItemT = TypeVar("ItemT")
+
+
+def threads_for(size: int) -> int:
+    """How many threads shall transfer objects of so many bytes over TCP.
+
+    One prepares or copies while the other's transfer goes on. Of large objects these take longer than the library needs to begin the next
+    transfer, so that two more keep its connections busy.
+    """
+    return MOST_THREADS if size >= LARGE_BYTES else 2
 
 
 class Crew:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.crew import threads_for
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
@@ -51,7 +52,7 @@ class DirectReader:
     """Straight into the parts of the reads. Waits for what it has begun (`stuck_reads="waits"`).
 
     Args:
-        crew: for a second thread over TCP; None for other protocols. Over TCP objects are looked up first: what is read without that
+        crew: for other threads over TCP; None for other protocols. Over TCP objects are looked up first: what is read without that
             and given up by the library, after `GIVES_UP_SECONDS`, may still arrive (rule GET-9).
     """
 
@@ -92,7 +93,8 @@ class DirectReader:
                     if has_hung(codes, began):
                         left.clear()
 
-            crew.share(work, range(min(2, max(1, len(left)))))
+            largest = max(read.namespace.object_bytes for read in reads)
+            crew.share(work, range(min(threads_for(largest), max(1, len(left)))))
         _sort(connection, answers, outcome)
         # These may be on a disk, from where only this way leads.
         others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]
@@ -125,7 +127,7 @@ def _ask(ask: Ask, reads: Sequence[ObjectRead], names: Sequence[str], block: Blo
 
 def has_hung(codes: Sequence[int], began: float) -> bool:
     """Whether a request, begun at a time of `time.monotonic()`, has failed for want of an answer: others would take as long."""
-    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.HANGS_SECONDS
+    return library.TRANSFER_FAILED in codes and library.has_hung(began)
 
 
 def is_late(codes: Sequence[int], began: float) -> bool:

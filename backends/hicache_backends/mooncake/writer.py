@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.crew import MOST_THREADS, threads_for
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
@@ -29,10 +30,10 @@ GATHERED_BYTES: Final = 256 << 10
 """Objects up to here are copied together before they are sent: over TCP each part of an object costs a request of its own."""
 PORTION_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
 """Of objects that are transferred together over TCP, while another thread puts the next ones together."""
-GATHER_BLOCK_BYTES: Final = 2 * PORTION_BYTES
-"""A portion for each of two threads."""
+GATHER_BLOCK_BYTES: Final = MOST_THREADS * PORTION_BYTES
+"""A portion for each thread."""
 LARGEST_SHARE_BYTES: Final = 32 << 20
-"""Of larger objects that one of two threads sends in a request. Smaller shares are slower; where a store hangs, each of their objects takes 30 s."""
+"""Of larger objects that one thread sends in a request. Smaller shares are slower; where a store hangs, each of their objects takes the library's patience."""
 SHORTEST_PAUSE: Final = 0.005
 LONGEST_PAUSE: Final = 0.1
 
@@ -176,21 +177,25 @@ class PageWriter:
                 done = self._send_portion(connection, some, block, start)
                 arrived.extend(done)
                 if len(done) < len(some):
-                    if time.monotonic() - began >= library.HANGS_SECONDS:
+                    if library.has_hung(began):
                         # The others would take as long.
                         left.clear()
                     outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
 
-        self._crew.share(work, [0, PORTION_BYTES][: len(left)])
+        threads = threads_for(max(item.write.namespace.object_bytes for item in items))
+        self._crew.share(work, [number * PORTION_BYTES for number in range(min(threads, len(left)))])
 
     def _portions(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
-        """Lists of objects that are transferred together: over TCP a few that are gathered, and two shares of the others."""
+        """Lists of objects that are transferred together: over TCP a few that are gathered, and a share of the others for each thread."""
         if not self._gathers:
             yield list(items)
             return
         others = [item for item in items if not self._is_gathered(item.write)]
-        sizes = [item.write.namespace.object_bytes for item in others]
-        yield from _cut(others, min((sum(sizes) + max(sizes, default=0)) // 2, LARGEST_SHARE_BYTES))
+        if others:
+            sizes = [item.write.namespace.object_bytes for item in others]
+            count = threads_for(max(sizes))
+            # Rounded up to whole objects.
+            yield from _cut(others, min((sum(sizes) + (count - 1) * max(sizes)) // count, LARGEST_SHARE_BYTES))
         yield from _cut([item for item in items if self._is_gathered(item.write)], PORTION_BYTES)
 
     def _send_portion(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from hicache_backends.mooncake import buffered, memory
+from hicache_backends.mooncake import crew as crews
 from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.crew import Crew
@@ -60,17 +61,9 @@ def alone():
     return crew
 
 
-@pytest.fixture
-def large(monkeypatch):
-    """All pages count as large."""
-    monkeypatch.setattr(buffered, "LARGE_BYTES", 1)
-
-
-@pytest.fixture(params=["waits", "waits, tcp", "buffered", "buffered, large"])
+@pytest.fixture(params=["waits", "waits, tcp", "buffered"])
 def ways(request, alone):
-    if request.param == "buffered, large":
-        request.getfixturevalue("large")
-    if request.param.startswith("buffered"):
+    if request.param == "buffered":
         return BufferedReader(1 << 16, alone)
     return DirectReader(Blocks(lambda start, size: None), alone if request.param == "waits, tcp" else None)
 
@@ -99,7 +92,7 @@ def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     assert [read.damaged for read in some] == [True, False, False, False, False]
 
 
-def test_what_a_lookup_answers(alone, large):
+def test_what_a_lookup_answers(alone):
     """What is not there is a miss, what it cannot tell a place of in memory is read by its name, and a fault is a fault."""
     found = [0, library.NOT_FOUND, library.NO_REPLICA_IN_MEMORY, -1, 0]
     for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
@@ -112,9 +105,10 @@ def test_what_a_lookup_answers(alone, large):
         assert not any(read.damaged for read in (some[1], some[3]))
 
 
-def test_portions(alone, large, monkeypatch):
-    """As many objects as a portion holds, or one; and none any more once the caller has left."""
-    monkeypatch.setattr(buffered, "PORTION_BYTES", 2 * LENGTH)
+@pytest.mark.parametrize(("limit", "most"), [("PORTION_BYTES", 2 * LENGTH), ("PORTION_OBJECTS", 2)])
+def test_portions(alone, monkeypatch, limit, most):
+    """As many objects as a portion holds, or one."""
+    monkeypatch.setattr(buffered, limit, most)
     some, connection = reads(5), Scripted([LENGTH] * 5)
     assert BufferedReader(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of(some[:2]), names_of(some[2:4]), names_of(some[4:])]
@@ -125,8 +119,8 @@ def test_portions(alone, large, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)])
-def test_after_one_that_hangs_no_others_are_waited_for(alone, large, monkeypatch, code, after, left):
-    monkeypatch.setattr(library, "HANGS_SECONDS", after)
+def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code, after, left):
+    monkeypatch.setattr(library, "HANGS", after)
     monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
     for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
         some, connection = reads(5), Scripted([LENGTH, code, LENGTH, LENGTH, LENGTH], [LENGTH])
@@ -134,10 +128,12 @@ def test_after_one_that_hangs_no_others_are_waited_for(alone, large, monkeypatch
         assert len(connection.by_lookup) == 2 + left
 
 
-def test_two_threads_share_what_is_left(large, monkeypatch):
-    """Each has memory of its own, and what both have read is answered."""
+@pytest.mark.parametrize(("large_from", "size", "threads"), [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)])
+def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
+    """Four read large objects, if the buffer has room for four, and two small ones; each has memory of its own, and what all have read is answered."""
     monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
-    together, places = threading.Barrier(2), set()
+    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):
         def read_ranges(self, names, addresses, sizes):
@@ -145,9 +141,9 @@ def test_two_threads_share_what_is_left(large, monkeypatch):
             together.wait(60)
             return [LENGTH]
 
-    crew, some = Crew(), reads(6)
-    assert BufferedReader(1 << 16, crew).read(Both([]), some, Call()).arrived == set(some)
-    assert max(places) - min(places) == 1 << 15
+    crew, some = Crew(), reads(3 * threads)
+    assert BufferedReader(size, crew).read(Both([]), some, Call()).arrived == set(some)
+    assert sorted(place - min(places) for place in places) == [number * (size // threads) for number in range(threads)]
     crew.close()
 
 
@@ -157,14 +153,14 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(monkeypatch, a
     monkeypatch.setattr(library, "GIVES_UP_SECONDS", after)
     blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
     for each in (DirectReader(blocks, None), by_buffers):
-        each.read(Scripted([code], [LENGTH]), reads(1), Call())
+        each.read(Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call())
     assert bool(blocks._spare) is again
     assert bool(by_buffers._buffers._spare) is again
     assert bool(memory._spoilt) is not again
     memory._spoilt.clear()
 
 
-def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone, large):
+def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
     monkeypatch.setattr(library, "GIVES_UP_SECONDS", 0.0)
     blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
     for each in (DirectReader(blocks, alone), by_buffers):
@@ -184,7 +180,7 @@ def test_nothing_is_delivered_to_who_has_left(alone):
             return None
 
     class Late(Scripted):
-        def read(self, names, addresses, sizes):
+        def read_ranges(self, names, addresses, sizes):
             call._caller = Gone()
             return [LENGTH]
 

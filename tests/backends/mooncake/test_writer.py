@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hicache_backends.mooncake import crew as crews
 from hicache_backends.mooncake import writer
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.crew import Crew
@@ -85,14 +86,16 @@ def test_portions(alone, gathers, monkeypatch):
     assert connection.withdrawn == []
 
 
-def test_two_threads_send_from_memory_of_their_own():
-    together, sent = threading.Barrier(2), list(writes(30, 60_000, 40_000))
+@pytest.mark.parametrize(("large_from", "threads"), [(1 << 20, 2), (1 << 10, 4)])
+def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads):
+    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    together, sent = threading.Barrier(threads), list(writes(60, 60_000, 40_000))
 
     class Both(Scripted):
         def transfer(self, *asked):
             together.wait(60)
             answer = super().transfer(*asked)
-            # Neither puts anything else there before the other has looked.
+            # None puts anything else there before the other has looked.
             together.wait(60)
             return answer
 
@@ -105,7 +108,7 @@ def test_two_threads_send_from_memory_of_their_own():
 @pytest.mark.parametrize(("after", "begun"), [(0.0, 2), (60.0, 5)])
 def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begun):
     """What has arrived is published, and everything else given up."""
-    monkeypatch.setattr(library, "HANGS_SECONDS", after)
+    monkeypatch.setattr(library, "HANGS", after)
     monkeypatch.setattr(writer, "PORTION_BYTES", 100_000)
     sent = list(writes(5, 60_000, 30_000))
     names = names_of(sent)
@@ -115,6 +118,15 @@ def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begu
     assert outcome.stored == {sent[0], *sent[2:begun]}
     assert sorted(connection.withdrawn) == sorted({*names} - {*connection.published})
     assert len(outcome.faults) == 1
+
+
+@pytest.mark.parametrize(("large_from", "shares"), [(300_000, [2, 2, 2, 2]), (400_000, [4, 4])])
+def test_a_share_for_each_thread(alone, monkeypatch, large_from, shares):
+    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    connection = Scripted()
+    sent = list(writes(8, 200_000, 100_000))
+    assert made(alone).write(connection, sent, Call()).stored == set(sent)
+    assert [len(portion) for portion in connection.portions] == shares
 
 
 def test_an_error_gives_everything_up(alone, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -36,8 +37,11 @@ NOT_BEGUN: Final = frozenset({0, INVALID_PARAMS})
 """What the library answers who gives up an object that it is writing no longer, or has never begun to."""
 FULL: Final = frozenset({NO_ROOM, TENANT_QUOTA})
 UNREACHABLE: Final = frozenset({RPC_FAILED, RPC_TIMED_OUT})
-HANGS_SECONDS: Final = 10.0
-"""A transfer that fails after so long hung: by its own patience, 30 s without any progress, unless $MC_TCP_PROGRESS_TIMEOUT_SEC says otherwise."""
+PATIENCE: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
+"""Whole seconds that a TCP transfer may stand still before the library gives it up: without these 30, for each object in turn."""
+OWN_PATIENCE_SECONDS: Final = 30
+HANGS: Final = 0.9
+"""Of the patience: what fails sooner has failed at once, or soon after it had made progress."""
 GIVES_UP_SECONDS: Final = 60.0
 """A transfer that takes longer is answered as failed though it goes on. A sooner failure is the end of it."""
 
@@ -124,11 +128,31 @@ def new_store() -> Store:
     return store
 
 
+def limit_patience() -> None:
+    """Let transfers over TCP that stand still be given up sooner, unless the operator has said when.
+
+    The library looks at these variables whenever a transfer begins, so that they stay, for all its users in this process.
+    """
+    for name, seconds in PATIENCE.items():
+        os.environ.setdefault(name, seconds)
+
+
+def has_hung(began: float) -> bool:
+    """Whether a transfer that has failed, begun at a time of `time.monotonic()`, was given up for standing still."""
+    patience = min(_whole_seconds(os.environ.get(name, "")) for name in PATIENCE)
+    return time.monotonic() - began >= HANGS * patience
+
+
 def replicate_config(copies: int) -> object:
     """How an object is to be kept."""
     config: Any = _module().ReplicateConfig()
     config.replica_num = copies
     return config
+
+
+def _whole_seconds(text: str) -> int:
+    """As the library reads them: what is no positive number counts for nothing."""
+    return int(text) if text.isdecimal() and int(text) else OWN_PATIENCE_SECONDS
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def set_up(settings: ClientSettings) -> Store:
         StorageUnavailableError: the library refuses.
     """
     store = library.new_store()
+    library.limit_patience()
     variables = {
         **_time_limits(settings),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",

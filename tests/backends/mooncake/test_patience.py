@@ -1,0 +1,61 @@
+"""How long the library is let wait for transfers that stand still."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.cluster import DevCluster
+from tests.backends.mooncake.harness import Rig, chain
+
+DEADLINE_SECONDS = 1.5
+RECOVERY_SECONDS = 60.0
+PROGRESS, STATUS = library.PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def nobody_s_limits(monkeypatch):
+    for name in library.PATIENCE:
+        # Set first, so that it is taken back where it was missing.
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def test_what_the_operator_has_set_stays(monkeypatch):
+    monkeypatch.setenv(PROGRESS, "77")
+    library.limit_patience()
+    assert (os.environ[PROGRESS], os.environ[STATUS]) == ("77", "10")
+
+
+@pytest.mark.parametrize(
+    ("progress", "status", "after"),
+    [("10", "10", 9), ("77", "5", 4.5), ("5", "77", 4.5), ("", "", 27), ("0", "-3", 27), ("soon", "40", 27), ("40", "40", 36)],
+)
+def test_what_counts_as_hanging(monkeypatch, progress, status, after):
+    """What is no positive number counts for nothing, as for the library, whose own limit is 30 s."""
+    monkeypatch.setenv(PROGRESS, progress)
+    monkeypatch.setenv(STATUS, status)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert library.has_hung(now - after - 0.01)
+    assert not library.has_hung(now - after + 0.01)
+
+
+def test_a_store_that_hangs_for_good_keeps_no_thread(monkeypatch):
+    """The driver's limit counts for a library that is loaded already, and what a get has left behind comes back by it."""
+    monkeypatch.setattr(library, "PATIENCE", dict.fromkeys(library.PATIENCE, "1"))
+    with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(32 << 10, 32 << 10), pages=4)
+        keys = chain("hang", 4)
+        assert rig.put(keys) == [True] * 4
+        cluster.stores[0].suspend()
+        assert rig.get(keys) == [None] * 4
+        until = time.monotonic() + RECOVERY_SECONDS
+        while rig.driver._reader._buffers._lent:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        cluster.stores[0].resume()
+        rig.storage.close()
