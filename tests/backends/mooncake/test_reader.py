@@ -128,7 +128,9 @@ def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code,
         assert len(connection.by_lookup) == 2 + left
 
 
-@pytest.mark.parametrize(("large_from", "size", "threads"), [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)])
+@pytest.mark.parametrize(
+    ("large_from", "size", "threads"), [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)]
+)
 def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
     """Four read large objects, if the buffer has room for four, and two small ones; each has memory of its own, and what all have read is answered."""
     monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
