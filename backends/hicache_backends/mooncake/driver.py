@@ -187,6 +187,8 @@ def _register(attachment: Attachment, pool: RegisteredPool) -> None:
 
 
 def _names(batches: Sequence[LookupBatch]) -> list[str]:
+    if len(batches) == 1:
+        return object_names(batches[0].namespace, batches[0].keys)
     return list(chain.from_iterable(object_names(batch.namespace, batch.keys) for batch in batches))
 
 

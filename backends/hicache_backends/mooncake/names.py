@@ -44,4 +44,5 @@ def prefix_of(namespace_name: str) -> str:
 
 def _is_plain(keys: Sequence[str]) -> bool:
     """Whether all of them are letters and digits of ASCII, and neither empty nor long."""
-    return not keys or (all(keys) and max(map(len, keys)) <= LONGEST and "".join(keys).encode().isalnum())
+    lengths = set(map(len, keys))
+    return 0 not in lengths and max(lengths, default=0) <= LONGEST and (not keys or "".join(keys).encode().isalnum())

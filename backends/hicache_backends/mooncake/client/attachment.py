@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_backends.mooncake.client.in_flight import InFlight
 from hicache_backends.mooncake.client.shared import connections
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.config import ClientSettings
@@ -47,22 +47,13 @@ class Attachment:
         self._blocks = _Memory([])
         self._retired = list[_Memory]()
 
-    @contextmanager
-    def call(self) -> Generator[Connection]:
-        """The connection, for one call.
+    def call(self) -> InFlight[Connection]:
+        """The connection, for one call: `with attachment.call() as connection`.
 
         Raises:
             StorageUnavailableError: `close` has begun.
         """
-        with self._lock:
-            self._refuse_closed()
-            self._calls += 1
-        try:
-            yield self._connection
-        finally:
-            with self._lock:
-                self._calls -= 1
-            self._let_go()
+        return InFlight(self._begin, self._end)
 
     def register(self, pool: str, regions: Sequence[Region], owner: object) -> None:
         """Register a pool's memory, in the place of another of its name.
@@ -96,6 +87,19 @@ class Attachment:
             self._closing = True
             self._retired += self._pools.values()
             self._pools.clear()
+        self._let_go()
+
+    def _begin(self) -> Connection:
+        with self._lock:
+            self._refuse_closed()
+            self._calls += 1
+        return self._connection
+
+    def _end(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls or not (self._retired or self._closing):
+                return
         self._let_go()
 
     def _registered(self, pool: str, regions: Sequence[Region]) -> list[Region]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.client.in_flight import InFlight
 from hicache_backends.mooncake.client.opening import PROBE_SECONDS, set_up, warm_up
 from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
@@ -101,7 +102,10 @@ class Connection:
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
-        strange = [code for code in codes if code < 0 and code not in library.GONE] if _any_failed(codes) else []
+        there = codes.count(1)
+        if there == len(codes):
+            return [True] * there
+        strange = [code for code in codes if code < 0 and code not in library.GONE]
         if strange:
             raise StorageUnavailableError(f"the master answered {strange[0]} to the question whether an object is there")
         return [code == 1 for code in codes]
@@ -256,21 +260,24 @@ class Connection:
         if code < 0:
             raise StorageUnavailableError(f"the master answered {code} to a request to remove objects")
 
-    @contextlib.contextmanager
-    def _call(self) -> Generator[Store]:
+    def _call(self) -> InFlight[Store]:
+        return InFlight(self._begin, self._leave)
+
+    def _begin(self) -> Store:
         with self._lock:
             if self._closing:
                 raise StorageUnavailableError("the connection is closed")
             self._calls += 1
             suspect = self._suspect
-        try:
-            if suspect and self.settings.master is not None:
+        if suspect and self.settings.master is not None:
+            try:
                 # Known to be away: learn it at once, and not after the library's own attempts to reconnect.
                 check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
-                self._suspect = False
-            yield self._store
-        finally:
-            self._leave()
+            except BaseException:
+                self._leave()
+                raise
+            self._suspect = False
+        return self._store
 
     def _leave(self) -> None:
         with self._lock:
@@ -283,9 +290,12 @@ class Connection:
         """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
         with self._call() as store:
             codes = _fitting(request(store), count)
-            if codes and codes.count(library.RPC_FAILED) == count and self._is_there():
+            if not _any_failed(codes):
+                self._suspect = False
+                return codes
+            if codes.count(library.RPC_FAILED) == count and self._is_there():
                 codes = _fitting(request(store), count)
-        self._suspect = _any_failed(codes) and any(code in library.UNREACHABLE for code in codes)
+        self._suspect = any(code in library.UNREACHABLE for code in codes)
         return codes
 
     def _answered(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
@@ -295,7 +305,7 @@ class Connection:
             StorageUnavailableError: it has not, for any of the objects; or the answer is of another length.
         """
         codes = self._asked(request, count)
-        if _any_failed(codes) and all(code in library.UNREACHABLE for code in codes):
+        if codes and codes[0] in library.UNREACHABLE and all(code in library.UNREACHABLE for code in codes):
             if codes[0] == library.RPC_TIMED_OUT:
                 raise StorageTimeoutError("the master has not answered in time")
             raise StorageUnavailableError("the master cannot be reached")
