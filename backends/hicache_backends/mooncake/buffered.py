@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     """A read, and its object's name."""
 
 MOST_BUFFERS: Final = 8
+LOOKED_UP_BYTES: Final = 512 << 20
+"""Of objects that are looked up together: their leases, of 5 s if the master says nothing else, are to last until all have been read."""
 PORTION_OBJECTS: Final = 16
 """Most objects that are asked for together: where a store hangs, each keeps its thread for the library's patience."""
 PORTION_BYTES: Final = (1 << 20) + PORTION_OBJECTS * ENVELOPE_BYTES
@@ -52,12 +54,12 @@ class BufferedReader:
     """
 
     def __init__(self, size: int, crew: Crew) -> None:
-        self._size, self._crew = size, crew
+        self._crew = crew
         self._buffers = Buffers(size, MOST_BUFFERS)
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         outcome = ReadOutcome()
-        for some in rounds(reads, BLOCK_ENVELOPES, self._size):
+        for some in rounds(reads, BLOCK_ENVELOPES, LOOKED_UP_BYTES):
             if call.expired():
                 break
             with self._buffers.lend(call) as buffer:

@@ -28,7 +28,7 @@ class Scripted:
 
     def __init__(self, codes, lengths=(), found=None):
         self.codes, self.lengths, self.found, self.asked = list(codes), list(lengths), found, 0
-        self.by_name, self.by_lookup = [], []
+        self.by_name, self.by_lookup, self.lookups = [], [], []
 
     def read(self, names, addresses, sizes):
         self.by_name.append(list(names))
@@ -36,6 +36,7 @@ class Scripted:
 
     @contextmanager
     def looked_up(self, names, call):
+        self.lookups.append(list(names))
         yield [0] * len(names) if self.found is None else self.found
 
     def read_ranges(self, names, addresses, sizes):
@@ -116,6 +117,15 @@ def test_portions(alone, monkeypatch, limit, most):
     connection = Scripted([LENGTH] * 5)
     assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of([read]) for read in some]
+
+
+@pytest.mark.parametrize(("most", "together"), [(LENGTH * 5, [5]), (LENGTH * 2, [2, 2, 1])])
+def test_more_than_a_buffer_holds_is_looked_up_together(alone, monkeypatch, most, together):
+    """As much as will have come before the leases of the first lookup run out."""
+    monkeypatch.setattr(buffered, "LOOKED_UP_BYTES", most)
+    some, connection = reads(5), Scripted([LENGTH] * 5)
+    assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
+    assert [len(names) for names in connection.lookups] == together
 
 
 @pytest.mark.parametrize(("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)])
