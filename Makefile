@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers clean
+.PHONY: demo test lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -24,7 +24,7 @@ types: $(VENV)/.installed
 
 # Three at a time on two cores, because they spend a third of it waiting. tests/conftest.py says which files are begun first.
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs" -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs and not hostile" -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 # On a machine with a CUDA device; `scripts/gpu_tests.sh PYTHON` does the same in a Python that has torch and pytest and little else.
 gpu: $(VENV)/.installed
@@ -71,6 +71,10 @@ fuzz: $(VENV)/.installed
 races: $(VENV)/.installed
 	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py \
 		tests/backends/mooncake/test_outages.py
+
+# Stalled disks, forks under load, clocks a year apart, a hundred thousand files, bodies of 8 MiB that are refused. Prints each figure.
+hostile: $(VENV)/.installed
+	$(PYTHON) -m pytest -m hostile -s --durations 0 tests/hostile
 
 # Known weaknesses of the packages in this environment; red for one that scripts/accepted-findings.toml does not accept.
 audit: $(VENV)/.installed
