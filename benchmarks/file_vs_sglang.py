@@ -2,6 +2,7 @@
 
     python benchmarks/file_vs_sglang.py                        # local disk
     python benchmarks/file_vs_sglang.py --mount-delay-us 200   # a file system that takes its time for each request
+    python benchmarks/file_vs_sglang.py --before CHECKOUT      # the driver of another checkout takes part
 
 Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
 """
@@ -22,13 +23,14 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from checkouts import HERE, OfCheckout
 from interleaved import Results, Samples, drop_from_page_cache, fresh_keys, machine, table, turns, wait_for_quiet
 from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, host_pool
 
 from hicache_backends.posix.mounts import mount_of
 from tests.fuse.counting_fs import CountingMount
 
-PEER, OURS = "HiCacheFile", "hicache file"
+PEER, OURS, BEFORE = "HiCacheFile", "hicache file", "before"
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 GOALS = {
     "read, cached": dict(zip(SIZES, (2.4, 1.8, 2.2, 2.2), strict=True)),
@@ -42,10 +44,21 @@ EXISTS_CALLS = 20
 ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
 
 
-def measure_disk(results: Results, subject: str, directory: Path, rounds: int, patience: float) -> None:
+def all_contenders(subject: str, directory: Path, before: Path | None) -> list[Contender]:
+    """SGLang's and ours; with an earlier checkout each of our drivers has a process of its own, so that nothing else differs."""
+    pool, page_bytes = host_pool(SIZES[subject]), SIZES[subject]
+    peer = Peer(pool, directory / "peer")
+    if before is None:
+        return [peer, Ours(pool, directory / "ours", OURS)]
+    return [
+        peer,
+        OfCheckout(HERE, OURS, "sglang_peer", page_bytes, "page_first", directory / "ours"),
+        OfCheckout(before, BEFORE, "sglang_peer", page_bytes, "page_first", directory / "before"),
+    ]
+
+
+def measure_disk(results: Results, subject: str, contenders: list[Contender], rounds: int, patience: float) -> None:
     """Write, look up, read from the page cache, read from the disk; then remove, so that nothing is left to be flushed."""
-    pool = host_pool(SIZES[subject])
-    contenders: list[Contender] = [Peer(pool, directory / "peer"), Ours(pool, directory / "ours", OURS)]
     for contender in contenders:
         contender.write(fresh_keys(BATCH_PAGES))
         contender.remove()
@@ -66,11 +79,11 @@ def measure_disk(results: Results, subject: str, directory: Path, rounds: int, p
         contender.close()
 
 
-def measure_mount(results: Results, subject: str, mount: CountingMount, rounds: int, patience: float) -> dict[str, float]:
+def measure_mount(
+    results: Results, subject: str, contenders: list[Contender], mount: CountingMount, rounds: int, patience: float
+) -> dict[str, float]:
     """Write and read each batch once; requests a page, by operation and contender."""
-    pool, requests = host_pool(SIZES[subject]), dict[str, float]()
-    directory = mount.point / subject.replace(" ", "")
-    contenders: list[Contender] = [Peer(pool, directory / "peer"), Ours(pool, directory / "ours", OURS)]
+    requests = dict[str, float]()
     for contender in contenders:
         contender.write(fresh_keys(BATCH_PAGES))
         contender.remove()
@@ -99,17 +112,19 @@ def microseconds(samples: Samples, who: str) -> str:
     return f"{samples.median(who) * 1e6:.0f} ({min(samples.seconds[who]) * 1e6:.0f} - {max(samples.seconds[who]) * 1e6:.0f})"
 
 
-def report(results: Results, goals: dict[str, dict[str, float]], requests: dict[str, dict[str, float]]) -> str:
-    rows = []
+def report(
+    results: Results, goals: dict[str, dict[str, float]], requests: dict[str, dict[str, float]], *, before: bool = False
+) -> str:
+    rows, names = [], (PEER, BEFORE, OURS) if before else (PEER, OURS)
     for operation, by_size in goals.items():
         for subject, goal in by_size.items():
             samples = results.samples.get((subject, operation))
             if samples is None:
                 continue
             if operation == "exists":
-                shown = [f"{microseconds(samples, who)} us" for who in (PEER, OURS)]
+                shown = [f"{microseconds(samples, who)} us" for who in names]
             else:
-                shown = [f"{speed(samples, who, SIZES[subject] * BATCH_PAGES)} GB/s" for who in (PEER, OURS)]
+                shown = [f"{speed(samples, who, SIZES[subject] * BATCH_PAGES)} GB/s" for who in names]
             row = [
                 operation,
                 subject,
@@ -118,11 +133,15 @@ def report(results: Results, goals: dict[str, dict[str, float]], requests: dict[
                 f"{samples.best_ratio(OURS, PEER):.1f}x",
                 f"{goal:g}x",
             ]
+            if before:
+                row += [f"{samples.ratio(OURS, BEFORE):.2f}x", f"{samples.best_ratio(OURS, BEFORE):.2f}x"]
             if requests:
-                row += [f"{requests[subject][f'{operation} {who}']:.2f}" for who in (PEER, OURS)]
+                row += [f"{requests[subject][f'{operation} {who}']:.2f}" for who in names]
             rows.append(row)
-    extra = ["requests a page, peer", "requests a page, ours"] if requests else []
-    return table(["operation", "page", "SGLang `HiCacheFile`", "file driver", "ratio", "of the fastest", "goal", *extra], rows)
+    extra = ["of before", "of the fastest before"] * before
+    extra += [f"requests a page, {name}" for name in names] * bool(requests)
+    drivers = ["SGLang `HiCacheFile`", *["file driver, before"] * before, "file driver"]
+    return table(["operation", "page", *drivers, "ratio", "of the fastest", "goal", *extra], rows)
 
 
 def main() -> None:
@@ -133,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
     parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
     parser.add_argument("--mount-delay-us", type=int, help="measure on a FUSE mount where each request takes so long")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of this project, to be measured too")
     options = parser.parse_args()
     on_mount = options.mount_delay_us is not None
     sizes = options.sizes.split(",") if options.sizes else list(MOUNT_GOALS["write"] if on_mount else SIZES)
@@ -150,11 +170,13 @@ def main() -> None:
         for subject in sizes:
             print(f"{subject} ...", file=sys.stderr, flush=True)
             rounds = options.rounds * ROUNDS[subject]
+            directory = (mount.point if on_mount else work.resolve()) / subject.replace(" ", "")
+            contenders = all_contenders(subject, directory, options.before)
             if on_mount:
-                requests[subject] = measure_mount(results, subject, mount, rounds, options.patience)
+                requests[subject] = measure_mount(results, subject, contenders, mount, rounds, options.patience)
             else:
-                measure_disk(results, subject, work / subject.replace(" ", ""), rounds, options.patience)
-    text = report(results, MOUNT_GOALS if on_mount else GOALS, requests)
+                measure_disk(results, subject, contenders, rounds, options.patience)
+    text = report(results, MOUNT_GOALS if on_mount else GOALS, requests, before=options.before is not None)
     options.out.mkdir(parents=True, exist_ok=True)
     name = "mount" if on_mount else "results"
     (options.out / f"{name}.md").write_text(text)

@@ -1,6 +1,7 @@
 """The 3FS driver against SGLang's `HiCacheHF3FS`: same directory, same SGLang host pool, a metadata server each, taking turns.
 
     python benchmarks/hf3fs_vs_sglang.py
+    python benchmarks/hf3fs_vs_sglang.py --before CHECKOUT    # the driver and server of another checkout take part
 
 Neither has 3FS: ours uses its posix engine, SGLang's its mock client, and both read and write a file of slots. Ours verifies
 checksums, and its server has each change on disk before it answers; SGLang's driver verifies nothing, and its server keeps nothing.
@@ -30,7 +31,8 @@ from typing import TYPE_CHECKING
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from file_vs_sglang import SIZES, microseconds, speed
+from checkouts import HERE, OfCheckout, Timed, environment
+from file_vs_sglang import BEFORE, SIZES, microseconds, speed
 from hf3fs_contenders import OURS, PEER, QUARANTINE_SECONDS, STAGED, ZERO_COPY, Contender, Ours, Peer
 from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
@@ -88,12 +90,21 @@ class Costs:
     """Of all threads of this process, without the servers: what a busy machine hardly changes."""
 
     def time(self, subject: str, who: str, operation: str, action: Callable[[], object], *, expect: object = True) -> None:
-        before = time.process_time()
-        self.seconds.time(subject, operation, who, action, expect=expect)
-        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, time.process_time() - before)
+        before, cpu = time.process_time(), 0.0
+
+        def measured() -> object:
+            nonlocal cpu
+            answer = action()
+            cpu = answer.cpu_seconds if isinstance(answer, Timed) else time.process_time() - before
+            return answer
+
+        self.seconds.time(subject, operation, who, measured, expect=expect)
+        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, cpu)
 
 
-def measure(results: Costs, subjects: list[Subject], contenders: list[Contender], rounds: int, patience: float) -> None:
+def measure(
+    results: Costs, subjects: list[Subject], contenders: list[Contender | OfCheckout], rounds: int, patience: float
+) -> None:
     """Subjects differ in the number of pages only."""
     for contender in contenders:
         contender.prepare()
@@ -111,31 +122,45 @@ def measure(results: Costs, subjects: list[Subject], contenders: list[Contender]
         contender.close()
 
 
-def report(results: Costs, subjects: list[Subject]) -> str:
+def report(results: Costs, subjects: list[Subject], *, before: bool = False) -> str:
+    names = (PEER, BEFORE, OURS) if before else (PEER, OURS)
     rows = [
-        row(operation, subject, *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)))
+        row(operation, subject, names, *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)))
         for operation in ("read", "write", "exists")
         for subject in subjects
     ]
-    return table(HEADER, rows)
+    if not before:
+        return table(HEADER, rows)
+    return table([*HEADER[:5], "3FS driver, before", *HEADER[5:10], "before", *HEADER[10:], "of before", "of the fastest"], rows)
 
 
-def row(operation: str, subject: Subject, samples: Samples, cpu: Samples) -> list[str]:
+def row(operation: str, subject: Subject, names: tuple[str, ...], samples: Samples, cpu: Samples) -> list[str]:
     if operation == "exists":
-        shown = [f"{microseconds(samples, who)} us" for who in (PEER, OURS)]
+        shown = [f"{microseconds(samples, who)} us" for who in names]
     else:
-        shown = [f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in (PEER, OURS)]
+        shown = [f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in names]
     goal = GOALS.get((operation, subject.layout, subject.size))
     ratios = [f"{samples.ratio(OURS, PEER):.1f}x", f"{samples.best_ratio(OURS, PEER):.1f}x", f"{goal:g}x" if goal else ""]
-    cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in (PEER, OURS)]
-    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios, *cost]
+    cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in names]
+    of_before = [f"{samples.ratio(OURS, BEFORE):.2f}x", f"{samples.best_ratio(OURS, BEFORE):.2f}x"] * (BEFORE in names)
+    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios, *cost, *of_before]
 
 
-def metadata_servers(stack: ExitStack, work: Path) -> dict[str, str | None]:
+def metadata_servers(stack: ExitStack, work: Path, before: Path | None) -> dict[str, str | None]:
     """One for each, running until the end: SGLang's keeps nothing, ours has it on disk before it answers."""
-    store = ("--store", f"sqlite:///{work}/meta.db", "--quarantine-seconds", str(QUARANTINE_SECONDS))
-    commands = {PEER: [sys.executable, *PEER_COMMAND, "PORT"], OURS: [sys.executable, *OUR_COMMAND, "PORT", *store]}
-    servers = [stack.enter_context(started(name, command, work / f"{name}.log")) for name, command in commands.items()]
+
+    def ours(name: str) -> list[str]:
+        options = ("--store", f"sqlite:///{work}/{name}.db", "--quarantine-seconds", str(QUARANTINE_SECONDS))
+        return [sys.executable, *OUR_COMMAND, "PORT", *options]
+
+    commands = {PEER: [sys.executable, *PEER_COMMAND, "PORT"], OURS: ours("ours")}
+    places = {OURS: HERE}
+    if before is not None:
+        commands[BEFORE], places[BEFORE] = ours("before"), before
+    servers = [
+        stack.enter_context(started(name, command, work / f"{name}.log", environment(places[name]) if name in places else None))
+        for name, command in commands.items()
+    ]
     return {server.name: f"http://127.0.0.1:{server.port}" for server in servers}
 
 
@@ -155,6 +180,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=8, help="of SGLang's driver: pages a thread takes at a time, 8 by default")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
     parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of this project, to be measured too")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="hf3fs-vs-sglang-", dir=options.path)).resolve()
     facts = {**machine(), "file system": mount_of(str(work)).kind, "metadata": options.metadata}
@@ -162,17 +188,26 @@ def main() -> None:
     results, subjects = Costs(), list[Subject]()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        urls = metadata_servers(stack, work) if options.metadata == "server" else {PEER: None, OURS: None}
+        served = options.metadata == "server"
+        urls = metadata_servers(stack, work, options.before) if served else dict.fromkeys((PEER, OURS, BEFORE))
         for layout, size in itertools.product(options.layouts.split(","), options.sizes.split(",")):
             print(f"{size}, {layout} ...", file=sys.stderr, flush=True)
             pool, directory = host_pool(SIZES[size], layout), work / f"{size.replace(' ', '')}-{layout}"
             peer = Peer(pool, directory, SIZES[size], urls[PEER], jobs=options.jobs, entries=options.entries)
-            ours = Ours(pool, directory, SIZES[size], urls[OURS])
+            contenders: list[Contender | OfCheckout] = [peer]
+            if options.before is None:
+                contenders.append(Ours(pool, directory, SIZES[size], urls[OURS]))
+            for name, checkout in ((OURS, HERE), (BEFORE, options.before)) if options.before else ():
+                place, page_bytes = directory / name.replace(" ", ""), SIZES[size]
+                place.mkdir(parents=True)
+                contenders.append(
+                    OfCheckout(checkout, name, "hf3fs_contenders", page_bytes, layout, place, page_bytes, urls[name])
+                )
             these = [Subject(size, int(pages), layout) for pages in options.pages.split(",")]
-            measure(results, these, [peer, ours], options.rounds * ROUNDS[size], options.patience)
+            measure(results, these, contenders, options.rounds * ROUNDS[size], options.patience)
             shutil.rmtree(directory)
             subjects += these
-    text = report(results, subjects)
+    text = report(results, subjects, before=options.before is not None)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = [

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from checkouts import Timed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
@@ -50,6 +52,8 @@ class Results:
         started = time.perf_counter()
         answer = action()
         seconds = time.perf_counter() - started
+        if isinstance(answer, Timed):
+            answer, seconds = answer.answer, answer.seconds
         if answer != expect:
             raise AssertionError(f"{who}: {operation} of {subject} answered {answer!r}, not {expect!r}")
         self.samples.setdefault((subject, operation), Samples()).add(who, seconds)

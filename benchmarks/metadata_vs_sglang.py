@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import machine, table, turns, wait_for_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection as Connected
     from multiprocessing.synchronize import Event
 
@@ -104,13 +104,13 @@ class Server:
 
 
 @contextmanager
-def started(name: str, command: list[str], log: Path) -> Iterator[Server]:
+def started(name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.monotonic()
     with log.open("ab") as output:
-        process = subprocess.Popen([part.replace("PORT", str(port)) for part in command], stdout=output, stderr=output)
+        process = subprocess.Popen([part.replace("PORT", str(port)) for part in command], stdout=output, stderr=output, env=env)
     try:
         while True:
             try:
