@@ -106,8 +106,14 @@ class Peer:
         return list(self._ask(Call.DELETE, keys, pool).done)
 
     def clear(self) -> None:
-        """Remove all pages of the identity."""
-        self._ask(Call.CLEAR, [], PoolName.KV)
+        """Remove all pages of the identity, of a store that works.
+
+        Raises:
+            Violation: LC-4, the clear raised.
+        """
+        raised = self._ask(Call.CLEAR, [], PoolName.KV).raised
+        if raised:
+            raise Violation("LC-4", f"a clear of an idle store raised {raised} (process {self.name})")
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
