@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hicache_conformance.cases.applied import AppliedCases
 from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
@@ -11,6 +12,7 @@ from hicache_conformance.cases.deadlines import DeadlineCases
 from hicache_conformance.cases.durability import DurabilityCases
 from hicache_conformance.cases.eviction import EvictionCases
 from hicache_conformance.cases.existence import ExistenceCases
+from hicache_conformance.cases.failed_clears import FailedClearCases
 from hicache_conformance.cases.faults import FaultCases
 from hicache_conformance.cases.histories import HistoryCases
 from hicache_conformance.cases.hostpools import HostPoolCases
@@ -42,6 +44,8 @@ class DriverConformance(
     PlanCases,
     DeadlineCases,
     RotCases,
+    FailedClearCases,
+    AppliedCases,
     FaultCases,
     MetricsCases,
     StagingCases,

@@ -15,11 +15,12 @@ from hicache_conformance.faults.scene import (
     UNGUARDED,
     check_hits,
     check_kept,
+    hung,
     hurry,
+    may_wait,
     wait_until_serving,
     working,
 )
-from hicache_conformance.faults.troubles import HUNG
 from hicache_conformance.manifest import Level
 from hicache_conformance.pages import canary, short, spent
 from hicache_conformance.pending import Pending
@@ -27,7 +28,7 @@ from hicache_conformance.residue import Residue
 from hicache_conformance.subject import Share
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError, StuckReads
+from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ class DeadlineCases:
     def test_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """While the store hangs, exists, get and set end within the deadline and a second; afterwards the same storage serves."""
         subject, keys = working(lab, ground)
-        plan = _hang(lab, ground, subject)
+        plan = hung(ground, subject)
         new, within = lab.keys(4), lab.dialect.patience_seconds or IN_TIME
         hurry(subject)
         ground.strike(plan)
@@ -68,7 +69,7 @@ class DeadlineCases:
             _check_time(Pending(ask), name, plan, within)
         # Last, because a driver may say that its reads wait.
         reading = Pending(partial(subject.get, keys))
-        if not _may_wait(subject):
+        if not may_wait(subject):
             check_hits(subject, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
         ground.heal()
         check_hits(subject, keys, _come_back(lab, reading, "batch_get_v2", plan), plan)
@@ -79,7 +80,7 @@ class DeadlineCases:
     @covers("FT-3", "LC-1", levels=FAULTS)
     def test_opening_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """open() and health() of a store that hangs end within the deadline and a second: with a HiCacheError, and with ok=False."""
-        plan = _hang(lab, ground, working(lab, ground, pages=1)[0])
+        plan = hung(ground, working(lab, ground, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         subject = lab.unopened(options=options)
         ground.strike(plan)
@@ -112,14 +113,14 @@ class DeadlineCases:
     def test_nothing_arrives_late(self, lab: Lab, ground: Ground) -> None:
         """When a get has returned, its destination belongs to somebody else: no byte of it changes when the hung read goes on."""
         subject, keys = working(lab, ground)
-        plan = _hang(lab, ground, subject, "read", "reply")
+        plan = hung(ground, subject, "read", "reply")
         memory = subject.memories[PoolName.KV]
         pages = subject.own_pages(keys)
         transfers = subject.transfers([Share(keys)], [pages])
         ground.strike(plan)
         reading = Pending(partial(subject.storage.batch_get_v2, transfers, INFO))
         if not reading.comes_back(IN_TIME):
-            if not _may_wait(subject):
+            if not may_wait(subject):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
             ground.heal()
             _come_back(lab, reading, "batch_get_v2", plan)
@@ -145,7 +146,7 @@ class DeadlineCases:
     def test_nothing_is_published_late(self, lab: Lab, ground: Ground) -> None:
         """A set that gave up leaves no page behind that holds what the host pages were reused for."""
         subject, _ = working(lab, ground)
-        plan = _hang(lab, ground, subject, "write", "create", "name", "sync", "request")
+        plan = hung(ground, subject, "write", "create", "name", "sync", "request")
         keys, memory = lab.keys(6), subject.memories[PoolName.KV]
         share, pages = Share(keys), subject.own_pages(keys)
         subject.fill(share, pages)
@@ -196,7 +197,7 @@ def _left_behind(lab: Lab, ground: Ground) -> str:
 
 def _life_under_hang(lab: Lab, ground: Ground) -> None:
     subject, keys = working(lab, ground, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0))
-    plan = _hang(lab, ground, subject)
+    plan = hung(ground, subject)
     new = lab.keys(4)
     pools = [subject.lane(number, 3, lab.chance(f"lane {number}")) for number in range(3)]
     for lane in pools:
@@ -239,19 +240,6 @@ def _until_closed(ask: Callable[[], object]) -> None:
         # A call that comes back to a closed storage may say so.
         if not isinstance(violation.__cause__, StorageClosedError):
             raise
-
-
-def _hang(lab: Lab, ground: Ground, subject: Subject, *operations: str) -> FaultPlan:
-    """Everything hangs, or some sorts of operations do; where the driver says of its own methods that they cannot, they are slow."""
-    known = {"disk": ("read", "write", "create", "name", "sync"), "network": ("request", "reply"), "objects": ("read", "write")}
-    sorts = tuple(sort for sort in operations if sort in known.get(ground.name, ()))
-    if ground.name == "objects" and not subject.storage.capabilities.may_hang:
-        return FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, operations=sorts, seconds=DEADLINE_SECONDS / 10),))
-    return FaultPlan(ground.name, tuple(Fault(kind=fault.kind, operations=sorts) for fault in HUNG))
-
-
-def _may_wait(subject: Subject) -> bool:
-    return subject.storage.capabilities.stuck_reads is StuckReads.WAITS
 
 
 def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME) -> AnswerT:
