@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
@@ -25,7 +26,7 @@ from hicache_conformance.manifest import Level
 from hicache_conformance.pages import canary, short, spent
 from hicache_conformance.pending import Pending
 from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share
+from hicache_conformance.subject import Share, Subject
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
 
 AnswerT = TypeVar("AnswerT")
 
@@ -48,6 +48,10 @@ LIVES: Final = 3
 """What every one of so many storages has left behind is a leak; a library's own pool of connections is full before that."""
 LATE_SECONDS: Final = 0.3
 """How long late effects are waited for when the store serves again."""
+
+
+UNUSUAL: Final = (0.0, -0.5, -1.0, math.nan, math.inf, 1e10)
+"""Deadlines of calls: passed already, as a caller's clock may say; no number; and longer than a lock can wait."""
 
 
 class DeadlineCases:
@@ -97,6 +101,40 @@ class DeadlineCases:
         while subject.set(lab.keys(1)) != [True]:
             if time.monotonic() > until:
                 raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later")
+
+    @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
+    def test_unusual_deadlines_of_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+        """While the store hangs: a call whose deadline has passed ends at once, an endless one at the storage's own, NaN is misuse."""
+        options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+        subject, keys = working(lab, ground, pages=2, options=options)
+        plan = hung(ground, subject)
+        calls = [
+            _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
+            for number, seconds in enumerate(UNUSUAL)
+        ]
+        ground.strike(plan)
+        for call in calls:
+            call.begin(keys, lab.keys(2), gets=not may_wait(subject))
+        try:
+            for call in calls:
+                call.check_ended(CLOSING_SECONDS if call.seconds > 0 else 0.0, plan)
+        finally:
+            ground.heal()
+        wait_until_serving(lab, subject, plan)
+        for call in calls:
+            call.check_nothing_late(plan)
+
+    @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
+    def test_unusual_deadlines_of_a_working_store(self, lab: Lab) -> None:
+        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for any deadline but NaN."""
+        subject, keys = lab.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)), lab.keys(2)
+        subject.store(keys)
+        plan = FaultPlan("none", ())
+        for number, seconds in enumerate(UNUSUAL):
+            call = _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
+            call.begin(keys, lab.keys(2))
+            call.check_ended(0.0, plan)
+            call.check_nothing_late(plan)
 
     @covers("FT-3", levels=FAULTS)
     def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
@@ -184,6 +222,73 @@ class DeadlineCases:
             f"a storage was closed while calls hung, and {lab.profile.recovery_seconds:.0f} s after the store came back there is still "
             f"{left}, and something each of the {LIVES} times",
         )
+
+
+class _Unusual:
+    """An exists, a get and a set at the same time, with a deadline that clients rarely have."""
+
+    def __init__(self, subject: Subject, seconds: float) -> None:
+        self.seconds = seconds
+        self._subject, self._memory = subject, subject.memories[PoolName.KV]
+        self._calls: dict[str, Pending[Any]] = {}
+        self._new = list[str]()
+        self._pages = list[int]()
+
+    def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
+        """Make the calls: ask for pages that are there, and set new ones."""
+        storage, info, self._new = self._subject.storage, HiCacheStorageExtraInfo(deadline_seconds=self.seconds), new
+        self._pages = self._subject.own_pages([*keys, *new])
+        read, written = self._pages[: len(keys)], self._pages[len(keys) :]
+        getting = self._subject.transfers([Share(keys)], [read])
+        setting = self._subject.transfers([Share(new)], [written])
+        self._subject.fill(Share(new), written)
+        asks: dict[str, Callable[[], object]] = {
+            "batch_exists_v2": partial(storage.batch_exists_v2, keys, None, info),
+            "batch_set_v2": partial(storage.batch_set_v2, setting, info),
+        }
+        if gets:
+            asks["batch_get_v2"] = partial(storage.batch_get_v2, getting, info)
+        self._calls = {name: Pending(ask) for name, ask in asks.items()}
+
+    def check_ended(self, within: float, plan: FaultPlan) -> None:
+        """Make sure that they end within so many seconds and the slack, without an error that is none of the caller's.
+
+        Raises:
+            Violation: FT-3, FT-1 or FT-2.
+        """
+        for name, call in self._calls.items():
+            told = f"{name} with deadline_seconds={self.seconds}"
+            if not call.ended(within + SLACK_SECONDS):
+                raise Violation("FT-3", f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})")
+            try:
+                call.answer()
+            except HiCacheError as error:
+                if not math.isnan(self.seconds):
+                    raise Violation("FT-1", f"{told} raised {type(error).__name__} ({plan}): {error}") from error
+            except Exception as error:
+                rule = "FT-2" if math.isnan(self.seconds) else "FT-1"
+                raise Violation(rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}") from error
+        # The host pages are somebody else's now.
+        for page in self._pages:
+            self._memory.write(page, spent(self._memory.page_bytes))
+
+    def check_nothing_late(self, plan: FaultPlan) -> None:
+        """Make sure that nothing was read into the host pages afterwards, and that nothing of them was stored.
+
+        Raises:
+            Violation: GET-9 or SET-8.
+        """
+        for page in self._pages:
+            if self._memory.read(page) != spent(self._memory.page_bytes):
+                raise Violation(
+                    "GET-9", f"host page {page} was written after a get with deadline_seconds={self.seconds} had ended ({plan})"
+                )
+        for key, content in zip(self._new, self._subject.get(self._new), strict=True):
+            wrong = self._subject.explain(key, content) if content is not None else ""
+            if wrong:
+                raise Violation(
+                    "SET-8", f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that {wrong} ({plan})"
+                )
 
 
 def _left_behind(lab: Lab, ground: Ground) -> str:

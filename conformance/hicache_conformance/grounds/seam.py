@@ -196,7 +196,7 @@ def _too_short(answer: list[list[bool]]) -> list[list[bool]]:
 
 
 if TYPE_CHECKING:
-    from typing import Protocol, TypeVar
+    from typing import Protocol
 
     BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 
