@@ -30,6 +30,7 @@ from hicache_conformance.cases.rot import RotCases
 from hicache_conformance.cases.sharing import SharingCases
 from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.staging import StagingCases
+from hicache_conformance.cases.stalls import StallCases
 from hicache_conformance.cases.stats import StatsCases
 from hicache_conformance.cases.streams import StreamCases
 from hicache_conformance.cases.writing import WritingCases
@@ -44,6 +45,7 @@ class DriverConformance(
     PlanCases,
     DeadlineCases,
     RotCases,
+    StallCases,
     FailedClearCases,
     AppliedCases,
     FaultCases,
