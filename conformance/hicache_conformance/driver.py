@@ -9,6 +9,7 @@ from hicache_conformance.cases.concurrency import ConcurrencyCases
 from hicache_conformance.cases.crowds import CrowdCases
 from hicache_conformance.cases.damage import DamageCases
 from hicache_conformance.cases.deadlines import DeadlineCases
+from hicache_conformance.cases.directories import DirectoryCases
 from hicache_conformance.cases.durability import DurabilityCases
 from hicache_conformance.cases.eviction import EvictionCases
 from hicache_conformance.cases.existence import ExistenceCases
@@ -45,6 +46,7 @@ class DriverConformance(
     PlanCases,
     DeadlineCases,
     RotCases,
+    DirectoryCases,
     StallCases,
     FailedClearCases,
     AppliedCases,

@@ -58,6 +58,7 @@ class Peer:
         options: StorageOptions | None,
         seed: str,
         fresh: bool,
+        clock: float = 0.0,
     ) -> Self:
         """Start a process and open a storage in it.
 
@@ -76,6 +77,7 @@ class Peer:
                     pools=dict(pools),
                     options=options,
                     seed=seed,
+                    clock=clock,
                 )
             )
             peer.wait()
