@@ -240,19 +240,23 @@ class _Unusual:
 
     def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
         """Make the calls: ask for pages that are there, and set new ones."""
-        storage, info, self._new = self._subject.storage, HiCacheStorageExtraInfo(deadline_seconds=self.seconds), new
+        storage, self._new = self._subject.storage, new
         self._pages = self._subject.own_pages([*keys, *new])
         read, written = self._pages[: len(keys)], self._pages[len(keys) :]
         getting = self._subject.transfers([Share(keys)], [read])
         setting = self._subject.transfers([Share(new)], [written])
         self._subject.fill(Share(new), written)
         asks: dict[str, Callable[[], object]] = {
-            "batch_exists_v2": partial(storage.batch_exists_v2, keys, None, info),
-            "batch_set_v2": partial(storage.batch_set_v2, setting, info),
+            "batch_exists_v2": lambda: storage.batch_exists_v2(keys, None, self._info()),
+            "batch_set_v2": lambda: storage.batch_set_v2(setting, self._info()),
         }
         if gets:
-            asks["batch_get_v2"] = partial(storage.batch_get_v2, getting, info)
+            asks["batch_get_v2"] = lambda: storage.batch_get_v2(getting, self._info())
         self._calls = {name: Pending(ask) for name, ask in asks.items()}
+
+    def _info(self) -> HiCacheStorageExtraInfo:
+        # Made in the call, because it may refuse what is no number.
+        return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
 
     def check_ended(self, within: float, plan: FaultPlan) -> None:
         """Make sure that they end within so many seconds and the slack, without an error that is none of the caller's.
