@@ -40,7 +40,7 @@ class DirectoryCases:
     def test_a_store_that_is_deleted_and_made_again(self, lab: Lab) -> None:
         """The directory is emptied under an open storage, again and again: what sets acknowledge after a while is there again."""
         config, home = lab.apart()
-        subject, keys = lab.storage(config=config, options=UNGUARDED), lab.keys(3)
+        subject, keys = _joined(lab, config), lab.keys(3)
         subject.store(keys)
         for number in range(DELETIONS):
             for entry in home.iterdir():
@@ -56,7 +56,7 @@ class DirectoryCases:
         config, home = lab.apart()
         if option:
             config = {**config, option: f"{capacity_of(STORE_PAGES) // 1024}KiB"}
-        early = lab.storage(pools=crowding.pool(), config=config, options=UNGUARDED)
+        early = _joined(lab, config)
         keys = lab.keys(2 * BATCH)
         for start in range(0, len(keys), BATCH):
             early.store(keys[start : start + BATCH])
@@ -71,11 +71,15 @@ class DirectoryCases:
         early.expect(keys)
 
 
+def _joined(lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None) -> Subject:
+    return lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)
+
+
 def _shared(lab: Lab, config: Mapping[str, object], identity: StorageIdentity) -> list[Subject]:
     """A storage that opens later, where it sees what others have set."""
     if not declares(lab.capabilities, "sharing>=process"):
         return []
-    return [lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)]
+    return [_joined(lab, config, identity)]
 
 
 def _make_again(lab: Lab, subject: Subject, keys: list[str], home: Path, number: int) -> None:
