@@ -14,6 +14,7 @@ from hicache_conformance.catalogue import MARK, described
 from hicache_conformance.damage import can_tamper
 from hicache_conformance.foreign.promises import dialect
 from hicache_conformance.grounds.parameters import ground_in_use
+from hicache_conformance.grounds.placeholders import mentions_tmp, port_names
 from hicache_conformance.grounds.standing import commands_of, filled_options, standing
 from hicache_conformance.lab import Lab
 from hicache_conformance.needs import undeclared
@@ -39,6 +40,8 @@ CAPACITY: Final = "capacity_option"
 """What a case needs that limits how much a store holds; drivers name the option in their `DriverSpec`."""
 STEPS: Final = "steps"
 """What a case needs that makes the steps of an `ObjectStorage` fail, where there is no other way to the same end."""
+DIRECTORY: Final = "a directory that is the whole store"
+"""What a case needs that removes files of the store, or adds some: an option names a directory, and no server knows of the pages."""
 AMPLE_BYTES: Final = 1 << 30
 LAB_PROPERTY: Final = "hicache_lab"
 """User property of a report: driver, capabilities and redacted options, as JSON."""
@@ -123,7 +126,7 @@ def _gate(owner: DriverTarget, request: pytest.FixtureRequest, lab: Lab) -> None
     if not_promised:
         request.node.user_properties.append((GATE_PROPERTY, not_promised))
         pytest.skip(f"not declared: {not_promised}")
-    missing = _missing(lab, case.needs)
+    missing = _missing(owner, lab, case.needs)
     if missing:
         reason = f"the driver does not declare {' and '.join(missing)}"
         request.node.user_properties.append((GATE_PROPERTY, reason))
@@ -144,17 +147,24 @@ def _not_promised(name: str, lab: Lab, case: Case) -> str:
         pytest.skip(f"untested: {error}")
 
 
-def _missing(lab: Lab, needs: Sequence[str]) -> list[str]:
+def _missing(owner: DriverTarget, lab: Lab, needs: Sequence[str]) -> list[str]:
     """What a case needs and the driver does not declare; evicting is asked of an instance whose capacity is limited."""
     promised, option = lab.capabilities, registry().get(lab.driver).capacity_option
     if option and "evicts" in needs:
         promised = replace(promised, evicts=instance_capabilities(lab.driver, lab.capped(AMPLE_BYTES)).evicts)
-    missing = undeclared(promised, [need for need in needs if need not in (CAPACITY, STEPS)])
+    missing = undeclared(promised, [need for need in needs if need not in (CAPACITY, STEPS, DIRECTORY)])
+    if DIRECTORY in needs and not _is_a_directory(owner):
+        missing.append(DIRECTORY)
     if CAPACITY in needs and not option:
         missing.append(CAPACITY)
     if STEPS in needs and option and not _has_steps(lab):
         missing.append("the steps of an ObjectStorage (a limited capacity is tried instead)")
     return missing
+
+
+def _is_a_directory(owner: DriverTarget) -> bool:
+    options = {**registry().get(owner.driver).trial_config, **owner.config}.values()
+    return mentions_tmp(options) and not port_names(options) and not commands_of(owner.driver, owner.config, owner.services)
 
 
 def _has_steps(lab: Lab) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from hicache_conformance.cases.applied import AppliedCases
 from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
 from hicache_conformance.cases.crowds import CrowdCases
 from hicache_conformance.cases.damage import DamageCases
 from hicache_conformance.cases.deadlines import DeadlineCases
+from hicache_conformance.cases.directories import DirectoryCases
 from hicache_conformance.cases.durability import DurabilityCases
 from hicache_conformance.cases.eviction import EvictionCases
 from hicache_conformance.cases.existence import ExistenceCases
+from hicache_conformance.cases.failed_clears import FailedClearCases
 from hicache_conformance.cases.faults import FaultCases
 from hicache_conformance.cases.histories import HistoryCases
 from hicache_conformance.cases.hostpools import HostPoolCases
@@ -28,6 +31,7 @@ from hicache_conformance.cases.rot import RotCases
 from hicache_conformance.cases.sharing import SharingCases
 from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.staging import StagingCases
+from hicache_conformance.cases.stalls import StallCases
 from hicache_conformance.cases.stats import StatsCases
 from hicache_conformance.cases.streams import StreamCases
 from hicache_conformance.cases.writing import WritingCases
@@ -42,6 +46,10 @@ class DriverConformance(
     PlanCases,
     DeadlineCases,
     RotCases,
+    DirectoryCases,
+    StallCases,
+    FailedClearCases,
+    AppliedCases,
     FaultCases,
     MetricsCases,
     StagingCases,

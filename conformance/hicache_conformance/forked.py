@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.subject import Share
@@ -19,8 +20,15 @@ CHILD_SECONDS: Final = 60.0
 """A child that has not answered after this long hangs."""
 
 
-def ask_in_child(subject: Subject, keys: list[str]) -> str:
-    """Read stored pages in a forked child; what was wrong with that, or nothing."""
+def ask_in_child(subject: Subject, keys: list[str], *, within: float = CHILD_SECONDS, everything: bool = False) -> str:
+    """Read stored pages in a forked child; what was wrong with that, or nothing.
+
+    Args:
+        subject: the storage of the parent.
+        keys: of pages that it holds.
+        within: seconds that the child may take.
+        everything: let it make other calls too, and close the storage.
+    """
     pages = subject.own_pages(keys)
     # Before the fork, because torch must not start threads in the child.
     transfers = subject.transfers([Share(keys)], [pages])
@@ -32,13 +40,13 @@ def ask_in_child(subject: Subject, keys: list[str]) -> str:
     if not child:
         told = b"the child was lost"
         try:
-            told = _answer(subject, keys, pages, transfers).encode()
+            told = (_answer(subject, keys, pages, transfers) or (_use(subject, keys, transfers) if everything else "")).encode()
         finally:
             os.write(writing, told or b"\0")
             os._exit(0)
     os.close(writing)
     try:
-        return _wait(child, reading)
+        return _wait(child, reading, within)
     finally:
         os.close(reading)
 
@@ -60,14 +68,33 @@ def _answer(subject: Subject, keys: list[str], pages: list[int], transfers: list
     return ""
 
 
-def _wait(child: int, reading: int) -> str:
-    ready, _, _ = select.select([reading], [], [], CHILD_SECONDS)
+def _use(subject: Subject, keys: list[str], transfers: list[PoolTransfer]) -> str:
+    """Make the other calls of an engine, the last one of which closes."""
+    storage = subject.storage
+    for name, ask in (
+        ("batch_exists_v2", partial(storage.batch_exists_v2, keys)),
+        ("batch_set_v2", partial(storage.batch_set_v2, transfers)),
+        ("get_stats", storage.get_stats),
+        ("health", storage.health),
+        ("close", storage.close),
+    ):
+        try:
+            ask()
+        except HiCacheError:
+            continue
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            return f"{name} of a forked child that uses its parent's storage raised {type(error).__name__}: {error}"
+    return ""
+
+
+def _wait(child: int, reading: int, within: float) -> str:
+    ready, _, _ = select.select([reading], [], [], within)
     if not ready:
         os.kill(child, signal.SIGKILL)
     told = os.read(reading, 65536) if ready else b""
     _, status = os.waitpid(child, 0)
     if not ready:
-        return f"a forked child that used its parent's storage hung for {CHILD_SECONDS:.0f} s"
+        return f"a forked child that used its parent's storage hung for {within:.0f} s"
     if not told:
         return f"a forked child that used its parent's storage died with status {status}"
     return told.strip(b"\0").decode()

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +25,6 @@ from hicache_storage.spec import Capabilities, DriverError, PoolName, StorageIde
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from hicache_conformance.damage import Damage
     from hicache_conformance.grounds.ground import Ground
@@ -174,12 +174,17 @@ class Lab:
             raise Untestable(
                 "the driver's DriverSpec names no capacity_option, so that no store of limited capacity can be opened"
             )
-        home = tempfile.mkdtemp(prefix="capped-", dir=self.tmp)
+        return {**self.apart()[0], option: f"{-(-capacity // 1024)}KiB"}
+
+    def apart(self) -> tuple[dict[str, object], Path]:
+        """The options of a store in a directory of its own, where they name one, and that directory."""
+        home = Path(tempfile.mkdtemp(prefix="apart-", dir=self.tmp))
         self._opened.callback(shutil.rmtree, home, ignore_errors=True)
         fresh = {
-            name: value.replace(str(self.tmp), home) if isinstance(value, str) else value for name, value in self.config.items()
+            name: value.replace(str(self.tmp), str(home)) if isinstance(value, str) else value
+            for name, value in self.config.items()
         }
-        return {**fresh, option: f"{-(-capacity // 1024)}KiB"}
+        return fresh, home
 
     def damage(self, subject: Subject, key: str, damage: Damage, pool: str = PoolName.KV) -> bool:
         """Put a damaged object where the page of `key` belongs; `False` where the driver cannot hold such an object."""
@@ -194,11 +199,13 @@ class Lab:
         config: Mapping[str, object] | None = None,
         options: StorageOptions | None = None,
         fresh: bool = False,
+        clock: float = 0.0,
     ) -> Peer:
         """An open storage in a process of its own, which ends with the case, if not before.
 
         Args:
             name: for the report.
+            clock: seconds by which its clock is ahead of this machine's; behind it if negative.
             fresh: a new interpreter, with a hash seed of its own; takes a second. Otherwise a fork of one that has only loaded
                 what takes long to load.
         """
@@ -212,6 +219,7 @@ class Lab:
             options=FOREIGN_OPTIONS if self.dialect.promises is not None else options,
             seed=f"{self.number(f'peer {self._peers}')}",
             fresh=fresh,
+            clock=clock,
         )
         self._opened.callback(peer.close)
         return peer

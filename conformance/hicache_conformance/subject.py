@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 from hicache_conformance.memory import slots_of
 from hicache_conformance.pages import Page, canary, short, spent
 from hicache_conformance.violation import Violation
-from hicache_storage.spec import HiCacheStorage, PoolHitPolicy, PoolName, PoolStats, PoolTransfer, PoolTransferResult
+from hicache_storage.spec import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolStats,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageUnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +144,18 @@ class Subject:
         """Whether one page exists, by the pool's own verdict."""
         window = () if pool == PoolName.KV else (all_pages(pool),)
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
+
+    def clear(self) -> str:
+        """Clear the storage's namespaces; the error of a clear that did not happen or may have happened, empty if it returned."""
+
+        def clear() -> str:
+            try:
+                self.storage.clear()
+            except StorageUnavailableError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        return self.call("clear", clear)
 
     def store(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> None:
         """Store pages that have to fit.

@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_conformance.memory import GuardedPool
+from hicache_conformance.memory import EnginePool, GuardedPool
 from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from hicache_storage.spec import HostPool
 
@@ -45,6 +47,24 @@ class WrongLengthPool(GuardedPool):
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [[view[:-1] for view in page] for page in super().page_buffers(first_slots)]
+
+
+class FailingPool(EnginePool):
+    """An engine's pool that raises while `fails` is set, as one on a device does when a kernel before has failed."""
+
+    fails = False
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        self._check()
+        return super().get_data_page(index, flat)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self._check()
+        super().set_from_flat_data_page(index, data_page)
+
+    def _check(self) -> None:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def _mha(layout: str) -> HostPool:

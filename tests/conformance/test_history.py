@@ -48,8 +48,8 @@ class Scribe:
     def delete(self, began, ended, keys=("k",)):
         return self.call(Call.DELETE, began, ended, keys, **({} if ended is None else {"done": (True,) * len(keys)}))
 
-    def clear(self, began, ended):
-        return self.call(Call.CLEAR, began, ended, ())
+    def clear(self, began, ended, raised=""):
+        return self.call(Call.CLEAR, began, ended, (), **({} if ended is None else {"raised": raised}))
 
 
 def kinds(scribe, **options):
@@ -151,6 +151,28 @@ def test_a_removal_that_overlaps_decides_nothing(scribe, began, ended):
     assert kinds(scribe) == []
 
 
+def test_a_clear_that_raised_may_have_happened_or_not_or_happen_later(scribe):
+    scribe.set(0, 1, 7)
+    scribe.clear(2, 3, "StorageUnavailableError: the store refuses")
+    scribe.get(4, 5, 7)
+    scribe.exists(4, 5, 1)
+    scribe.set(6, 7, 8)
+    scribe.get(8, 9, 8)
+    scribe.get(10, 11, None)
+    scribe.exists(10, 11, 0)
+    assert kinds(scribe) == []
+
+
+def test_a_clear_that_raised_excuses_nothing_that_came_before_it(scribe):
+    scribe.set(0, 1, 7)
+    scribe.get(2, 3, None)
+    scribe.clear(4, 5, "StorageTimeoutError: late")
+    scribe.get(6, 7, 7)
+    scribe.clear(8, 9)
+    scribe.get(10, 11, 7)
+    assert kinds(scribe) == [Kind.LOST, Kind.REMOVED]
+
+
 def test_after_a_removal_a_page_may_be_set_anew(scribe):
     scribe.set(0, 1, 7)
     scribe.delete(2, 3)
@@ -215,7 +237,7 @@ def histories(draw):
             case Call.DELETE:
                 scribe.delete(began, ended, keys)
             case Call.CLEAR:
-                scribe.clear(began, ended)
+                scribe.clear(began, ended, draw(st.sampled_from(("", "StorageTimeoutError: late"))))
     return scribe.events
 
 
@@ -289,13 +311,13 @@ class Definition:
 
     def removable_since(self, start, answer, key):
         return any(
-            gone.began_at <= answer.ended_at and (gone.ended is None or gone.ended_at >= start.began_at)
+            gone.began_at <= answer.ended_at and (gone.ended_at is None or gone.ended_at >= start.began_at)
             for gone in self.removals(key)
         )
 
 
 def before(one, two):
-    return one.ended is not None and one.ended_at < two.began_at
+    return one.ended_at is not None and one.ended_at < two.began_at
 
 
 @hypothesis.given(histories(), st.booleans())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import pytest
+
 from hicache_conformance.catalogue import covers
 from hicache_conformance.crowding import BATCH, COMPONENTS, PAGE_BYTES, capacity_of
 from hicache_conformance.footprint import Footprint
@@ -16,7 +18,7 @@ from hicache_conformance.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hicache_conformance.lab import Lab
     from hicache_conformance.peers.peer import Peer
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 FAULTS: Final = (Level.FAULTS,)
 POOLS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
 KILLS: Final = 8
+YEAR_SECONDS: Final = 365 * 86_400.0
 
 
 class CrowdCases:
-    """EV-1 and EV-2, between processes."""
+    """EV-1, EV-2 and EV-4, between processes."""
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     def test_leftovers_of_killed_writers(self, lab: Lab) -> None:
@@ -67,10 +70,36 @@ class CrowdCases:
         )
         stage.judge("EV-2", keeps=False)
 
+    @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
+    def test_clocks_a_year_apart(self, lab: Lab, clock: float) -> None:
+        """A process whose clock is a year off and one whose clock is right fill a store in turn: the oldest pages go, whoever set them."""
+        pages = 24
+        stage = Stage(lab, POOLS, config=lab.capped(capacity_of(pages)))
+        here, there = stage.peer("here"), stage.peer("there", clock=clock)
+        first, second = (there, here) if clock > 0 else (here, there)
+        old, new = stage.new_keys(pages // 2), stage.new_keys(pages)
+        _fill(stage, first, old)
+        _fill(stage, second, new)
+        left = sum(found is not None for found in here.get(old))
+        gone = sum(found is None for found in here.get(new))
+        # What one call has written may go together.
+        if left > BATCH and gone > BATCH:
+            raise Violation(
+                "EV-4",
+                f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then process {second.name} {len(new)}; "
+                f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the newer pages are gone, while {left} of "
+                "the older ones are there, which nobody has used since",
+            )
+
+
+def _fill(stage: Stage, peer: Peer, keys: Sequence[str]) -> None:
+    for start in range(0, len(keys), BATCH):
+        peer.set(keys[start : start + BATCH], stage.value())
+
 
 def _refill(stage: Stage, peer: Peer, pages: int) -> int:
     """Write twice as many pages as fit; how many of them are there then."""
     keys = stage.new_keys(2 * pages)
-    for start in range(0, len(keys), BATCH):
-        peer.set(keys[start : start + BATCH], stage.value())
+    _fill(stage, peer, keys)
     return sum(found is not None for found in peer.get(keys))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
@@ -15,26 +16,26 @@ from hicache_conformance.faults.scene import (
     UNGUARDED,
     check_hits,
     check_kept,
+    hung,
     hurry,
+    may_wait,
     wait_until_serving,
     working,
 )
-from hicache_conformance.faults.troubles import HUNG
 from hicache_conformance.manifest import Level
 from hicache_conformance.pages import canary, short, spent
 from hicache_conformance.pending import Pending
 from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share
+from hicache_conformance.subject import Share, Subject
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError, StuckReads
+from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
 
 AnswerT = TypeVar("AnswerT")
 
@@ -49,6 +50,10 @@ LATE_SECONDS: Final = 0.3
 """How long late effects are waited for when the store serves again."""
 
 
+UNUSUAL: Final = (0.0, -0.5, -1.0, math.nan, math.inf, 1e10)
+"""Deadlines of calls: passed already, as a caller's clock may say; no number; and longer than a lock can wait."""
+
+
 class DeadlineCases:
     """FT-3, GET-9, SET-8, and LC-2 under fault."""
 
@@ -56,7 +61,7 @@ class DeadlineCases:
     def test_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """While the store hangs, exists, get and set end within the deadline and a second; afterwards the same storage serves."""
         subject, keys = working(lab, ground)
-        plan = _hang(lab, ground, subject)
+        plan = hung(ground, subject)
         new, within = lab.keys(4), lab.dialect.patience_seconds or IN_TIME
         hurry(subject)
         ground.strike(plan)
@@ -68,7 +73,7 @@ class DeadlineCases:
             _check_time(Pending(ask), name, plan, within)
         # Last, because a driver may say that its reads wait.
         reading = Pending(partial(subject.get, keys))
-        if not _may_wait(subject):
+        if not may_wait(subject):
             check_hits(subject, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
         ground.heal()
         check_hits(subject, keys, _come_back(lab, reading, "batch_get_v2", plan), plan)
@@ -79,7 +84,7 @@ class DeadlineCases:
     @covers("FT-3", "LC-1", levels=FAULTS)
     def test_opening_a_hung_store(self, lab: Lab, ground: Ground) -> None:
         """open() and health() of a store that hangs end within the deadline and a second: with a HiCacheError, and with ok=False."""
-        plan = _hang(lab, ground, working(lab, ground, pages=1)[0])
+        plan = hung(ground, working(lab, ground, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         subject = lab.unopened(options=options)
         ground.strike(plan)
@@ -97,6 +102,44 @@ class DeadlineCases:
             if time.monotonic() > until:
                 raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later")
 
+    @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
+    def test_unusual_deadlines_of_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+        """While the store hangs: a call whose deadline has passed ends at once, an endless one at the storage's own, NaN is misuse."""
+        options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+        subject, keys = working(lab, ground, pages=2, options=options)
+        plan = hung(ground, subject)
+        calls = [
+            _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
+            for number, seconds in enumerate(UNUSUAL)
+        ]
+        ground.strike(plan)
+        for call in calls:
+            call.begin(keys, lab.keys(2), gets=not may_wait(subject))
+        try:
+            for call in calls:
+                call.check_ended(CLOSING_SECONDS if call.seconds > 0 else 0.0, plan)
+        finally:
+            ground.heal()
+        time.sleep(LATE_SECONDS / 2)
+        for call in calls:
+            call.check_untouched(plan)
+        wait_until_serving(lab, subject, plan)
+        for call in calls:
+            call.check_unpublished(plan)
+
+    @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
+    def test_unusual_deadlines_of_a_working_store(self, lab: Lab) -> None:
+        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for any deadline but NaN."""
+        subject, keys = lab.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)), lab.keys(2)
+        subject.store(keys)
+        plan = FaultPlan("none", ())
+        for number, seconds in enumerate(UNUSUAL):
+            call = _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
+            call.begin(keys, lab.keys(2))
+            call.check_ended(0.0, plan)
+            call.check_untouched(plan)
+            call.check_unpublished(plan)
+
     @covers("FT-3", levels=FAULTS)
     def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
         """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
@@ -112,14 +155,14 @@ class DeadlineCases:
     def test_nothing_arrives_late(self, lab: Lab, ground: Ground) -> None:
         """When a get has returned, its destination belongs to somebody else: no byte of it changes when the hung read goes on."""
         subject, keys = working(lab, ground)
-        plan = _hang(lab, ground, subject, "read", "reply")
+        plan = hung(ground, subject, "read", "reply")
         memory = subject.memories[PoolName.KV]
         pages = subject.own_pages(keys)
         transfers = subject.transfers([Share(keys)], [pages])
         ground.strike(plan)
         reading = Pending(partial(subject.storage.batch_get_v2, transfers, INFO))
         if not reading.comes_back(IN_TIME):
-            if not _may_wait(subject):
+            if not may_wait(subject):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
             ground.heal()
             _come_back(lab, reading, "batch_get_v2", plan)
@@ -145,7 +188,7 @@ class DeadlineCases:
     def test_nothing_is_published_late(self, lab: Lab, ground: Ground) -> None:
         """A set that gave up leaves no page behind that holds what the host pages were reused for."""
         subject, _ = working(lab, ground)
-        plan = _hang(lab, ground, subject, "write", "create", "name", "sync", "request")
+        plan = hung(ground, subject, "write", "create", "name", "sync", "request")
         keys, memory = lab.keys(6), subject.memories[PoolName.KV]
         share, pages = Share(keys), subject.own_pages(keys)
         subject.fill(share, pages)
@@ -185,6 +228,84 @@ class DeadlineCases:
         )
 
 
+class _Unusual:
+    """An exists, a get and a set at the same time, with a deadline that clients rarely have."""
+
+    def __init__(self, subject: Subject, seconds: float) -> None:
+        self.seconds = seconds
+        self._subject, self._memory = subject, subject.memories[PoolName.KV]
+        self._calls: dict[str, Pending[Any]] = {}
+        self._new = list[str]()
+        self._pages = list[int]()
+
+    def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
+        """Make the calls: ask for pages that are there, and set new ones."""
+        storage, self._new = self._subject.storage, new
+        self._pages = self._subject.own_pages([*keys, *new])
+        read, written = self._pages[: len(keys)], self._pages[len(keys) :]
+        getting = self._subject.transfers([Share(keys)], [read])
+        setting = self._subject.transfers([Share(new)], [written])
+        self._subject.fill(Share(new), written)
+        asks: dict[str, Callable[[], object]] = {
+            "batch_exists_v2": lambda: storage.batch_exists_v2(keys, None, self._info()),
+            "batch_set_v2": lambda: storage.batch_set_v2(setting, self._info()),
+        }
+        if gets:
+            asks["batch_get_v2"] = lambda: storage.batch_get_v2(getting, self._info())
+        self._calls = {name: Pending(ask) for name, ask in asks.items()}
+
+    def _info(self) -> HiCacheStorageExtraInfo:
+        # Made in the call, because it may refuse what is no number.
+        return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
+
+    def check_ended(self, within: float, plan: FaultPlan) -> None:
+        """Make sure that they end within so many seconds and the slack, without an error that is none of the caller's.
+
+        Raises:
+            Violation: FT-3, FT-1 or FT-2.
+        """
+        for name, call in self._calls.items():
+            told = f"{name} with deadline_seconds={self.seconds}"
+            if not call.ended(within + SLACK_SECONDS):
+                raise Violation("FT-3", f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})")
+            try:
+                call.answer()
+            except HiCacheError as error:
+                if not math.isnan(self.seconds):
+                    raise Violation("FT-1", f"{told} raised {type(error).__name__} ({plan}): {error}") from error
+            except Exception as error:
+                rule = "FT-2" if math.isnan(self.seconds) else "FT-1"
+                raise Violation(rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}") from error
+        # The host pages are somebody else's now.
+        for page in self._pages:
+            self._memory.write(page, spent(self._memory.page_bytes))
+
+    def check_untouched(self, plan: FaultPlan) -> None:
+        """Make sure that nothing was read into the host pages afterwards.
+
+        Raises:
+            Violation: GET-9.
+        """
+        for page in self._pages:
+            if self._memory.read(page) != spent(self._memory.page_bytes):
+                raise Violation(
+                    "GET-9", f"host page {page} was written after a get with deadline_seconds={self.seconds} had ended ({plan})"
+                )
+
+    def check_unpublished(self, plan: FaultPlan) -> None:
+        """Make sure that nothing was stored of what the host pages hold since.
+
+        Raises:
+            Violation: SET-8.
+        """
+        for key, content in zip(self._new, self._subject.get(self._new), strict=True):
+            wrong = self._subject.explain(key, content) if content is not None else ""
+            if wrong:
+                raise Violation(
+                    "SET-8", f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that {wrong} ({plan})"
+                )
+
+
 def _left_behind(lab: Lab, ground: Ground) -> str:
     before, allowed = Residue.now(), lab.profile.recovery_seconds
     _life_under_hang(lab, ground)
@@ -196,7 +317,7 @@ def _left_behind(lab: Lab, ground: Ground) -> str:
 
 def _life_under_hang(lab: Lab, ground: Ground) -> None:
     subject, keys = working(lab, ground, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0))
-    plan = _hang(lab, ground, subject)
+    plan = hung(ground, subject)
     new = lab.keys(4)
     pools = [subject.lane(number, 3, lab.chance(f"lane {number}")) for number in range(3)]
     for lane in pools:
@@ -239,19 +360,6 @@ def _until_closed(ask: Callable[[], object]) -> None:
         # A call that comes back to a closed storage may say so.
         if not isinstance(violation.__cause__, StorageClosedError):
             raise
-
-
-def _hang(lab: Lab, ground: Ground, subject: Subject, *operations: str) -> FaultPlan:
-    """Everything hangs, or some sorts of operations do; where the driver says of its own methods that they cannot, they are slow."""
-    known = {"disk": ("read", "write", "create", "name", "sync"), "network": ("request", "reply"), "objects": ("read", "write")}
-    sorts = tuple(sort for sort in operations if sort in known.get(ground.name, ()))
-    if ground.name == "objects" and not subject.storage.capabilities.may_hang:
-        return FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, operations=sorts, seconds=DEADLINE_SECONDS / 10),))
-    return FaultPlan(ground.name, tuple(Fault(kind=fault.kind, operations=sorts) for fault in HUNG))
-
-
-def _may_wait(subject: Subject) -> bool:
-    return subject.storage.capabilities.stuck_reads is StuckReads.WAITS
 
 
 def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME) -> AnswerT:

@@ -28,6 +28,7 @@ from hicache_conformance.grounds.seam import ObjectsGround
 from hicache_conformance.logs import records_above_debug
 from hicache_conformance.manifest import Level
 from hicache_conformance.residue import Residue
+from hicache_conformance.threads import together
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError
@@ -47,6 +48,15 @@ LINES: Final = 5
 
 SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.REORDERED, FaultKind.STALE})
 """Kinds that make a page look as if it had never been there, so that nobody could count them as faults."""
+
+
+BESIDE: Final = 8
+_WRITES: Final = ("write", "request")
+_FAILING_ONCE: Final = {
+    "disk": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("write",), count=1),),
+    "objects": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("write",), count=1),),
+    "network": (Fault(kind=FaultKind.CUT, operations=("request",), count=1),),
+}
 
 
 class FaultCases:
@@ -178,6 +188,31 @@ class FaultCases:
             raise Violation(
                 "GET-3", f"one page of {len(keys)} could not be read, and the get delivered {len(keys) - found.count(None)}"
             )
+
+    @covers("FT-4", "FT-1", levels=FAULTS)
+    def test_one_fault_beside_calls_that_succeed(self, lab: Lab, ground: Ground) -> None:
+        """One request fails while eight calls in other threads are served: one fault, after which the storage serves on."""
+        subject, keys = working(lab, ground, pages=4, options=StorageOptions())
+        slow = Fault(kind=FaultKind.DELAY, operations=_WRITES, seconds=0.05)
+        plan = FaultPlan(ground.name, (slow, *_FAILING_ONCE[ground.name]) if ground.name in _FAILING_ONCE else ())
+        lanes = [subject.lane(number, BESIDE + 1, lab.chance(f"lane {number}")) for number in range(BESIDE + 1)]
+        answers = list[list[bool]]()
+        ground.strike(plan)
+        together("FT-3", [partial(_note, answers, lane, lab.keys(2)) for lane in lanes])
+        ground.heal()
+        served = sum(map(all, answers))
+        state = subject.call("get_stats", subject.storage.get_stats).breaker_state
+        hit = subject.exists(keys).kv_hit_pages
+        if served >= BESIDE and (state == "open" or hit < len(keys)):
+            raise Violation(
+                "FT-4",
+                f"{served} of {len(lanes)} sets in as many threads were served, and one failed ({plan}); then the circuit breaker is "
+                f"{state!r}, and exists finds {hit} of {len(keys)} pages",
+            )
+
+
+def _note(answers: list[list[bool]], subject: Subject, keys: Sequence[str]) -> None:
+    answers.append(subject.set(keys))
 
 
 def _use(

@@ -8,7 +8,8 @@ import pytest
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.memory import EnginePool, GuardedPool, LentMemory
-from hicache_conformance.unusual import POOLS, ReadOnlyPool, StridedPool, WrongLengthPool
+from hicache_conformance.subject import Share
+from hicache_conformance.unusual import POOLS, FailingPool, ReadOnlyPool, StridedPool, WrongLengthPool
 from hicache_conformance.violation import Violation
 from hicache_storage.spec import HiCacheError, PoolName
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HostPoolCases:
-    """GET-8."""
+    """GET-8, and GET-2 of a pool that fails."""
 
     @covers("GET-8")
     @pytest.mark.parametrize("make", POOLS.values(), ids=POOLS.keys())
@@ -52,6 +53,42 @@ class HostPoolCases:
         """Pools whose views are read-only, not contiguous, or not as long as the geometry says."""
         _serve_or_refuse(lab, kind())
 
+    @covers("GET-2", "FT-1")
+    def test_a_pool_that_fails(self, lab: Lab) -> None:
+        """An engine's pool that raises while pages are taken from it or put into it: misses, and served again when it works."""
+        memory = FailingPool()
+        if _is_admitted(lab, memory):
+            _check_failing(lab, memory)
+
+
+def _check_failing(lab: Lab, memory: FailingPool) -> None:
+    """Let a pool fail in a get and in a set.
+
+    Raises:
+        Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page that is gone afterwards.
+    """
+    subject, keys, new = lab.storage(pools={PoolName.KV: memory}), lab.keys(3), lab.keys(3)
+    subject.store(keys)
+    pages = subject.own_pages(keys)
+    for name, ask, some in (
+        ("batch_get_v2", subject.storage.batch_get_v2, keys),
+        ("batch_set_v2", subject.storage.batch_set_v2, new),
+    ):
+        transfers = subject.transfers([Share(some)], [pages])
+        memory.fails = True
+        try:
+            answer = ask(transfers)[PoolName.KV]
+        except Exception as error:
+            raise Violation(
+                "FT-1", f"{name}: the host pool raised, and so did the call: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            memory.fails = False
+        if any(answer):
+            raise Violation("GET-2", f"{name}: the host pool raised for each of {len(some)} pages, and the answer is {answer}")
+    subject.expect(keys)
+    subject.expect_missing(new, rule="GET-1", why="could not be taken from its host pool")
+
 
 def _serve(lab: Lab, memory: PoolMemory) -> None:
     subject, keys = lab.storage(pools={PoolName.KV: memory}), lab.keys(memory.pages // 2)
@@ -60,17 +97,23 @@ def _serve(lab: Lab, memory: PoolMemory) -> None:
 
 
 def _serve_or_refuse(lab: Lab, memory: PoolMemory) -> None:
+    if _is_admitted(lab, memory):
+        _serve(lab, memory)
+
+
+def _is_admitted(lab: Lab, memory: PoolMemory) -> bool:
+    """Whether a pool is registered, and not refused, as it may be.
+
+    Raises:
+        Violation: GET-8, registering it raised something else than a refusal.
+    """
     storage = lab.bare()
     try:
         storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
     except HiCacheError:
-        # Refused, as it may be.
-        served = False
+        return False
     except Exception as error:
         raise Violation("GET-8", f"registering {type(memory).__name__} raised {type(error).__name__}: {error}") from error
-    else:
-        served = True
     finally:
         storage.close()
-    if served:
-        _serve(lab, memory)
+    return True

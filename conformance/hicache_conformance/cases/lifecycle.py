@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.bystanders import watched
 from hicache_conformance.catalogue import covers
@@ -23,10 +25,17 @@ from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
+
+
+CALLERS: Final = 4
+CHILDREN: Final = 24
+CHILD_SECONDS: Final = 10.0
+"""How long a child that was forked during calls may take; it has some milliseconds of work."""
+SWITCH_SECONDS: Final = 1e-5
 
 
 class LifecycleCases:
@@ -147,6 +156,45 @@ class LifecycleCases:
         more = lab.keys(2)
         subject.store(more)
         subject.expect(more)
+
+    @covers("LC-5")
+    def test_children_forked_during_calls(self, lab: Lab) -> None:
+        """Children that are forked while threads call get an error that says why, or a storage that works, and never hang."""
+        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}), lab.keys(4)
+        subject.store(keys)
+        lanes = [subject.lane(number, CALLERS + 1, lab.chance(f"lane {number}")) for number in range(CALLERS + 1)]
+        ended = threading.Event()
+
+        def call(lane: Subject, own: list[str]) -> None:
+            while not ended.is_set():
+                lane.exists(keys)
+                lane.set(own)
+                lane.get(own)
+                lane.stats()
+
+        def fork() -> None:
+            try:
+                for _ in range(CHILDREN):
+                    told = ask_in_child(lanes[-1], keys, within=CHILD_SECONDS, everything=True)
+                    if told:
+                        raise Violation("LC-5", told)
+            finally:
+                ended.set()
+
+        with _threads_in_turns():
+            together("LC-5", [*(partial(call, lane, lab.keys(3)) for lane in lanes[:-1]), fork])
+        subject.expect(keys, rule="LC-5")
+
+
+@contextlib.contextmanager
+def _threads_in_turns() -> Generator[None]:
+    """Let threads take turns so often that a fork meets another one at any place."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _live_once(lab: Lab, memory: GuardedPool | None = None) -> None:

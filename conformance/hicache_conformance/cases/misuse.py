@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -11,7 +13,8 @@ from hicache_conformance.memory import GuardedPool, slots_of
 from hicache_conformance.pages import canary
 from hicache_conformance.subject import Share, block_groups
 from hicache_conformance.violation import Violation
-from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer, UnsupportedOperationError
+from hicache_storage.layers import StorageOptions
+from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, PoolTransfer, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,8 +51,22 @@ BAD_KEYS: Final[Mapping[str, object]] = {
     "513-bytes": ["a", "k" * 513, "c"],
     "513-bytes-of-unicode": ["a", "\u00e9" * 256 + "k", "c"],
     "a-lone-surrogate": ["a", "\ud800", "c"],
+    "a-number": 3,
+    "an-iterator": lambda: iter(["a", "b", "c"]),
 }
-"""How keys can be wrong, for 3 pages."""
+"""How keys can be wrong, for 3 pages; a function makes what cannot be used twice."""
+
+BAD_INFO: Final[Mapping[str, tuple[str, object]]] = {
+    "a-deadline-of-text": ("deadline_seconds", "soon"),
+    "a-request-id-of-a-number": ("request_id", 5),
+    "a-prefix-of-one-text": ("prefix_keys", "ab"),
+    "a-prefix-of-a-number": ("prefix_keys", 7),
+    "a-prefix-of-an-iterator": ("prefix_keys", iter(())),
+}
+"""How fields of `HiCacheStorageExtraInfo` can be wrong."""
+
+MISUSES: Final = 6
+"""More than the faults in a row that open a circuit breaker."""
 
 
 class MisuseCases:
@@ -61,20 +78,20 @@ class MisuseCases:
     def test_bad_indices(self, lab: Lab, call: str, how: str) -> None:
         """Indices that do not fit the keys or the pool."""
         good = slots_of(PAGES, 2)
-        _check_refused(lab, call, {"host_indices": BAD_INDICES[how](good)}, "indices", how)
+        _check_refused(lab, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how)
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     @pytest.mark.parametrize("how", BAD_KEYS)
     def test_bad_keys(self, lab: Lab, call: str, how: str) -> None:
         """Keys that are no legal text, or not a list of them."""
-        _check_refused(lab, call, {"keys": BAD_KEYS[how]}, "key", how)
+        _check_refused(lab, call, lambda: {"keys": _bad_keys(how)}, "key", how)
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     def test_an_unregistered_pool(self, lab: Lab, call: str) -> None:
         """A pool that nobody registered; the error names it."""
-        _check_refused(lab, call, {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
+        _check_refused(lab, call, lambda: {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
@@ -85,12 +102,52 @@ class MisuseCases:
         _refused(lambda: getattr(subject.storage, call)([transfer]), f"{call} before any registration", PoolName.KV)
 
     @covers("FT-2")
-    @pytest.mark.parametrize("how", [how for how in BAD_KEYS if how not in ("none", "one-text")])
+    @pytest.mark.parametrize("how", BAD_KEYS)
     def test_bad_keys_of_exists(self, lab: Lab, how: str) -> None:
         """exists refuses the same keys as get and set."""
         subject = lab.storage()
-        chain: Any = BAD_KEYS[how]
-        _refused(lambda: subject.storage.batch_exists_v2(chain), f"exists of keys with {how}", "key")
+        _refused(lambda: subject.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key")
+
+    @covers("FT-2", needs=["deletes"])
+    @pytest.mark.parametrize("how", BAD_KEYS)
+    def test_bad_keys_of_delete(self, lab: Lab, how: str) -> None:
+        """delete refuses the same keys, and has deleted none of them."""
+        subject, keys = lab.storage(), ["a", "b", "c"]
+        subject.store(keys)
+        _refused(lambda: subject.storage.delete(_bad_keys(how)), f"delete of keys with {how}", "key")
+        subject.expect(keys, rule="FT-2")
+
+    @covers("FT-2")
+    @pytest.mark.parametrize("how", BAD_INFO)
+    def test_bad_call_info(self, lab: Lab, how: str) -> None:
+        """Deadlines, request ids and prefix keys that are none are refused by every call."""
+        subject, keys = lab.storage(), lab.keys(3)
+        name, value = BAD_INFO[how]
+        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
+        for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
+            _refused(partial(_call_with, subject, call, keys, transfer, {name: value}), f"{call} with {how}", name)
+        subject.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
+
+    @covers("FT-2", "FT-4")
+    def test_misuse_is_no_fault_of_the_store(self, lab: Lab) -> None:
+        """Calls that are refused, as often as would open a circuit breaker: those of others are served, and no fault is counted."""
+        subject, keys = lab.storage(options=StorageOptions()), lab.keys(3)
+        subject.store(keys)
+        before = subject.call("get_stats", subject.storage.get_stats).faults
+        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
+        for how in ("a-number-among-them", "an-iterator", "none"):
+            for _ in range(MISUSES):
+                for ask in (
+                    partial(subject.storage.batch_exists_v2, _bad_keys(how)),
+                    partial(_call_with, subject, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
+                    *([partial(subject.storage.delete, _bad_keys(how))] if lab.capabilities.deletes else []),
+                ):
+                    with contextlib.suppress(HiCacheError):
+                        ask()
+        subject.expect(keys, rule="FT-2")
+        faults = subject.call("get_stats", subject.storage.get_stats).faults
+        if faults != before:
+            raise Violation("FT-2", f"calls that were refused as misuse count as {faults - before} faults of the store")
 
     @covers("FT-2")
     @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
@@ -141,17 +198,35 @@ class MisuseCases:
         _refused(lambda: subject.storage.delete(keys, pool="nobody_s_pool"), "delete from an unregistered pool", "")
 
 
-def _check_refused(lab: Lab, call: str, change: dict[str, object], argument: str, how: str) -> None:
+def _bad_keys(how: str) -> Any:
+    bad = BAD_KEYS[how]
+    return bad() if callable(bad) else bad
+
+
+def _call_with(subject: Subject, call: str, keys: list[str], transfer: PoolTransfer, fields: dict[str, Any]) -> object:
+    """Make a call that is told these fields beside its pages."""
+    info = HiCacheStorageExtraInfo(**fields)
+    if call == "batch_exists_v2":
+        return subject.storage.batch_exists_v2(keys, None, info)
+    return getattr(subject.storage, call)([transfer], info)
+
+
+def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, object]], argument: str, how: str) -> None:
     """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
     subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
     keys, stored = lab.keys(3), lab.keys(3)
     subject.store(stored, "indexer")
     right_keys = keys if call == "batch_set_v2" else stored
     right = PoolTransfer(PoolName.INDEXER, slots_of(PAGES, 2), keys=right_keys)
-    fields: Any = {"name": "kv", "host_indices": slots_of(PAGES, 2), "keys": keys, **change}
+    fields: Any = {"name": "kv", "host_indices": slots_of(PAGES, 2), "keys": keys}
     _prepare(subject, right_keys)
-    for transfers in ([right, PoolTransfer(**fields)], [PoolTransfer(**fields), right]):
-        _refused(lambda: getattr(subject.storage, call)(transfers), f"{call} with {argument}: {how}", argument)  # noqa: B023 - called at once
+    for first in (True, False):
+
+        def ask(first: bool = first) -> object:
+            wrong = PoolTransfer(**{**fields, **change()})
+            return getattr(subject.storage, call)([wrong, right] if first else [right, wrong])
+
+        _refused(ask, f"{call} with {argument}: {how}", argument)
         _check_untouched(subject, keys, call, how)
 
 

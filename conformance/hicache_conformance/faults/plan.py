@@ -20,6 +20,8 @@ class FaultKind(StrEnum):
     """It does not come back before the ground is healed."""
     ERROR = "error"
     """It fails with the error named by `error`."""
+    APPLIED = "error after it took effect"
+    """It takes effect, and then fails: with the error named by `error`, or as a retransmitted request fails on NFS."""
     SHORT_READ = "short read"
     """Half of the bytes arrive."""
     SHORT_WRITE = "short write"
@@ -79,9 +81,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     place: float = 0.5
 
     def __str__(self) -> str:
-        what = {FaultKind.ERROR: self.error, FaultKind.DELAY: f"a delay of {self.seconds * 1000:.0f} ms"}.get(
-            self.kind, str(self.kind)
-        )
+        what = {
+            FaultKind.ERROR: self.error,
+            FaultKind.APPLIED: f"{self.error or 'an error'} after it took effect",
+            FaultKind.DELAY: f"a delay of {self.seconds * 1000:.0f} ms",
+        }.get(self.kind, str(self.kind))
         if self.kind in UNTIMED:
             return what
         where = " or ".join(self.operations) or "any operation"

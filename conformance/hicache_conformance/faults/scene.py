@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.faults.troubles import HUNG
 from hicache_conformance.needs import declares
 from hicache_conformance.pages import short
 from hicache_conformance.pending import Pending
 from hicache_conformance.violation import Untestable, Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheStorageExtraInfo
+from hicache_storage.spec import HiCacheStorageExtraInfo, StuckReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_conformance.faults.plan import FaultPlan
     from hicache_conformance.grounds.ground import Ground
     from hicache_conformance.lab import Lab
     from hicache_conformance.subject import Subject
@@ -50,6 +51,20 @@ def working(lab: Lab, ground: Ground, *, pages: int = 12, options: StorageOption
         if all(stored) and None not in subject.get(keys):
             return subject, keys
     raise Untestable(f"the driver does not serve on the ground {ground.name!r} even without faults: a set answered {stored}")
+
+
+def hung(ground: Ground, subject: Subject, *operations: str) -> FaultPlan:
+    """Everything hangs, or some sorts of operations do; where the driver says of its own methods that they cannot, they are slow."""
+    known = {"disk": ("read", "write", "create", "name", "sync"), "network": ("request", "reply"), "objects": ("read", "write")}
+    sorts = tuple(sort for sort in operations if sort in known.get(ground.name, ()))
+    if ground.name == "objects" and not subject.storage.capabilities.may_hang:
+        return FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, operations=sorts, seconds=DEADLINE_SECONDS / 10),))
+    return FaultPlan(ground.name, tuple(Fault(kind=fault.kind, operations=sorts) for fault in HUNG))
+
+
+def may_wait(subject: Subject) -> bool:
+    """Whether a get of this driver may wait for as long as a read below it hangs."""
+    return subject.storage.capabilities.stuck_reads is StuckReads.WAITS
 
 
 def deadline_on(ground: Ground) -> float:

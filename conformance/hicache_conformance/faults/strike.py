@@ -57,12 +57,17 @@ class Strike:
                 self._healed.wait(LONGEST_HANG_SECONDS)
         for fault in faults:
             if fault.kind is FaultKind.ERROR:
-                number: int = getattr(errno, fault.error)
-                raise OSError(number, os.strerror(number))
+                raise failure(fault.error)
 
     def heal(self) -> None:
         """No more faults; what hangs goes on."""
         self._healed.set()
+
+
+def failure(name: str) -> OSError:
+    """The error of this `errno`."""
+    number: int = getattr(errno, name)
+    return OSError(number, os.strerror(number))
 
 
 def struck(faults: Iterable[Fault], kind: FaultKind) -> Fault | None:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from hicache_conformance.faults.plan import FaultKind, FaultPlan
-from hicache_conformance.faults.strike import Strike, flipped, struck
+from hicache_conformance.faults.strike import Strike, failure, flipped, struck
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from hicache_conformance.faults.plan import Fault
 
@@ -82,6 +82,21 @@ class Control:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return faults
 
+    @contextlib.contextmanager
+    def change(self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO") -> Generator[list[Fault]]:
+        """Around a request that changes something: as `begin`, and afterwards the error of one that took effect.
+
+        Args:
+            operation: its sort.
+            handle: of the open file that it is about.
+            retransmitted: error of a second request like it, after the first one took effect and its reply was lost.
+        """
+        faults = self.begin(operation, handle)
+        yield faults
+        applied = struck(faults, FaultKind.APPLIED)
+        if applied is not None:
+            raise failure(applied.error or retransmitted)
+
 
 class Passthrough:
     """What libfuse calls through mfusepy. The sorts of operations are `look`, `open`, `create`, `read`, `write`, `sync`, `name`."""
@@ -128,7 +143,12 @@ class Passthrough:
         return self._opened(os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path)
 
     def create(self, path: str, mode: int, flags: int) -> int:
-        return self._opened(os.open(self._at("create", path), flags & ~os.O_DIRECT | os.O_CREAT, mode), path)
+        with self._control.change("create") as faults:
+            handle = os.open(self._root + path, flags & ~os.O_DIRECT | os.O_CREAT, mode)
+            if struck(faults, FaultKind.APPLIED):
+                # Nobody is told of the handle, so nobody would release it.
+                os.close(handle)
+        return self._opened(handle, path)
 
     def _opened(self, handle: int, path: str) -> int:
         self._control.open[handle] = path
@@ -148,16 +168,16 @@ class Passthrough:
         return flipped(content, flip.place) if flip else content
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        faults = self._control.begin("write", fh)
-        flip = struck(faults, FaultKind.BIT_FLIP)
-        if flip:
-            data = flipped(data, flip.place)
-        if struck(faults, FaultKind.TORN_WRITE):
-            os.pwrite(fh, data[: len(data) // 2], offset)
-            return len(data)
-        if struck(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
-            data = data[: len(data) // 2]
-        return os.pwrite(fh, data, offset)
+        with self._control.change("write", fh) as faults:
+            flip = struck(faults, FaultKind.BIT_FLIP)
+            if flip:
+                data = flipped(data, flip.place)
+            if struck(faults, FaultKind.TORN_WRITE):
+                os.pwrite(fh, data[: len(data) // 2], offset)
+                return len(data)
+            if struck(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
+                data = data[: len(data) // 2]
+            return os.pwrite(fh, data, offset)
 
     def flush(self, path: str, fh: int) -> int:
         self._control.begin("sync", fh)
@@ -170,8 +190,8 @@ class Passthrough:
         return 0
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
-        self._control.begin("sync", fh)
-        os.fsync(fh)
+        with self._control.change("sync", fh):
+            os.fsync(fh)
         return 0
 
     def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
@@ -179,32 +199,39 @@ class Passthrough:
         return 0
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-        os.truncate(self._at("write", path), length)
+        with self._control.change("write"):
+            os.truncate(self._root + path, length)
         return 0
 
     def unlink(self, path: str) -> int:
-        os.unlink(self._at("remove", path))
+        with self._control.change("remove", retransmitted="ENOENT"):
+            os.unlink(self._root + path)
         return 0
 
     def rmdir(self, path: str) -> int:
-        os.rmdir(self._at("remove", path))
+        with self._control.change("remove", retransmitted="ENOENT"):
+            os.rmdir(self._root + path)
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        os.rename(self._at("name", old), self._root + new)
-        self._lately.append(new)
+        with self._control.change("name", retransmitted="ENOENT"):
+            os.rename(self._root + old, self._root + new)
+            self._lately.append(new)
         return 0
 
     def link(self, target: str, source: str) -> int:
-        os.link(self._at("name", source), self._root + target)
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.link(self._root + source, self._root + target)
         return 0
 
     def symlink(self, target: str, source: str) -> int:
-        os.symlink(source, self._at("name", target))
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.symlink(source, self._root + target)
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        os.mkdir(self._at("name", path), mode)
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.mkdir(self._root + path, mode)
         return 0
 
     def chmod(self, path: str, mode: int) -> int:

@@ -28,6 +28,7 @@ class NetworkGround(Ground):
     """Proxies that pass bytes on, or delay, hold back, corrupt, cut or refuse them.
 
     The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends before the other one answers.
+    A reply that is lost whole, and its connection with it, is a request that took effect and failed (`FaultKind.APPLIED`).
     """
 
     name: ClassVar[str] = "network"
@@ -96,6 +97,8 @@ class NetworkGround(Ground):
             if seconds is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(healed.wait(), seconds)
+        if struck(faults, FaultKind.APPLIED):
+            raise ConnectionResetError(b"")
         if struck(faults, FaultKind.CUT):
             raise ConnectionResetError(content[: len(content) // 2])
         flip = struck(faults, FaultKind.BIT_FLIP)

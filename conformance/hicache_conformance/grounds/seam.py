@@ -1,13 +1,13 @@
-"""The ground `objects`: between the SDK and a driver's own three methods."""
+"""The ground `objects`: between the SDK and a driver's own methods."""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hicache_conformance.damage import forged
 from hicache_conformance.faults.plan import FaultKind
-from hicache_conformance.faults.strike import Strike, flipped, struck
+from hicache_conformance.faults.strike import Strike, failure, flipped, struck
 from hicache_conformance.grounds.ground import Ground
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectRead, ObjectStorage, ReadBatch, WriteBatch
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_conformance.faults.plan import Fault, FaultPlan
-    from hicache_storage.objects import Call, LookupBatch, ObjectWrite
+    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectWrite
     from hicache_storage.spec import HiCacheStorage
+
+AnswerT = TypeVar("AnswerT")
 
 
 class ObjectsGround(Ground):
-    """Faults around the methods of an `ObjectStorage`; each call of one of them is a request."""
+    """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
+
+    The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is `delete_objects` and `clear_namespaces`.
+    """
 
     name: ClassVar[str] = "objects"
 
@@ -36,11 +41,14 @@ class ObjectsGround(Ground):
         if not isinstance(driver, ObjectStorage):
             return
         exists, read, write = driver.objects_exist, driver.read_objects, driver.write_objects
+        delete, clear = driver.delete_objects, driver.clear_namespaces
         # On the instance, so that the class and its other instances stay as they are.
-        replaced: dict[str, Callable[[Any, Call], list[list[bool]]]] = {
+        replaced: dict[str, Callable[[Any, Call], list[list[bool]] | None]] = {
             "objects_exist": lambda batches, call: self._exists(exists, batches, call),
             "read_objects": lambda batches, call: self._read(read, batches, call),
             "write_objects": lambda batches, call: self._write(write, batches, call),
+            "delete_objects": lambda batches, call: self._remove(delete, batches, call),
+            "clear_namespaces": lambda namespaces, call: self._remove(clear, namespaces, call),
         }
         for name, method in replaced.items():
             setattr(driver, name, method)
@@ -99,7 +107,26 @@ class ObjectsGround(Ground):
         if struck(faults, FaultKind.DUPLICATE):
             ask(batches, call)
         answer = ask(batches, call)
+        _fail_afterwards(faults)
         return _too_short(answer) if struck(faults, FaultKind.MALFORMED) else answer
+
+    def _remove(
+        self,
+        ask: Callable[[Sequence[LookupBatch] | Sequence[Namespace], Call], AnswerT],
+        items: Sequence[LookupBatch] | Sequence[Namespace],
+        call: Call,
+    ) -> AnswerT:
+        faults = self._begin("remove")
+        answer = ask(items, call)
+        _fail_afterwards(faults)
+        return answer
+
+
+def _fail_afterwards(faults: Sequence[Fault]) -> None:
+    """Fail as the fault asks for that lets a call take effect first."""
+    applied = struck(faults, FaultKind.APPLIED)
+    if applied is not None:
+        raise failure(applied.error or "EIO")
 
 
 def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]) -> list[list[bool]]:
@@ -169,7 +196,7 @@ def _too_short(answer: list[list[bool]]) -> list[list[bool]]:
 
 
 if TYPE_CHECKING:
-    from typing import Protocol, TypeVar
+    from typing import Protocol
 
     BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 

@@ -3,8 +3,10 @@
 **Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its own. A set looks whether
 the page is there and, if it is not, publishes its value whole, at some moment between its call and its return; two sets that
 overlap may both publish. A set that answers `False`, or whose process was killed, may or may not have published. A delete
-and a clear remove what they find at some moment of theirs. A get answers from one moment of its own. Every answer is judged
-against all sets and removals, and not against the values that other gets saw: caches of several values are not forbidden.
+and a clear remove what they find at some moment of theirs; a clear that raised (rule LC-7) did so never, or at any moment from
+its call on, so that it excuses what is missing and rules nothing out. A get answers from one moment of its own. Every answer
+is judged against all sets and removals, and not against the values that other gets saw: caches of several values are not
+forbidden.
 
 **What is found**, with `a < b` for "a had ended before b began":
 
@@ -57,7 +59,7 @@ class _Removals:
     """Deletes of a page, or clears of its pool."""
 
     running: int = 0
-    """Begun and not ended; those that never end stay here."""
+    """Begun and not ended; those that never end, and clears that raised, stay here."""
     last_end: int = BEFORE_ALL
     over: _Latest = field(default_factory=_Latest)
     """Of those that have ended."""

@@ -54,6 +54,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Gets, for each key: the value of a whole page; the bytes of what is none; None where nothing was delivered."""
     hit: int = 0
     """Exists: how many of the keys, from the first, are there."""
+    raised: str = ""
+    """Clears: the error that says that it did not happen, or may have happened; empty for one that returned."""
 
 
 class Event(msgspec.Struct, frozen=True, eq=False):
@@ -76,8 +78,8 @@ class Event(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def ended_at(self) -> int | None:
-        """None for a call that never returned, because its process was killed in it."""
-        return None if self.ended is None else self.ended.at
+        """None for a call that may take effect at any later time: its process was killed in it, or it is a clear that raised."""
+        return None if self.ended is None or self.ended.raised else self.ended.at
 
 
 class Recorder:

@@ -109,7 +109,7 @@ class Story:
         return f"{', '.join(told)}{more} of {len(found)}"
 
     def _row(self, event: Event, key: str, zero: int) -> tuple[str, str, str, str, str]:
-        ended = "never" if event.ended_at is None else f"{(event.ended_at - zero) / 1e6:.3f}"
+        ended = "never" if event.ended is None else f"{(event.ended.at - zero) / 1e6:.3f}"
         return f"{(event.began_at - zero) / 1e6:.3f}", ended, event.begun.lane, _what(event, key), _answer(event, key)
 
 
@@ -129,7 +129,7 @@ def _answer(event: Event, key: str) -> str:
     if ended is None:
         return "killed in the call"
     if event.call is Call.CLEAR:
-        return "returned"
+        return f"raised {ended.raised}" if ended.raised else "returned"
     index = event.keys.index(key)
     match event.call:
         case Call.GET:

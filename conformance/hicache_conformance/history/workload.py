@@ -104,8 +104,8 @@ class Lane:
                     raise Violation("GET-3", f"a delete of {len(keys)} keys answered {removed!r:.80}")
                 return Ended(number=number, at=now(), done=tuple(map(bool, removed)))
             case Call.CLEAR:
-                subject.call("clear", subject.storage.clear)
-                return Ended(number=number, at=now())
+                raised = subject.clear()
+                return Ended(number=number, at=now(), raised=raised)
 
     def _value(self, key: str, content: bytes, pool: str) -> int | bytes:
         whole = self._book.generation(content, Page(self._subject.identity, pool, key))

@@ -31,6 +31,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     options: StorageOptions | None = None
     seed: str = ""
     """Of the places in the pools."""
+    clock: float = 0.0
+    """Seconds by which the clock of the process is ahead of this machine's."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):

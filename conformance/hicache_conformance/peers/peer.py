@@ -58,6 +58,7 @@ class Peer:
         options: StorageOptions | None,
         seed: str,
         fresh: bool,
+        clock: float = 0.0,
     ) -> Self:
         """Start a process and open a storage in it.
 
@@ -76,6 +77,7 @@ class Peer:
                     pools=dict(pools),
                     options=options,
                     seed=seed,
+                    clock=clock,
                 )
             )
             peer.wait()
@@ -106,8 +108,14 @@ class Peer:
         return list(self._ask(Call.DELETE, keys, pool).done)
 
     def clear(self) -> None:
-        """Remove all pages of the identity."""
-        self._ask(Call.CLEAR, [], PoolName.KV)
+        """Remove all pages of the identity, of a store that works.
+
+        Raises:
+            Violation: LC-4, the clear raised.
+        """
+        raised = self._ask(Call.CLEAR, [], PoolName.KV).raised
+        if raised:
+            raise Violation("LC-4", f"a clear of an idle store raised {raised} (process {self.name})")
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""

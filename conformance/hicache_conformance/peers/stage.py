@@ -47,9 +47,9 @@ class Stage:
         self.peers: list[Peer] = []
         self._next_value, self._works = 1, 0
 
-    def peer(self, name: str, *, fresh: bool = False) -> Peer:
-        """Start one more process, on the same store."""
-        peer = self._lab.peer(self.identity, name=name, pools=self.pools, config=self._config, fresh=fresh)
+    def peer(self, name: str, *, fresh: bool = False, clock: float = 0.0) -> Peer:
+        """Start one more process, on the same store; the arguments are those of `Lab.peer`."""
+        peer = self._lab.peer(self.identity, name=name, pools=self.pools, config=self._config, fresh=fresh, clock=clock)
         self.peers.append(peer)
         return peer
 

@@ -1,0 +1,138 @@
+"""Requests that take effect and report an error: what a lost reply, a soft mount, or NFS after a retransmission tells a writer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from hicache_conformance.catalogue import covers
+from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
+from hicache_conformance.manifest import Level
+from hicache_conformance.needs import declares
+from hicache_conformance.pages import short
+from hicache_conformance.pending import Pending
+from hicache_conformance.violation import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.grounds.ground import Ground
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+
+FAULTS: Final = (Level.FAULTS,)
+MUTATING: Final = {
+    "disk": ("create", "write", "name", "sync", "remove"),
+    "network": ("reply",),
+    "objects": ("write", "remove"),
+}
+"""Sorts of requests of each ground that change something; a lost reply is one to a request that may have."""
+MOST_STEPS: Final = 12
+"""Requests of a set that are struck, one after the other; no more than there are."""
+BATCH: Final = 48
+APPLIED_SECONDS: Final = 2.0
+"""Deadline of calls under the fault: a client whose reply was lost may try again."""
+
+
+class AppliedCases:
+    """SET-1 and GET-1 where a request took effect and reported an error."""
+
+    @covers("SET-1", "GET-1", "FT-1", "FT-6", levels=FAULTS)
+    @pytest.mark.parametrize("error", ["EIO", "retransmitted"])
+    def test_requests_that_took_effect_and_failed(self, lab: Lab, ground: Ground, error: str) -> None:
+        """Each request of a set in turn: what sets acknowledge then and later is found by all, also by those that open later."""
+        writer, keys = working(lab, ground, pages=2)
+        shared = declares(lab.capabilities, "sharing>=process")
+        reader = lab.storage(writer.identity, options=UNGUARDED) if shared else writer
+        plan = FaultPlan(ground.name, ())
+        stored = dict.fromkeys(keys, plan)
+        for step in range(MOST_STEPS):
+            plan = _plan(ground, error, step)
+            hurry(writer, APPLIED_SECONDS)
+            ground.strike(plan)
+            # The one that is struck, and others of other sizes, which may take what it has left behind for theirs.
+            new = [key for pages in (3, 1 + step % 2, 2) for key in _set(lab, ground, writer, pages, plan)]
+            reached = ground.struck()
+            ground.heal()
+            hurry(writer, None)
+            written = dict.fromkeys(new, plan)
+            stored |= written
+            for subject in (writer, reader):
+                _check_there(subject, written)
+            if not reached:
+                break
+        wait_until_serving(lab, writer, plan)
+        for subject in (writer, reader, lab.storage(writer.identity, options=UNGUARDED) if shared else writer):
+            _check_there(subject, stored)
+
+    @covers("SET-1", "GET-1", "FT-6", levels=FAULTS, needs=["sharing>=process"])
+    def test_a_failure_takes_no_page_of_another_writer(self, lab: Lab, ground: Ground) -> None:
+        """Two storages set the same pages at the same time, and a request of one fails: what the other one acknowledged stays."""
+        writer, _ = working(lab, ground, pages=2)
+        other = lab.storage(writer.identity, options=UNGUARDED)
+        for step in range(MOST_STEPS):
+            plan = _failing(ground, step)
+            keys = lab.keys(2)
+            ground.strike(plan)
+            setting = Pending(partial(writer.set, keys))
+            answers = [False]
+            while not all(answers) and setting.seconds is None:
+                answers = bounded(ground, plan, "batch_set_v2", partial(other.set, keys))
+            if not setting.comes_back(PATIENCE_SECONDS):
+                raise Violation("FT-3", f"batch_set_v2 has not come back for {PATIENCE_SECONDS:.0f} s; {plan}")
+            stored = {key: plan for key, ok in zip(keys, answers, strict=False) if ok}
+            reached = ground.struck()
+            ground.heal()
+            setting.answer()
+            for subject in (other, lab.storage(writer.identity, options=UNGUARDED)):
+                _check_there(subject, stored)
+            if not reached:
+                break
+
+
+def _failing(ground: Ground, step: int) -> FaultPlan:
+    """Changes are slow, so that others see them halfway, and one of them fails."""
+    operations = tuple(sort for sort in MUTATING.get(ground.name, ()) if sort != "reply")
+    if not operations:
+        return FaultPlan(ground.name, ())
+    return FaultPlan(
+        ground.name,
+        (
+            Fault(kind=FaultKind.DELAY, operations=operations, seconds=0.003),
+            Fault(kind=FaultKind.ERROR, operations=operations, first=step, count=1, error="ENOSPC"),
+        ),
+    )
+
+
+def _plan(ground: Ground, error: str, step: int) -> FaultPlan:
+    """Nothing where no single request can be made to fail after it took effect."""
+    if ground.name not in MUTATING:
+        return FaultPlan(ground.name, ())
+    name = "" if error == "retransmitted" else error
+    return FaultPlan(
+        ground.name, (Fault(kind=FaultKind.APPLIED, operations=MUTATING[ground.name], first=step, count=1, error=name),)
+    )
+
+
+def _set(lab: Lab, ground: Ground, writer: Subject, pages: int, plan: FaultPlan) -> list[str]:
+    """Set fresh pages; those that were acknowledged."""
+    keys = lab.keys(pages)
+    answers = bounded(ground, plan, "batch_set_v2", partial(writer.set, keys))
+    return [key for key, ok in zip(keys, answers, strict=True) if ok]
+
+
+def _check_there(subject: Subject, stored: Mapping[str, FaultPlan]) -> None:
+    """Read pages that were acknowledged, each under a fault of its own."""
+    keys = list(stored)
+    for start in range(0, len(keys), BATCH):
+        some = keys[start : start + BATCH]
+        for key, content in zip(some, subject.get(some), strict=True):
+            check_hits(subject, [key], [content], stored[key])
+            if content is None:
+                raise Violation(
+                    "SET-1",
+                    f"page key {short(key)} was stored (True), and a get answers False; below the driver: {stored[key]}",
+                )

@@ -1,0 +1,114 @@
+"""A store that is a directory: somebody deletes it, or puts files of his own into it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance import crowding
+from hicache_conformance.bench import DIRECTORY
+from hicache_conformance.catalogue import covers
+from hicache_conformance.crowding import BATCH, capacity_of
+from hicache_conformance.faults.scene import UNGUARDED
+from hicache_conformance.manifest import Level
+from hicache_conformance.needs import declares
+from hicache_conformance.violation import Violation
+from hicache_storage.plugins import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+    from hicache_storage.spec import StorageIdentity
+
+FAULTS: Final = (Level.FAULTS,)
+DELETIONS: Final = 3
+STORE_PAGES: Final = 24
+MOST_NAMES: Final = 12
+"""Files of the store whose names strangers imitate."""
+_NUMBER: Final = re.compile(r"[0-9a-f]+")
+
+
+class DirectoryCases:
+    """FT-4 and SET-1 where others have their hands in the store's directory."""
+
+    @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
+    def test_a_store_that_is_deleted_and_made_again(self, lab: Lab) -> None:
+        """The directory is emptied under an open storage, again and again: what sets acknowledge after a while is there again."""
+        config, home = lab.apart()
+        subject, keys = _joined(lab, config), lab.keys(3)
+        subject.store(keys)
+        for number in range(DELETIONS):
+            for entry in home.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            _make_again(lab, subject, keys, home, number + 1)
+        for reader in (subject, *_shared(lab, config, subject.identity)):
+            reader.expect(keys)
+
+    @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
+    def test_strangers_with_names_like_the_store_s_own(self, lab: Lab) -> None:
+        """Empty files whose names are the store's own with other numbers: all pages stay, for who was there and who comes later."""
+        option = registry().get(lab.driver).capacity_option
+        config, home = lab.apart()
+        if option:
+            config = {**config, option: f"{capacity_of(STORE_PAGES) // 1024}KiB"}
+        early = _joined(lab, config)
+        keys = lab.keys(2 * BATCH)
+        for start in range(0, len(keys), BATCH):
+            early.store(keys[start : start + BATCH])
+        for path in _look_alikes(home):
+            path.touch()
+        for reader in (*_shared(lab, config, early.identity), early):
+            reader.expect(keys)
+            reader.expect_existing(keys, rule="SET-1")
+            more = lab.keys(BATCH)
+            reader.store(more)
+            keys += more
+        early.expect(keys)
+
+
+def _joined(lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None) -> Subject:
+    return lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)
+
+
+def _shared(lab: Lab, config: Mapping[str, object], identity: StorageIdentity) -> list[Subject]:
+    """A storage that opens later, where it sees what others have set."""
+    if not declares(lab.capabilities, "sharing>=process"):
+        return []
+    return [_joined(lab, config, identity)]
+
+
+def _make_again(lab: Lab, subject: Subject, keys: list[str], home: Path, number: int) -> None:
+    """Set pages until they can be in the directory.
+
+    Nobody else opens the store meanwhile, nor reads of it, because that could tell the storage that it is gone.
+
+    Raises:
+        Violation: FT-4, sets are answered with True or False, and no file is there.
+    """
+    allowed = lab.profile.recovery_seconds
+    until = time.monotonic() + allowed
+    while True:
+        answers = subject.set(keys)
+        if all(answers) and any(path.is_file() for path in home.rglob("*")):
+            return
+        if time.monotonic() > until:
+            raise Violation(
+                "FT-4",
+                f"{allowed:.0f} s after the store was deleted for the {number}. time, a set answers {answers}, exists finds "
+                f"{subject.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in its directory",
+            )
+        time.sleep(0.02)
+
+
+def _look_alikes(home: Path) -> Iterator[Path]:
+    """Paths beside the store's files, each with one number of the name changed."""
+    for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MOST_NAMES]:
+        for number in _NUMBER.finditer(path.name):
+            width = number.end() - number.start()
+            for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):
+                yield path.with_name(path.name[: number.start()] + other + path.name[number.end() :])

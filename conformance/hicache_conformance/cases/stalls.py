@@ -1,0 +1,154 @@
+"""A writer that is held up in the middle of a set, while others clear, delete and set."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance import crowding
+from hicache_conformance.catalogue import covers
+from hicache_conformance.crowding import BATCH, capacity_of, shares
+from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, check_hits
+from hicache_conformance.manifest import Level
+from hicache_conformance.pages import short
+from hicache_conformance.pending import Pending
+from hicache_conformance.violation import Violation
+from hicache_storage.plugins import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hicache_conformance.grounds.ground import Ground
+    from hicache_conformance.lab import Lab
+    from hicache_conformance.subject import Subject
+    from hicache_storage.spec import StorageIdentity
+
+FAULTS: Final = (Level.FAULTS,)
+STALLS: Final = {"disk": (("write",), 1), "network": (("request", "reply"), 6), "objects": (("write",), 1)}
+"""Where the set of each ground is held up: sorts of requests, and how many of them, one in each round."""
+STORE_PAGES: Final = 2 * BATCH
+"""What the small store holds: the pages of the writer that is held up, and those of another one."""
+CLEARING_SECONDS: Final = 0.6
+"""How long a set is held up at most in the middle of which another storage clears; shorter than the lease of a trial store."""
+LEASE_SECONDS: Final = {"network": 1.3}
+"""How long a writer is held up so that a lease of it runs out: that of a trial store takes a second. On a disk nothing could keep
+it from writing in the end, so that it is held up for less; drivers that lease places for a shorter time are found out there."""
+BRIEF_SECONDS: Final = 0.3
+
+
+class StallCases:
+    """SET-1 and GET-1 of pages that others have set while a writer was held up."""
+
+    @covers("SET-1", "GET-1", levels=FAULTS, needs=["clears"])
+    def test_a_clear_in_the_middle_of_a_set(self, lab: Lab, ground: Ground) -> None:
+        """One storage is held up in a set, another one clears and sets: the late writer spoils no page of the other one."""
+        for config in _configs(lab):
+            for plan in _plans(ground):
+                _meet(lab, ground, config, plan, lambda other, _: other.call("clear", other.storage.clear), CLEARING_SECONDS)
+
+    @covers("SET-1", "GET-1", levels=FAULTS)
+    def test_a_writer_that_is_held_up(self, lab: Lab, ground: Ground) -> None:
+        """A storage is held up in a set for longer than a lease, while another one deletes and sets: its pages stay right."""
+        least = LEASE_SECONDS.get(ground.name, BRIEF_SECONDS)
+        for config in _configs(lab)[-1:]:
+            for plan in _plans(ground):
+                _meet(lab, ground, config, plan, partial(_delete, lab), CLEARING_SECONDS, least=least)
+
+
+def _configs(lab: Lab) -> list[Mapping[str, object]]:
+    """Options of a store with much room, and of one that has to give the places of a set to the next, where there is one."""
+    small = [lab.capped(capacity_of(STORE_PAGES))] if registry().get(lab.driver).capacity_option else []
+    return [lab.config, *small]
+
+
+def _plans(ground: Ground) -> list[FaultPlan]:
+    """One for each request of a set that is held up; none where no single request can be."""
+    operations, count = STALLS.get(ground.name, ((), 0))
+    return [
+        FaultPlan(ground.name, (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),))
+        for number in range(count)
+    ]
+
+
+def _meet(
+    lab: Lab,
+    ground: Ground,
+    config: Mapping[str, object],
+    plan: FaultPlan,
+    remove: Callable[[Subject, Sequence[str]], object],
+    most: float,
+    *,
+    least: float = 0.0,
+) -> None:
+    """Hold up a set, let another storage remove and set pages meanwhile, and look at those afterwards.
+
+    Args:
+        lab: the case's.
+        ground: where the set is held up.
+        config: of both storages.
+        plan: what holds it up.
+        remove: done by the other storage first.
+        most: seconds that it tries to set pages for.
+        least: seconds that the set is held up at least.
+    """
+    writer = _joined(lab, config)
+    if not shares(lab):
+        # What two storages of one driver do to each other is nothing then.
+        other = writer.lane(1, 2, lab.chance("places of the other"))
+        writer = writer.lane(0, 2, lab.chance("places of the writer"))
+    else:
+        other = _joined(lab, config, writer.identity)
+    held, keys = lab.keys(BATCH), lab.keys(BATCH)
+    ground.strike(plan)
+    began = time.monotonic()
+    setting = Pending(partial(writer.set, held))
+    while not ground.struck() and setting.seconds is None:
+        time.sleep(0.001)
+    remove(other, held)
+    stored = list[str]()
+    while not stored and time.monotonic() < began + most:
+        stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
+    time.sleep(max(0.0, began + least - time.monotonic()))
+    ground.heal()
+    if not setting.comes_back(PATIENCE_SECONDS):
+        raise Violation(
+            "FT-4", f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it could go on"
+        )
+    setting.answer()
+    strict = config is lab.config
+    for reader in (other, *([_joined(lab, config, writer.identity)] if shares(lab) else ())):
+        _check_right(reader, stored, plan, keeps=strict)
+
+
+def _check_right(reader: Subject, stored: Sequence[str], plan: FaultPlan, *, keeps: bool) -> None:
+    """Pages that were acknowledged while another set was held up are right.
+
+    Args:
+        reader: a storage that has met no damage before.
+        stored: their keys.
+        plan: what held the other set up.
+        keeps: whether they have to be there; else they may have been evicted.
+
+    Raises:
+        Violation: GET-1 for a wrong page, SET-1 for one that is damaged or gone.
+    """
+    found = reader.get(stored) if stored else []
+    check_hits(reader, stored, found, plan)
+    story = f"was stored (True) while another set was held up ({plan})"
+    for key, content in zip(stored, found, strict=True):
+        if keeps and content is None:
+            raise Violation("SET-1", f"page key {short(key)} {story}, and a get answers False when that has gone on")
+    damaged = reader.stats().pages_damaged
+    if damaged:
+        raise Violation("SET-1", f"a page of {len(stored)} {story}, and when that has gone on {damaged} of them are damaged")
+
+
+def _joined(lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None) -> Subject:
+    return lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)
+
+
+def _delete(lab: Lab, other: Subject, keys: Sequence[str]) -> None:
+    if lab.capabilities.deletes:
+        other.call("delete", lambda: other.storage.delete(list(keys)))
