@@ -60,6 +60,9 @@ class StubbedDevice:
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        return True
+
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
 

@@ -202,6 +202,9 @@ class CudaDevice:
             memory.record_stream(native)
         return memory
 
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        return memory.device.type == "cuda" or memory.is_pinned()
+
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         return mapped_tensor(memory, self._device)
 

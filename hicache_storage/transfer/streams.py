@@ -133,8 +133,10 @@ class Stream(Protocol):
 class Device(Protocol):
     """Makes streams and events of one device."""
 
-    moves_rows: bool
-    """Whether its streams have `move_rows`: a kernel that copies rows without memory in between."""
+    @property
+    def moves_rows(self) -> bool:
+        """Whether its streams have `move_rows`: a kernel that copies rows without memory in between."""
+        ...
 
     def stream(self, name: str) -> Stream:
         """A new stream; the name is for messages."""
@@ -153,6 +155,10 @@ class Device(Protocol):
         Raises:
             InvalidPoolError: there is not that much memory.
         """
+        ...
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Whether copies from and to this memory do not make the caller wait."""
         ...
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:

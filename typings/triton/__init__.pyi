@@ -1,5 +1,4 @@
-"""As much of Triton as the kernel of hicache_storage.transfer uses; it need not be installed."""
-
+# As much of Triton as the kernel of hicache_storage.transfer uses; it need not be installed.
 from collections.abc import Callable, Sequence
 from typing import Any
 

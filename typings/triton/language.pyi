@@ -1,5 +1,4 @@
-"""What kernels are written in."""
-
+# What kernels are written in.
 from typing import Any
 
 class constexpr: ...

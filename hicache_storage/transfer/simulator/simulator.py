@@ -111,6 +111,10 @@ class StreamSimulator:
             self._kept[memory.untyped_storage().data_ptr()] = memory
         return memory
 
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Always: no copy is made by who enqueues it."""
+        return True
+
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         """The memory itself: there is only one."""
         return memory
