@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, cast
+import itertools
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import InvalidPoolError
+from hicache_storage.transfer.pieces import pieces_of
 from hicache_storage.transfer.rectangles import rectangles
 from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from hicache_storage.transfer.rectangles import Rectangle
+    from hicache_storage.transfer.runs import RowRuns
+
+FEW_CALLS: Final = 8
+"""Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a batch as its rows."""
 _DEFAULT_KIND = 4
 """cudaMemcpyDefault: the direction follows from the addresses."""
+_STREAM_ORDER = 1
+"""cudaMemcpySrcAccessOrderStream: a source is read when the stream comes to its copy."""
+_FIRST_WITH_BATCHES = 12080
+_FIRST_WITHOUT_FAILED_INDEX = 13000
+_NO_BATCHES: Final = (36, 801)
+"""cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported: copied one by one then."""
 _DL_CUDA = 2
 """DLPack's number for memory of a CUDA device."""
 
@@ -31,12 +44,65 @@ def copy_with_gaps(destination: torch.Tensor, source: torch.Tensor, stream: torc
     Raises:
         StreamFailedError: CUDA refuses it.
     """
-    copy = _memcpy_2d()
-    for to, to_pitch, origin, origin_pitch, width, height in rectangles(destination, source):
-        error = copy(to, to_pitch, origin, origin_pitch, width, height, _DEFAULT_KIND, stream.cuda_stream)
+    _copy_rectangles(rectangles(destination, source), stream.cuda_stream)
+
+
+def copy_rows(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, stream: torch.cuda.Stream) -> None:
+    """Enqueue copies of rows between page-locked host memory and the device; the stream's device is the current one.
+
+    That is one call of CUDA, or a few where the rows are a few rectangles. Before CUDA 12.8 it is one for each piece.
+
+    Raises:
+        StreamFailedError: CUDA refuses it.
+    """
+    few = _few_rectangles(destination, source, rows)
+    if few is not None:
+        _copy_rectangles(few, stream.cuda_stream)
+        return
+    pieces = pieces_of(destination, source, rows)
+    destinations, sources = pieces.destinations + destination.data_ptr(), pieces.sources + source.data_ptr()
+    error = _copy_batch(destinations, sources, pieces.sizes, stream.cuda_stream)
+    if error:
+        _refused(error, f"copy of {len(destinations)} pieces")
+
+
+def _few_rectangles(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns) -> list[Rectangle] | None:
+    """The rectangles that the rows consist of; None if they are many."""
+    if rows.run_num > FEW_CALLS:
+        return None
+    each = (rectangles(destination.narrow(0, to, count), source.narrow(0, origin, count)) for origin, to, count in rows.runs())
+    few = list(itertools.islice(itertools.chain.from_iterable(each), FEW_CALLS + 1))
+    return few if len(few) <= FEW_CALLS else None
+
+
+def _copy_rectangles(wanted: Iterable[Rectangle], stream: int) -> None:
+    for to, to_pitch, origin, origin_pitch, width, height in wanted:
+        if height == 1:
+            # A block may be longer than a pitch.
+            error = _memcpy()(to, origin, width, _DEFAULT_KIND, stream)
+        else:
+            error = _memcpy_2d()(to, to_pitch, origin, origin_pitch, width, height, _DEFAULT_KIND, stream)
         if error:
-            forget_error()
-            raise StreamFailedError(f"cudaMemcpy2DAsync of {height} rows of {width} bytes failed with error {error}")
+            _refused(error, f"copy of {height} rows of {width} bytes")
+
+
+def _copy_batch(destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int) -> int:
+    batch = memcpy_batch()
+    # The default stream takes no batches.
+    if batch is not None and stream:
+        error = batch(destinations.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes), stream)
+        if error not in _NO_BATCHES:
+            return error
+        forget_error()
+    copy = _memcpy()
+    arrays = (cast("list[int]", numbers.tolist()) for numbers in (destinations, sources, sizes))
+    errors = (copy(to, origin, size, _DEFAULT_KIND, stream) for to, origin, size in zip(*arrays, strict=True))
+    return next(filter(None, errors), 0)
+
+
+def _refused(error: int, what: str) -> None:
+    forget_error()
+    raise StreamFailedError(f"{what} failed with CUDA error {error}")
 
 
 def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,9 +162,81 @@ def _host_get_device_pointer() -> Callable[..., int]:
     return function
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on a stream goes into a graph."""
+    status = ctypes.c_int()
+    error = _stream_is_capturing()(stream, ctypes.byref(status))
+    if error:
+        forget_error()
+    return bool(status.value)
+
+
+@functools.cache
+def _stream_is_capturing() -> Callable[..., int]:
+    function = cuda_runtime().cudaStreamIsCapturing
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
+    return function
+
+
+@functools.cache
+def _memcpy() -> Callable[..., int]:
+    function = cuda_runtime().cudaMemcpyAsync
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+    return function
+
+
 @functools.cache
 def _memcpy_2d() -> Callable[..., int]:
     function = cuda_runtime().cudaMemcpy2DAsync
     sizes = (ctypes.c_void_p, ctypes.c_size_t) * 2 + (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     function.argtypes, function.restype = sizes, ctypes.c_int
     return function
+
+
+class _Location(ctypes.Structure):
+    """`cudaMemLocation`; zeros are no hint."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """`cudaMemcpyAttributes`."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
+    """`cudaMemcpyBatchAsync` of the loaded runtime: arrays of destinations, sources and sizes, their length, a stream.
+
+    None before CUDA 12.8. CUDA 13 has dropped the argument that tells which copy was refused.
+    """
+    version = runtime_version()
+    if version < _FIRST_WITH_BATCHES:
+        return None
+    function = cuda_runtime().cudaMemcpyBatchAsync
+    attributes, first = _Attributes(source_access_order=_STREAM_ORDER), ctypes.c_size_t(0)
+    failed = (ctypes.byref(ctypes.c_size_t(0)),) if version < _FIRST_WITHOUT_FAILED_INDEX else ()
+    array, pointers = ctypes.c_void_p, (ctypes.c_void_p,) * len(failed)
+    function.argtypes = (array, array, array, ctypes.c_size_t, array, array, ctypes.c_size_t, *pointers, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+
+    def copy(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
+        same = ctypes.byref(attributes), ctypes.byref(first), 1
+        return int(function(destinations, sources, sizes, count, *same, *failed, stream))
+
+    return copy
+
+
+@functools.cache
+def runtime_version() -> int:
+    """Of the CUDA runtime, such as 12080."""
+    version = ctypes.c_int()
+    cuda_runtime().cudaRuntimeGetVersion(ctypes.byref(version))
+    return version.value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.backends import STAGING_BYTES, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
+from hicache_storage.transfer.in_flight import CopiesInFlight, Unknown, end_after_failure
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
 from hicache_storage.transfer.runs import PageMoves
@@ -15,14 +18,20 @@ from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.transfer.backends import Backend
-    from hicache_storage.transfer.host_slots import SlotPool
+    from hicache_storage.transfer.host_slots import Completion, SlotPool
     from hicache_storage.transfer.pages import LayeredPages
     from hicache_storage.transfer.streams import Device, Event, Stream
+
+logger = logging.getLogger(__name__)
+
+OUT, IN = "write-back", "load"
+"""Names of the two directions and their streams."""
 
 
 class TransferEngine(Protocol):
@@ -64,6 +73,9 @@ class PageTransfer(NamedTuple):
 class PageTransfers:
     """The transfer engine of the SDK, for one pool: one stream for each direction, and what its backend adds.
 
+    To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools until its copies are over,
+    also where it is dropped without being closed, and whoever drops it last then waits for them.
+
     Args:
         device: makes the streams.
         compute: the stream whose kernels read and write the device pages.
@@ -100,9 +112,34 @@ class PageTransfers:
         self.host_slots = HostSlots(host_pool)
         self._device, self._compute = device, compute
         self._device_pages, self._host_pages = device_pages, host_pages
-        self._out, self._in = streams = streams or (device.stream("write-back"), device.stream("load"))
+        self._out, self._in = streams = streams or (device.stream(OUT), device.stream(IN))
         self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes, streams)
         self._device_fences, self._host_fences = PageFences(device_pages.page_num), PageFences(host_pages.page_num)
+        self._in_flight = CopiesInFlight(device_pages, host_pages, self._copies)
+        # At exit the CUDA context may go first, and the kernel releases the memory anyway.
+        weakref.finalize(self, self._in_flight.settle).atexit = False
+        self._is_closed = False
+        if not all(map(device.is_locked, host_pages.layer(0))):
+            logger.warning(
+                "the memory of %s is not page-locked: every copy makes the thread that calls write_back or load wait for it; "
+                "make the pool with pin_memory=True",
+                type(host_pool).__name__,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the copies that run, and take no more. Idempotent.
+
+        Raises:
+            StreamFailedError: a copy has failed; it is closed all the same.
+        """
+        self._is_closed = True
+        self._in_flight.wait()
 
     @classmethod
     def between(
@@ -131,18 +168,21 @@ class PageTransfers:
         transfer = self.checked_write_back(device_indices, host_indices)
         try:
             self.begin_write_back(transfer)
-        finally:
-            # Also of what was enqueued before something failed.
             finished = recorded(self._device, self._out)
-            self.end_write_back(transfer, finished)
+        except BaseException:
+            self.give_up(OUT, transfer, end_after_failure(self._device, self._out))
+            raise
+        self.end_write_back(transfer, finished)
         return Acknowledgement(finished)
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
         transfer = self.checked_load(host_indices, device_indices)
         try:
             arrivals = self._copy_layers(self.begin_load(transfer))
-        finally:
-            self.end_load(transfer, recorded(self._device, self._in))
+        except BaseException:
+            self.give_up(IN, transfer, end_after_failure(self._device, self._in))
+            raise
+        self.end_load(transfer, arrivals[-1])
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
@@ -171,7 +211,8 @@ class PageTransfers:
         """Fence the pages until an event that was recorded behind the copies."""
         self._device_fences.reads(transfer.moves.device, finished)
         self._host_fences.writes(transfer.moves.host, finished)
-        self._hold(transfer.host_indices, finished)
+        self._in_flight.note(OUT, finished)
+        self._hold(transfer.host_indices, finished, OUT)
 
     def checked_load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> PageTransfer:
         """A load that can be begun; nothing is enqueued yet.
@@ -194,9 +235,26 @@ class PageTransfers:
         """Fence the pages until an event that was recorded behind the copies of all layers."""
         self._host_fences.reads(transfer.moves.host, arrived)
         self._device_fences.writes(transfer.moves.device, arrived)
-        self._hold(transfer.host_indices, arrived)
+        self._in_flight.note(IN, arrived)
+        self._hold(transfer.host_indices, arrived, IN)
+
+    def give_up(self, direction: str, transfer: PageTransfer, end: Event | Unknown | None) -> None:
+        """Fence the pages of a transfer that failed after some of its copies may have been enqueued.
+
+        Args:
+            direction: `OUT` or `IN`.
+            transfer: what was begun.
+            end: what `end_after_failure` gives.
+        """
+        if isinstance(end, Unknown):
+            # No stream can wait for it; the host pages are not handed out any more.
+            self._hold(transfer.host_indices, end, None)
+        elif end is not None:
+            (self.end_write_back if direction == OUT else self.end_load)(transfer, end)
 
     def _checked(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
+        if self._is_closed:
+            raise InvalidTransferError("the transfer engine is closed; make a new one")
         counts = device_indices.numel(), host_indices.numel()
         if counts[0] != counts[1] or not counts[0]:
             raise InvalidTransferError(f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}")
@@ -219,8 +277,8 @@ class PageTransfers:
             arrivals.append(recorded(self._device, self._in))
         return arrivals
 
-    def _hold(self, host_indices: torch.Tensor, until: Event) -> None:
-        self.host_slots.hold(host_indices, until)
+    def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+        self.host_slots.hold(host_indices, until, behind=behind)
 
 
 def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Tensor:

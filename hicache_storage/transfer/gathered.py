@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import joint_runs, moves_by_host, named_pages
+from hicache_storage.transfer.runs import RowRuns, in_order, named_pages
 from hicache_storage.transfer.staging import Staging
+from hicache_storage.transfer.uploads import prepare_uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_storage.transfer.pages import LaidOutPages
-    from hicache_storage.transfer.runs import PageMoves, Run
+    from hicache_storage.transfer.runs import PageMoves
     from hicache_storage.transfer.staging import StagedPair
     from hicache_storage.transfer.streams import Rows, Stream
 
@@ -22,18 +23,21 @@ class _Piece(NamedTuple):
 
     device: Rows
     """The device pages."""
-    runs: Sequence[Run]
+    rows: RowRuns
     """Between host pages and those of the buffer, whichever is the source."""
-    pages: int
     name: str
+
+    @property
+    def pages(self) -> int:
+        return len(self.rows)
 
 
 class GatheredCopies:
     """Moves pages between the device's layers and the host through staging buffers on the device.
 
     A buffer is laid out as the host pool is. A write-back gathers all layers of a number of pages there, and copies them
-    to the host whole: one copy for each part and run of host pages, wherever the device pages are. A load copies one
-    layer of a number of pages there, and scatters it. Neither cares for the order of the device pages.
+    to the host whole: one call for each part, wherever the pages are. A load copies one layer of a number of pages there,
+    and scatters it. Copies are long where host pages are adjacent; neither cares for the order of the device pages.
 
     Args:
         pair: its device makes the streams that fill the buffers, and their memory: two for each direction, of one page at least.
@@ -45,6 +49,8 @@ class GatheredCopies:
         out, into = pair.streams
         self._out = self._staging("gather", out, pair.host_pages.layer_num)
         self._in = self._staging("stage", into, 1)
+        for kernels in (self._out.filler, into):
+            prepare_uploads(kernels, pair.host_pages.page_num)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
         staging = self._out
@@ -69,17 +75,14 @@ class GatheredCopies:
                 stream.gather(staged.narrow(0, 0, piece.pages), source, piece.device, what)
 
     def _copy_out(self, stream: Stream, piece: _Piece, buffer: LaidOutPages) -> None:
-        for run in piece.runs:
-            what = f"write-back of {named_pages('host', run.destination, run.pages)} from staging"
-            sources, destinations = buffer.whole(run.source, run.pages), self._host_pages.whole(run.destination, run.pages)
-            for source, destination in zip(sources, destinations, strict=True):
-                stream.copy(destination, source, what)
+        what = f"write-back of {named_pages('host', piece.rows.destinations)} from staging"
+        for source, destination in zip(buffer.parts, self._host_pages.parts, strict=True):
+            stream.copy_rows(destination, source, piece.rows, what)
 
     def _copy_in(self, stream: Stream, piece: _Piece, layer: int, buffer: LaidOutPages) -> None:
+        what = f"staging of layer {layer} of {named_pages('host', piece.rows.sources)}"
         for source, staged in zip(self._host_pages.layer(layer), buffer.layer(0), strict=True):
-            for run in piece.runs:
-                what = f"staging of layer {layer} of {named_pages('host', run.source, run.pages)}"
-                stream.copy(staged.narrow(0, run.destination, run.pages), source.narrow(0, run.source, run.pages), what)
+            stream.copy_rows(staged, source, piece.rows, what)
 
     def _scatter(self, stream: Stream, piece: _Piece, layer: int, buffer: LaidOutPages) -> None:
         what = f"load of layer {layer} into {piece.name}"
@@ -88,11 +91,15 @@ class GatheredCopies:
 
     def _pieces(self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool) -> list[_Piece]:
         """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that gathers or scatters."""
+        device, host = in_order(moves)
+        uploaded = kernels.upload(device)
         pieces: list[_Piece] = []
-        for name, (device, host) in moves_by_host(moves, room):
-            staged = host.new_tensor(range(len(host)))
-            runs = joint_runs(staged, host) if outwards else joint_runs(host, staged)
-            pieces.append(_Piece(kernels.upload(device), runs, len(host), name))
+        for start in range(0, len(host), room):
+            pages = host[start : start + room]
+            staged = pages.new_tensor(range(len(pages)))
+            rows = RowRuns(staged, pages) if outwards else RowRuns(pages, staged)
+            name = named_pages("device", device[start : start + room])
+            pieces.append(_Piece(uploaded.part(start, len(pages)), rows, name))
         return pieces
 
     def _staging(self, name: str, drainer: Stream, layers: int) -> Staging:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from hicache_storage.spec import SlotError
@@ -55,7 +57,8 @@ class HostSlots:
         self._pool = pool
         self._page_size = pool.page_size
         self._lock = threading.Lock()
-        self._uses: list[_Use] = []
+        self._uses: dict[str | None, deque[_Use]] = {None: deque()}
+        """In the order in which they began, by what they end in that order behind; None where they end in any order."""
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
         """By page, how many of the uses hold it."""
@@ -65,8 +68,12 @@ class HostSlots:
     def alloc(self, count: int) -> torch.Tensor | None:
         """Take `count` slots, as the pool does; None if fewer are free and not in use by a copy."""
         with self._lock:
-            self._release()
-            return self._pool.alloc(count)
+            slots = self._pool.alloc(count)
+            if slots is None:
+                # Asking the copies costs a call of CUDA or more, so only where it may help.
+                self._release()
+                slots = self._pool.alloc(count)
+            return slots
 
     def free(self, indices: torch.Tensor) -> int:
         """Give back whole pages; returns the number of slots.
@@ -80,18 +87,24 @@ class HostSlots:
             twice = pages[self._parked[pages]]
             if twice.numel():
                 raise SlotError(f"slots given back twice: {cast('list[int]', (twice * self._page_size).tolist())}")
-            self._release()
             busy = self._users[pages] > 0
             if not bool(busy.all()):
                 self._pool.free(slots[~busy].reshape(-1))
             self._parked[pages[busy]] = True
         return indices.numel()
 
-    def hold(self, indices: torch.Tensor, until: Completion) -> None:
-        """Keep pages from being handed out until something has ended; several copies may hold a page."""
+    def hold(self, indices: torch.Tensor, until: Completion, *, behind: str | None = None) -> None:
+        """Keep pages from being handed out until something has ended; several copies may hold a page.
+
+        Args:
+            indices: whole pages.
+            until: what it is that ends.
+            behind: name of a stream or whatever else lets things end in the order in which they are told here: of those
+                only the first one that has not ended is asked. None where there is no such order.
+        """
         pages = self._pages(indices)
         with self._lock:
-            self._uses.append(_Use(pages, until))
+            self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
 
     def available_size(self) -> int:
@@ -110,10 +123,18 @@ class HostSlots:
     def _release(self) -> None:
         """Forget the copies that are done, and give back what waited for them."""
         # All are asked before anything changes: a failed stream raises.
-        over = [use.until.query() for use in self._uses]
-        ended = [use for use, done in zip(self._uses, over, strict=True) if done]
-        self._uses = [use for use, done in zip(self._uses, over, strict=True) if not done]
-        for use in ended:
+        ended = [use for use in self._uses[None] if use.until.query()]
+        in_order = {
+            behind: list(takewhile(lambda use: use.until.query(), uses))
+            for behind, uses in self._uses.items()
+            if behind is not None
+        }
+        over = set(map(id, ended))
+        self._uses[None] = deque(use for use in self._uses[None] if id(use) not in over)
+        for behind, first in in_order.items():
+            for _ in first:
+                self._uses[behind].popleft()
+        for use in (*ended, *(use for first in in_order.values() for use in first)):
             self._users.index_add_(0, use.pages, -use.pages.new_ones(len(use.pages)))
             idle = use.pages[(self._users[use.pages] == 0) & self._parked[use.pages]]
             if idle.numel():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.backends import STAGING_BYTES
-from hicache_storage.transfer.engine import PageTransfers
+from hicache_storage.transfer.engine import IN, OUT, PageTransfers
+from hicache_storage.transfer.in_flight import end_after_failure
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from types import TracebackType
 
     import torch
 
@@ -39,7 +42,8 @@ class Indices(NamedTuple):
 class HybridTransfers:
     """Moves the pages of all pools of a model on the same two streams, one layer of the model after the other.
 
-    Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are left out of it.
+    Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are left out of it. To be
+    closed, or used in a `with` statement, before the pools' memory goes, as `PageTransfers` is.
 
     Args:
         device: makes the streams.
@@ -68,7 +72,7 @@ class HybridTransfers:
                     f"pool {name!r} has {pair.device_pool.layer_num} layers, its LayerMap {len(pair.layers.layers)}; make them equal"
                 )
         self._device = device
-        self._out, self._in = streams = device.stream("write-back"), device.stream("load")
+        self._out, self._in = streams = device.stream(OUT), device.stream(IN)
         self._layers = {name: pair.layers for name, pair in pools.items()}
         self.layer_num = 1 + max(layer for layers in self._layers.values() for layer in layers.layers)
         """Layers of the model, as far as a pool has a share in them."""
@@ -92,11 +96,12 @@ class HybridTransfers:
         try:
             for name, transfer in transfers.items():
                 self.engines[name].begin_write_back(transfer)
-        finally:
-            # Also of what was enqueued before something failed.
             finished = recorded(self._device, self._out)
-            for name, transfer in transfers.items():
-                self.engines[name].end_write_back(transfer, finished)
+        except BaseException:
+            self._give_up(OUT, transfers)
+            raise
+        for name, transfer in transfers.items():
+            self.engines[name].end_write_back(transfer, finished)
         return Acknowledgement(finished)
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
@@ -109,10 +114,11 @@ class HybridTransfers:
         transfers = {name: self.engines[name].checked_load(host, device) for name, (device, host) in pages.items()}
         try:
             arrivals = self._copy_layers(transfers)
-        finally:
-            arrived = recorded(self._device, self._in)
-            for name, transfer in transfers.items():
-                self.engines[name].end_load(transfer, arrived)
+        except BaseException:
+            self._give_up(IN, transfers)
+            raise
+        for name, transfer in transfers.items():
+            self.engines[name].end_load(transfer, arrivals[-1])
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +137,27 @@ class HybridTransfers:
             self._out.synchronize()
         finally:
             self._in.synchronize()
+
+    def close(self) -> None:
+        """Wait for the copies that run, and take no more. Idempotent.
+
+        Raises:
+            StreamFailedError: a copy has failed; it is closed all the same.
+        """
+        with ExitStack() as closing:
+            for engine in self.engines.values():
+                closing.callback(engine.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _give_up(self, direction: str, transfers: Mapping[str, PageTransfer]) -> None:
+        end = end_after_failure(self._device, self._out if direction == OUT else self._in)
+        for name, transfer in transfers.items():
+            self.engines[name].give_up(direction, transfer, end)
 
     def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
         """Copy all layers of the model; for each an event that comes when it has arrived in every pool."""

@@ -34,27 +34,43 @@ class LayerMap:
 
 
 class LayerCounter:
-    """The layers of one load as they arrive, one event for each (rule ST-2)."""
+    """The layers of one load as they arrive, one event for each (rule ST-2).
+
+    A kernel in a CUDA graph cannot wait for one: the graph would have to know the events of every later load. Let the stream
+    wait for the graph's last layer before each replay; layers arrive in order.
+
+    Args:
+        events: of the layers, recorded on one stream in this order.
+    """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = tuple(events)
+        self._arrived = 0
 
     def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer has arrived; call it before the layer's kernels are launched."""
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels are launched.
+
+        Raises:
+            InvalidTransferError: a CUDA graph is being captured on the stream.
+        """
         stream.wait_event(self._events[layer])
 
     def arrived(self) -> int:
         """How many layers have arrived, from the first on; does not block."""
-        return next((layer for layer, event in enumerate(self._events) if not event.query()), len(self._events))
+        while self._arrived < len(self._events) and self._events[self._arrived].query():
+            self._arrived += 1
+        return self._arrived
 
     def done(self) -> bool:
         """Whether all layers have arrived; does not block."""
-        return self.arrived() == len(self._events)
+        if self._arrived < len(self._events) and self._events[-1].query():
+            self._arrived = len(self._events)
+        return self._arrived == len(self._events)
 
     def synchronize(self) -> None:
         """Block the calling thread until all layers have arrived."""
-        for event in self._events:
-            event.synchronize()
+        if self._events:
+            self._events[-1].synchronize()
 
 
 class Acknowledgement:
@@ -62,10 +78,12 @@ class Acknowledgement:
 
     def __init__(self, finished: Event) -> None:
         self._finished = finished
+        self._is_done = False
 
     def done(self) -> bool:
         """Whether it is; does not block."""
-        return self._finished.query()
+        self._is_done = self._is_done or self._finished.query()
+        return self._is_done
 
     def wait(self) -> None:
         """Block the calling thread until it is."""

@@ -6,10 +6,11 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import moves_by_host
+from hicache_storage.transfer.runs import in_order, named_pages
+from hicache_storage.transfer.uploads import prepare_uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -18,20 +19,19 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.streams import Rows, Stream
 
 
-class _Piece(NamedTuple):
-    """As many pages as the staging buffer takes of one part of a layer."""
+class _Moved(NamedTuple):
+    """The pages of a transfer, where kernels read their numbers."""
 
     device: Rows
     host: Rows
-    pages: int
     name: str
 
 
 class MappedCopies:
-    """Gathers pages on one side and scatters them on the other, layer by layer, on the transfer's own stream.
+    """One kernel for each layer and part, on the transfer's own stream.
 
-    How many calls that takes depends on neither the order of the pages nor the layout. Between the two kernels lies a
-    buffer on the device, for each direction one.
+    How many calls that takes depends on neither the pages nor the layout. Where the device has no kernel that moves rows
+    directly, two do it through a buffer, as many rows at a time as that takes; for each direction there is one.
 
     Args:
         pair: its device allocates the buffers, of one page of one layer's part at least, and makes host memory visible to kernels.
@@ -43,40 +43,53 @@ class MappedCopies:
     def __init__(self, pair: StagedPair) -> None:
         self._device_pages = pair.device_pages
         self._host_pages = pair.host_pages.seen_by(pair.device.mapped)
-        largest = max(part[0].numel() * part.element_size() for part in pair.device_pages.layer(0))
-        self._room = max(1, min(pair.staging_bytes // largest, pair.device_pages.page_num))
-        self._out, self._in = (pair.device.scratch(self._room * largest, [stream]) for stream in pair.streams)
+        self._out: torch.Tensor | None = None
+        self._in: torch.Tensor | None = None
+        if not pair.device.moves_rows:
+            largest = max(part[0].numel() * part.element_size() for part in pair.device_pages.layer(0))
+            size = max(1, min(pair.staging_bytes // largest, pair.device_pages.page_num)) * largest
+            self._out, self._in = (pair.device.scratch(size, [stream]) for stream in pair.streams)
+        for stream in pair.streams:
+            prepare_uploads(stream, pair.host_pages.page_num)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
-        pieces = self._pieces(stream, moves)
+        moved = _uploaded(stream, moves)
         for layer in range(self._device_pages.layer_num):
-            for piece, source, destination, staged in self._shares(layer, pieces, self._out):
-                what = f"write-back of layer {layer} of {piece.name}"
-                stream.gather(staged, source, piece.device, what)
-                stream.scatter(destination, piece.host, staged, what)
+            what = f"write-back of layer {layer} of {moved.name}"
+            for source, destination in zip(self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True):
+                _move(stream, destination, moved.host, source, moved.device, self._out, what)
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        return partial(self._load_layer, stream, self._pieces(stream, moves))
+        return partial(self._load_layer, stream, _uploaded(stream, moves))
 
-    def _load_layer(self, stream: Stream, pieces: Sequence[_Piece], layer: int) -> None:
-        for piece, destination, source, staged in self._shares(layer, pieces, self._in):
-            what = f"load of layer {layer} into {piece.name}"
-            stream.gather(staged, source, piece.host, what)
-            stream.scatter(destination, piece.device, staged, what)
+    def _load_layer(self, stream: Stream, moved: _Moved, layer: int) -> None:
+        what = f"load of layer {layer} into {moved.name}"
+        for destination, source in zip(self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True):
+            _move(stream, destination, moved.device, source, moved.host, self._in, what)
 
-    def _shares(
-        self, layer: int, pieces: Sequence[_Piece], staging: torch.Tensor
-    ) -> Iterator[tuple[_Piece, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each part and piece: the part on the device, the part on the host, and where the piece is staged."""
-        for device, host in zip(self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True):
-            for piece in pieces:
-                shape = (piece.pages, *device.shape[1:])
-                staged = staging[: math.prod(shape) * device.element_size()].view(device.dtype).view(shape)
-                yield piece, device, host, staged
 
-    def _pieces(self, stream: Stream, moves: PageMoves) -> list[_Piece]:
-        """The pages of a transfer in pieces that the buffer takes."""
-        return [
-            _Piece(stream.upload(device), stream.upload(host), len(host), name)
-            for name, (device, host) in moves_by_host(moves, self._room)
-        ]
+def _uploaded(stream: Stream, moves: PageMoves) -> _Moved:
+    # Ascending host pages: what kernels read and write over the bus is as long as it can be.
+    device, host = in_order(moves)
+    return _Moved(stream.upload(device), stream.upload(host), named_pages("device", device))
+
+
+def _move(
+    stream: Stream,
+    destination: torch.Tensor,
+    destination_rows: Rows,
+    source: torch.Tensor,
+    source_rows: Rows,
+    staging: torch.Tensor | None,
+    what: str,
+) -> None:
+    if staging is None:
+        stream.move_rows(destination, destination_rows, source, source_rows, what)
+        return
+    row_bytes = math.prod(source.shape[1:]) * source.element_size()
+    room, count = len(staging) // row_bytes, len(source_rows.host)
+    for start in range(0, count, room):
+        rows = min(room, count - start)
+        staged = staging[: rows * row_bytes].view(source.dtype).view(rows, *source.shape[1:])
+        stream.gather(staged, source, source_rows.part(start, rows), what)
+        stream.scatter(destination, destination_rows.part(start, rows), staged, what)

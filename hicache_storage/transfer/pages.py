@@ -75,6 +75,8 @@ class LaidOutPages:
         split = [self._split(buffer) for buffer in self._buffers]
         views = [buffer.permute(*order, *range(len(order), buffer.dim())) for buffer in split]
         self._layers = list(zip(*(view.unbind() for view in views), strict=True))
+        self.parts = [view.transpose(0, 1) for view in views]
+        """Whole pages: for each part one view (pages, layers, rows per page, ...)."""
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self._layers[layer]

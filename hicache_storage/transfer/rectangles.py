@@ -25,7 +25,9 @@ class Rectangle(NamedTuple):
     height: int
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
+    """Steps at one distance on either side."""
+
     steps: int
     to: int
     """Bytes from one step to the next in the destination."""
@@ -35,37 +37,37 @@ class _Axis(NamedTuple):
 
 def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rectangle]:
     """What a copy between two tensors of one shape and element type consists of; one rectangle where that is possible."""
-    axes = _axes(destination, source)
+    axes = common_axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
         width *= axes.pop().steps
     height = max((axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None)
     if height is not None:
         axes.remove(height)
-    rows = height or _Axis(1, width, width)
+    rows = height or Axis(1, width, width)
     for place in product(*(range(axis.steps) for axis in axes)):
         to = sum(step * axis.to for step, axis in zip(place, axes, strict=True))
         origin = sum(step * axis.origin for step, axis in zip(place, axes, strict=True))
         yield Rectangle(destination.data_ptr() + to, rows.to, source.data_ptr() + origin, rows.origin, width, rows.steps)
 
 
-def _axes(destination: torch.Tensor, source: torch.Tensor) -> list[_Axis]:
+def common_axes(destination: torch.Tensor, source: torch.Tensor) -> list[Axis]:
     """The tensors' common axes from the outermost to the innermost, those joined that are one on both sides."""
     size = destination.element_size()
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
-    joined: list[_Axis] = []
-    for axis in sorted((_Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1), key=_reach):
+    joined: list[Axis] = []
+    for axis in sorted((Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1), key=_reach):
         last = joined[-1] if joined else None
         if last is not None and (last.to, last.origin) == (axis.steps * axis.to, axis.steps * axis.origin):
-            joined[-1] = _Axis(last.steps * axis.steps, axis.to, axis.origin)
+            joined[-1] = Axis(last.steps * axis.steps, axis.to, axis.origin)
         else:
             joined.append(axis)
     return joined
 
 
-def _reach(axis: _Axis) -> tuple[int, int]:
+def _reach(axis: Axis) -> tuple[int, int]:
     return -axis.to, -axis.origin
 
 
-def _is_pitch(axis: _Axis, width: int) -> bool:
+def _is_pitch(axis: Axis, width: int) -> bool:
     return all(width <= pitch <= MAX_PITCH for pitch in (axis.to, axis.origin))

@@ -17,13 +17,19 @@ def gather_rows(destination: torch.Tensor, source: torch.Tensor, rows: torch.Ten
     """`destination[i] = source[rows[i]]`; all on one device, `rows` int64."""
     import torch
 
-    to, origin = _as_words(destination, source)
+    to, origin = as_words(destination, source)
     torch.index_select(origin, 0, rows, out=to)
+
+
+def move_rows(destination: torch.Tensor, destination_rows: torch.Tensor, source: torch.Tensor, source_rows: torch.Tensor) -> None:
+    """`destination[destination_rows[i]] = source[source_rows[i]]`, through memory in between."""
+    to, origin = as_words(destination, source)
+    to.index_copy_(0, destination_rows, origin.index_select(0, source_rows))
 
 
 def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, source: torch.Tensor) -> None:
     """`destination[rows[i]] = source[i]`; all on one device, `rows` int64."""
-    to, origin = _as_words(destination, source)
+    to, origin = as_words(destination, source)
     to.index_copy_(0, rows, origin)
 
 
@@ -37,7 +43,7 @@ def rows_of(tensor: torch.Tensor, rows: torch.Tensor) -> Iterator[torch.Tensor]:
             start = end
 
 
-def _as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views as the widest integers that all allow: kernels move them fastest, and know all of them."""
     import torch
 

@@ -1,4 +1,4 @@
-"""The pages of a transfer: which lie side by side, so that one copy does for all of them, and in what pieces they are staged."""
+"""The pages of a transfer as numbers: adjacent ones joined into runs by vector arithmetic, however many there are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+    from hicache_storage.transfer.pieces import Pieces
 
 
 class PageMoves(NamedTuple):
@@ -20,38 +22,58 @@ class PageMoves(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Adjacent pages that go to adjacent pages, given by the first page on either side."""
+    """Adjacent rows that go to adjacent rows, given by the first row on either side."""
 
     source: int
     destination: int
-    pages: int
+    rows: int
 
 
-def joint_runs(sources: torch.Tensor, destinations: torch.Tensor) -> list[Run]:
-    """The longest runs of page numbers that are adjacent on both sides, by ascending destination.
+class RowRuns:
+    """Rows to copy from numbered places to numbered places, by ascending destination.
 
     Args:
         sources, destinations: int64 on the CPU, as many each; no destination twice.
     """
-    ordered, order = destinations.sort()
-    origin = sources[order]
-    breaks = ((ordered.diff() != 1) | (origin.diff() != 1)).nonzero().view(-1) + 1
-    starts = [0, *cast("list[int]", breaks.tolist())]
-    ends = [*starts[1:], len(ordered)]
-    firsts = zip(cast("list[int]", origin[starts].tolist()), cast("list[int]", ordered[starts].tolist()), strict=True)
-    return [Run(source, to, end - start) for (source, to), start, end in zip(firsts, starts, ends, strict=True)]
+
+    def __init__(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self.destinations, order = destinations.sort()
+        self.sources = sources[order]
+        breaks = ((self.destinations.diff() != 1) | (self.sources.diff() != 1)).nonzero().view(-1) + 1
+        self.starts = _with_zero(breaks)
+        """int64: for each of the longest runs, which of the rows is its first."""
+        self.lengths = self.starts.diff(append=self.starts.new_full((1,), len(order)))
+        """int64: rows of each run."""
+        self.pieces: dict[object, Pieces] = {}
+        """What `pieces_of` made of these rows: every layer of a pool asks for the same."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.destinations)
+
+    @property
+    def run_num(self) -> int:
+        return len(self.starts)
+
+    def runs(self) -> Iterator[Run]:
+        """The runs one by one, for those who have few."""
+        firsts = (cast("list[int]", numbers[self.starts].tolist()) for numbers in (self.sources, self.destinations))
+        lengths = cast("list[int]", self.lengths.tolist())
+        return (Run(*run) for run in zip(*firsts, lengths, strict=True))
 
 
-def moves_by_host(moves: PageMoves, most: int) -> Iterator[tuple[str, PageMoves]]:
-    """A transfer by ascending host pages, at most so many at a time; with each part what messages call its device pages."""
+def in_order(moves: PageMoves) -> PageMoves:
+    """A transfer by ascending host pages."""
     host, order = moves.host.sort()
-    device = moves.device[order]
-    for start in range(0, len(order), most):
-        part = PageMoves(device[start : start + most], host[start : start + most])
-        count = len(part.host)
-        yield f"{count} device pages" if count > 1 else named_pages("device", int(part.device[0]), 1), part
+    return PageMoves(moves.device[order], host)
 
 
-def named_pages(where: str, first: int, pages: int) -> str:
-    """What messages call adjacent pages."""
-    return f"{where} page {first}" if pages == 1 else f"{where} pages {first} to {first + pages - 1}"
+def named_pages(where: str, numbers: torch.Tensor) -> str:
+    """The name of pages in messages."""
+    return f"{where} page {int(numbers[0])}" if len(numbers) == 1 else f"{len(numbers)} {where} pages"
+
+
+def _with_zero(numbers: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.cat((numbers.new_zeros(1), numbers))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.transfer.runs import RowRuns
+
 
 class StreamFailedError(HiCacheError):
     """An operation on a stream failed; raised by the first call that waits for it. `__cause__` has the reason."""
@@ -27,6 +29,10 @@ class Rows:
     """int64 on the CPU; not to be changed."""
     device: torch.Tensor
     """The same where kernels read it, once the stream that it was uploaded on has come there."""
+
+    def part(self, start: int, count: int) -> Rows:
+        """So many of them from one on."""
+        return Rows(self.host[start : start + count], self.device[start : start + count])
 
 
 class Event(Protocol):
@@ -73,6 +79,17 @@ class Stream(Protocol):
         """
         ...
 
+    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str) -> None:
+        """Enqueue a copy of rows between device and host; what that costs hardly depends on how many they are.
+
+        Args:
+            destination, source: rows of one shape and element type along their first axes; the rows that are copied belong
+                to the copy until it has run. Pinned where in host memory, or CUDA makes the caller wait.
+            rows: which go where.
+            what: what it is, for messages.
+        """
+        ...
+
     def upload(self, rows: torch.Tensor) -> Rows:
         """Enqueue a copy of row numbers to the device, for kernels on this stream.
 
@@ -95,6 +112,15 @@ class Stream(Protocol):
         """Enqueue a kernel that does `destination[rows[i]] = source[i]` for each i, no row twice."""
         ...
 
+    def move_rows(
+        self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
+    ) -> None:
+        """Enqueue a kernel that does `destination[destination_rows[i]] = source[source_rows[i]]`, no destination twice.
+
+        Only where the device says `moves_rows`.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Block the calling thread until everything enqueued so far has run.
 
@@ -106,6 +132,11 @@ class Stream(Protocol):
 
 class Device(Protocol):
     """Makes streams and events of one device."""
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether its streams have `move_rows`: a kernel that copies rows without memory in between."""
+        ...
 
     def stream(self, name: str) -> Stream:
         """A new stream; the name is for messages."""
@@ -124,6 +155,10 @@ class Device(Protocol):
         Raises:
             InvalidPoolError: there is not that much memory.
         """
+        ...
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Whether copies from and to this memory do not make the caller wait."""
         ...
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:

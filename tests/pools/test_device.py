@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -120,3 +122,13 @@ def test_a_state_may_be_all_convolution():
 def test_more_memory_than_there_is_is_refused():
     with pytest.raises(InvalidPoolError, match="cannot allocate"):
         MLADevicePool(**{**MLA, "size": 1 << 50}, device="cpu")
+
+
+def test_the_zeros_are_there_before_any_stream_writes(monkeypatch):
+    """No stream of a model or a copy waits for the one on which they come."""
+    waited, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device=None: zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device)))
+    place = torch.device("cuda", 1)
+    MLADevicePool(size=4, page_size=2, layer_num=2, kv_cache_dim=3, dtype=torch.float32, device=place)
+    assert waited == [place, place]

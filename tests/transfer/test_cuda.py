@@ -128,7 +128,7 @@ def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
         "hicache_storage.transfer.cuda_runtime.rectangles", lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)]
     )
     device = torch.zeros(128, dtype=torch.uint8, device="cuda")
-    with pytest.raises(StreamFailedError, match="2 rows of 64 bytes failed with error"):
+    with pytest.raises(StreamFailedError, match="2 rows of 64 bytes failed with CUDA error"):
         copy_with_gaps(device, host_tensor((128,), torch.uint8), torch.cuda.current_stream())
     assert launches()
 

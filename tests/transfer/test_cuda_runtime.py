@@ -56,6 +56,6 @@ class Failed:
 @pytest.mark.parametrize(("kind", "call"), [(CudaEvent, "query"), (CudaEvent, "synchronize"), (CudaStream, "synchronize")])
 def test_a_failed_kernel_is_a_failed_stream(kind, call):
     made = kind.__new__(kind)
-    made.native = Failed()
+    made.native, made._is_recorded = Failed(), True
     with pytest.raises(StreamFailedError, match="illegal memory access"):
         getattr(made, call)()

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import StreamFailedError, cuda_runtime
 from hicache_storage.transfer.pages import first_slots, page_numbers
+from hicache_storage.transfer.pieces import pieces_of
 from hicache_storage.transfer.rectangles import MAX_PITCH, rectangles
 from hicache_storage.transfer.rows import gather_rows, rows_of, scatter_rows
-from hicache_storage.transfer.runs import joint_runs, named_pages
+from hicache_storage.transfer.runs import RowRuns, named_pages
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64)
 
@@ -31,27 +32,29 @@ def tensor(numbers):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, unique_by=lambda pair: pair[1]))
 def test_runs_are_the_pairs_and_as_long_as_can_be(pairs):
-    runs = joint_runs(tensor([source for source, _ in pairs]), tensor([destination for _, destination in pairs]))
-    moved = [(run.source + step, run.destination + step) for run in runs for step in range(run.pages)]
-    assert sorted(moved) == sorted(pairs)
+    rows = RowRuns(tensor([source for source, _ in pairs]), tensor([destination for _, destination in pairs]))
+    assert sorted(zip(rows.sources.tolist(), rows.destinations.tolist(), strict=True)) == sorted(pairs)
+    runs = list(rows.runs())
+    assert len(runs) == rows.run_num
+    assert sorted((run.source + step, run.destination + step) for run in runs for step in range(run.rows)) == sorted(pairs)
     starts = {(run.source, run.destination) for run in runs}
-    assert not starts & {(run.source + run.pages, run.destination + run.pages) for run in runs}
+    assert not starts & {(run.source + run.rows, run.destination + run.rows) for run in runs}
     assert [run.destination for run in runs] == sorted(run.destination for run in runs)
 
 
 @pytest.mark.parametrize("pages", [[3], [1, 2, 3], [9, 0, 4]])
 def test_runs_do_not_depend_on_the_order_of_the_pairs(pages):
     there, back = tensor(pages), tensor(pages[::-1])
-    assert joint_runs(there, there) == joint_runs(back, back)
+    assert list(RowRuns(there, there).runs()) == list(RowRuns(back, back).runs())
 
 
 def test_a_source_may_go_to_several_places():
-    assert [tuple(run) for run in joint_runs(tensor([5, 5, 6]), tensor([0, 1, 2]))] == [(5, 0, 1), (5, 1, 2)]
+    assert [tuple(run) for run in RowRuns(tensor([5, 5, 6]), tensor([0, 1, 2])).runs()] == [(5, 0, 1), (5, 1, 2)]
 
 
 def test_pages_by_name():
-    assert named_pages("host", 3, 1) == "host page 3"
-    assert named_pages("host", 3, 4) == "host pages 3 to 6"
+    assert named_pages("host", tensor([3])) == "host page 3"
+    assert named_pages("host", tensor([3, 9])) == "2 host pages"
 
 
 # Page numbers ---------------------------------------------------------------------------------------------------------
@@ -122,6 +125,31 @@ def test_rectangles_are_the_copy(pair):
     assert torch.equal(whole.view(-1, destination.element_size())[outside], before.view(-1, destination.element_size())[outside])
 
 
+@settings(deadline=None)
+@given(views(), st.data())
+def test_pieces_are_the_rows(pair, data):
+    """Rows with any gaps between any tensors, carried out by the host piece by piece."""
+    destination, source = pair
+    count = len(destination)
+    sources = tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count)))
+    destinations = tensor(data.draw(st.permutations(range(count))))
+    pieces = pieces_of(destination, source, rows := RowRuns(sources, destinations))
+    assert pieces_of(destination, source, rows) is pieces
+    expected = destination.clone().view(_integer(destination))
+    expected[destinations] = source.view(_integer(source))[sources]
+    for to, origin, size in zip(*(numbers.tolist() for numbers in pieces), strict=True):
+        ctypes.memmove(destination.data_ptr() + to, source.data_ptr() + origin, size)
+    assert torch.equal(raw(destination), raw(expected))
+
+
+def test_adjacent_rows_are_one_piece_where_nothing_lies_between():
+    memory, pages = torch.zeros(9, 4, 8, dtype=torch.int16), tensor([5, 6, 7, 2])
+    rows = RowRuns(pages, pages)
+    assert pieces_of(memory, memory.clone(), rows).sizes.tolist() == [64, 192]
+    assert pieces_of(memory[:, :2], memory.clone()[:, :2], rows).sizes.tolist() == [32] * 4
+    assert pieces_of(memory[:, :, :4], memory.clone()[:, :, :4], rows).sizes.tolist() == [8] * 16
+
+
 def _integer(tensor):
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
 
@@ -162,7 +190,7 @@ def test_copies_with_gaps_are_rectangles_for_cuda(monkeypatch):
     forgotten = []
     monkeypatch.setattr(cuda_runtime, "forget_error", lambda: forgotten.append(True))
     monkeypatch.setattr(cuda_runtime, "_memcpy_2d", lambda: lambda *arguments: 1)
-    with pytest.raises(StreamFailedError, match="12 rows of 16 bytes failed with error 1"):
+    with pytest.raises(StreamFailedError, match="12 rows of 16 bytes failed with CUDA error 1"):
         cuda_runtime.copy_with_gaps(device, host, SimpleNamespace(cuda_stream=7))
     assert forgotten
 

@@ -6,7 +6,7 @@ Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave
 from __future__ import annotations
 
 import pytest
-from transfer_bench import LAYERS, POOLS, Bench, same
+from transfer_bench import LAYERS, POOLS, STAGED, Bench, same
 
 from hicache_storage.transfer import BACKENDS, Acknowledgement, recorded
 
@@ -224,13 +224,13 @@ ANY = [
     host_pages_of_a_load_stay,
     host_pages_of_a_write_back_stay,
 ]
-STAGED = [
+WITH_STAGING = [
     staged_out_behind_slow_kernels,
     staged_out_behind_a_slow_bus,
     staged_in_behind_a_slow_bus,
     staged_in_behind_slow_kernels,
 ]
-PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [(program, "kernel") for program in STAGED]
+PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [(program, "kernel") for program in WITH_STAGING]
 
 
 def named(value):
@@ -241,6 +241,11 @@ def named(value):
 @pytest.mark.parametrize(("program", "backend"), PROGRAMS, ids=named)
 def test_every_event_is_there(bench, program, backend, kind, layout):
     program(bench(kind, layout, backend))
+
+
+@pytest.mark.parametrize("program", ANY, ids=named)
+def test_every_event_is_there_without_triton(bench, program):
+    program(bench("mha", "page_first", STAGED))
 
 
 # Mutants --------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, PAGES, PAGE = 3, 6, 2
+STAGED = "mapped staged"
+"""The backend `mapped` where there is no Triton."""
 POISON = 0xA5
 HOLD_SECONDS = 30
 SLEEP_CYCLES = 50_000_000
@@ -134,6 +136,8 @@ class Bench:
 
     def __init__(self, place, kind, layout, backend, *, staging_bytes=1):
         self.place, self.kind = place, KINDS[kind]
+        if backend == STAGED:
+            backend, place.device.moves_rows = "mapped", False
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
         for buffer in self.host_pool.buffers:
             fill(buffer, POISON)

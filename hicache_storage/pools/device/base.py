@@ -80,11 +80,16 @@ class DevicePoolBase(DevicePages):
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate zeroed device memory: what nobody has written must not be NaN to a kernel that reads whole pages.
 
+    The zeros are there when this returns. They come on the current stream, which no stream of a model or a copy waits for.
+
     Raises:
         InvalidPoolError: there is not that much memory.
     """
     try:
-        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+        memory = torch.zeros(tuple(shape), dtype=dtype, device=device)
     except RuntimeError as error:
         size = math.prod(shape) * dtype.itemsize
         raise InvalidPoolError(f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size") from error
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return memory

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_storage.transfer.rows import gather_rows, scatter_rows
+from hicache_storage.transfer.rows import gather_rows, move_rows, scatter_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,6 +136,27 @@ class Scatter(Pieces):
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._rows.tensor_split(count), self._source.tensor_split(count), strict=True)
         return (partial(scatter_rows, self._destination, rows, source) for rows, source in pairs if len(rows))
+
+
+class Move(Pieces):
+    """Copies numbered rows of a tensor to numbered rows of another."""
+
+    def __init__(
+        self,
+        destination: torch.Tensor,
+        destination_rows: torch.Tensor,
+        source: torch.Tensor,
+        source_rows: torch.Tensor,
+        pause_seconds: float,
+        admitted: Callable[[], None],
+    ) -> None:
+        super().__init__(pause_seconds, admitted)
+        self._destination, self._destination_rows = destination, destination_rows
+        self._source, self._source_rows = source, source_rows
+
+    def pieces(self, count: int) -> Iterator[Callable[[], object]]:
+        pairs = zip(self._destination_rows.tensor_split(count), self._source_rows.tensor_split(count), strict=True)
+        return (partial(move_rows, self._destination, to, self._source, origin) for to, origin in pairs if len(to))
 
 
 def _longest_axis(tensor: torch.Tensor) -> int:

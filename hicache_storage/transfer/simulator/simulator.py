@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from hicache_storage.transfer.rows import rows_of
 from hicache_storage.transfer.simulator.clocks import HOST, Clock
-from hicache_storage.transfer.simulator.operations import Copy, Gather, Scatter
+from hicache_storage.transfer.simulator.operations import Copy, Gather, Move, Scatter
 from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
 from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.transfer.runs import RowRuns
     from hicache_storage.transfer.simulator.operations import Operation, Place
     from hicache_storage.transfer.streams import Rows, Stream
 
@@ -67,9 +68,11 @@ class StreamSimulator:
     Args:
         seed: of pauses and pieces.
         pause_seconds: the longest pause between two pieces of a copy.
+        moves_rows: whether streams have `move_rows`, as on machines with Triton.
     """
 
-    def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS) -> None:
+    def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True) -> None:
+        self.moves_rows = moves_rows
         self.races: list[Race] = []
         """What was found so far, in the order in which it was enqueued."""
         self._seed, self._pause_seconds = seed, pause_seconds
@@ -107,6 +110,10 @@ class StreamSimulator:
         with self._lock:
             self._kept[memory.untyped_storage().data_ptr()] = memory
         return memory
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Always: no copy is made by who enqueues it."""
+        return True
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
         """The memory itself: there is only one."""
@@ -152,6 +159,14 @@ class StreamSimulator:
         run = partial(Copy, destination, source)
         self._enqueue(stream, what, run, reads=[source], writes=[destination])
 
+    def copy_rows(
+        self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+    ) -> None:
+        """Enqueue a copy of rows, and judge it."""
+        run = partial(Move, destination, rows.destinations, source, rows.sources)
+        reads, writes = rows_of(source, rows.sources), rows_of(destination, rows.destinations)
+        self._enqueue(stream, what, run, reads=list(reads), writes=list(writes))
+
     def gather(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
         """Enqueue a gathering kernel, and judge it."""
         run = partial(Gather, destination, source, rows.device)
@@ -161,6 +176,21 @@ class StreamSimulator:
         """Enqueue a scattering kernel, and judge it."""
         run = partial(Scatter, destination, rows.device, source)
         self._enqueue(stream, what, run, reads=[rows.device, source], writes=list(rows_of(destination, rows.host)))
+
+    def move_rows(
+        self,
+        stream: SimulatedStream,
+        destination: torch.Tensor,
+        destination_rows: Rows,
+        source: torch.Tensor,
+        source_rows: Rows,
+        what: str,
+    ) -> None:
+        """Enqueue a kernel that copies rows, and judge it."""
+        run = partial(Move, destination, destination_rows.device, source, source_rows.device)
+        numbers = [destination_rows.device, source_rows.device]
+        writes = list(rows_of(destination, destination_rows.host))
+        self._enqueue(stream, what, run, reads=[*numbers, *rows_of(source, source_rows.host)], writes=writes)
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""

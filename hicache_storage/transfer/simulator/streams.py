@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.transfer.runs import RowRuns
     from hicache_storage.transfer.simulator.operations import Operation
     from hicache_storage.transfer.simulator.simulator import StreamSimulator
     from hicache_storage.transfer.streams import Event, Stream
@@ -46,6 +47,9 @@ class SimulatedStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.copy(self, destination, source, what)
 
+    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str) -> None:
+        self._simulator.copy_rows(self, destination, source, rows, what)
+
     def upload(self, rows: torch.Tensor) -> Rows:
         host = rows.clone()
         # What is read before it has come names no row.
@@ -58,6 +62,11 @@ class SimulatedStream:
 
     def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
         self._simulator.scatter(self, destination, rows, source, what)
+
+    def move_rows(
+        self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
+    ) -> None:
+        self._simulator.move_rows(self, destination, destination_rows, source, source_rows, what)
 
     def synchronize(self) -> None:
         event = SimulatedEvent(self._simulator)

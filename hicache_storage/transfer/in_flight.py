@@ -1,0 +1,65 @@
+"""Copies in flight: what keeps their memory, and what stands for their end where something has failed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from hicache_storage.transfer.streams import StreamFailedError, recorded
+
+if TYPE_CHECKING:
+    from hicache_storage.transfer.streams import Device, Event, Stream
+
+
+class CopiesInFlight:
+    """The last copy of each direction, and the memory that copies use, which must not go before them.
+
+    CUDA lets memory be unlocked and unmapped under a copy, which then reads or writes what is somebody else's.
+
+    Args:
+        used: what has the memory.
+    """
+
+    def __init__(self, *used: object) -> None:
+        self._used = used
+        self._last: dict[str, Event] = {}
+
+    def note(self, direction: str, until: Event) -> None:
+        """The copies of a direction enqueued so far are over when this event comes."""
+        self._last[direction] = until
+
+    def wait(self) -> None:
+        """Block the calling thread until all copies are over.
+
+        Raises:
+            StreamFailedError: one of them failed; the others are over all the same.
+        """
+        with contextlib.ExitStack() as waiting:
+            for event in self._last.values():
+                waiting.callback(event.synchronize)
+            self._last = {}
+
+    def settle(self) -> None:
+        """The same where nobody wants to know about failures."""
+        with contextlib.suppress(StreamFailedError):
+            self.wait()
+
+
+class Unknown:
+    """The end of copies about which a failed stream tells nothing: it never comes."""
+
+    def query(self) -> bool:
+        return False
+
+
+def end_after_failure(device: Device, stream: Stream) -> Event | Unknown | None:
+    """What stands for the end of the copies that were enqueued before something failed; None if they are over.
+
+    Blocks only where no event can be recorded.
+    """
+    with contextlib.suppress(Exception):
+        return recorded(device, stream)
+    with contextlib.suppress(Exception):
+        stream.synchronize()
+        return None
+    return Unknown()

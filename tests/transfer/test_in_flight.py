@@ -1,0 +1,202 @@
+"""Memory under copies in flight: it stays until they are over, whoever lets go of it and whatever fails."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+
+import pytest
+from transfer_bench import PAGE as PAGE_SIZE
+from transfer_bench import POOLS, Bench, Simulated
+
+from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer import HybridTransfers, Indices, LayerMap, PoolPair, StreamFailedError
+
+RELEASE_SECONDS = 0.05
+
+
+def held_write_back(bench):
+    """A write-back that cannot go on for a while; what tells that it is over."""
+    host = bench.engine.host_slots.alloc(bench.kind.page_size)
+    hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
+    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    assert not acknowledgement.done()
+    threading.Timer(RELEASE_SECONDS, hold.release).start()
+    return acknowledgement
+
+
+def test_closing_waits_for_copies_and_takes_no_more(simulated):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    with bench.engine as engine:
+        acknowledgement = held_write_back(bench)
+    assert acknowledgement.done()
+    engine.close()
+    for call in (engine.write_back, engine.load):
+        with pytest.raises(InvalidTransferError, match="closed"):
+            call(bench.slots(0), bench.slots(0))
+
+
+def test_closing_waits_for_loads(simulated):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    hold = bench.hold_loads_into(2)
+    counter = bench.engine.load(bench.filled_host(bench.content(0)), bench.slots(2))
+    threading.Timer(RELEASE_SECONDS, hold.release).start()
+    bench.engine.close()
+    assert counter.done()
+
+
+@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
+def test_whoever_drops_the_pools_waits_for_their_copies(simulated, backend):
+    bench = Bench(simulated, "mha", "page_first", backend)
+    acknowledgement = held_write_back(bench)
+    del bench
+    gc.collect()
+    assert acknowledgement.done()
+
+
+def test_a_failed_copy_is_told_when_it_is_closed(simulated, monkeypatch):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    monkeypatch.setattr("hicache_storage.transfer.simulator.operations.move_rows", broken)
+    bench.engine.write_back(bench.slots(2), bench.slots(0))
+    with pytest.raises(StreamFailedError, match="the bus is gone"):
+        bench.engine.close()
+    bench.engine.close()
+
+
+def test_pools_moved_together_are_closed_together(simulated):
+    benches = {layout: Bench(simulated, "mha", layout, "direct") for _, layout in POOLS[:2]}
+    pairs = {name: PoolPair(bench.device_pool, bench.host_pool, LayerMap(range(3))) for name, bench in benches.items()}
+    with HybridTransfers(simulated.device, simulated.device.stream("compute"), pairs) as transfers:
+        bench = benches["page_first"]
+        hold = bench.hold_write_backs_into(0)
+        acknowledgement = transfers.write_back({name: Indices(bench.slots(2), bench.slots(0)) for name in benches})
+        threading.Timer(RELEASE_SECONDS, hold.release).start()
+    assert acknowledgement.done()
+    with pytest.raises(InvalidTransferError, match="closed"):
+        transfers.write_back({"page_first": Indices(bench.slots(2), bench.slots(0))})
+
+
+# What fails ---------------------------------------------------------------------------------------------------------------
+
+
+def broken(*arguments):
+    raise RuntimeError("the bus is gone")
+
+
+def failing(bench, monkeypatch):
+    """Copies are enqueued, and then something fails; what the host pages are that they use."""
+    host = bench.engine.host_slots.alloc(bench.kind.page_size)
+    copies, write_back = bench.engine._copies, bench.engine._copies.write_back
+
+    def fail(stream, moves):
+        write_back(stream, moves)
+        raise RuntimeError("a later copy is refused")
+
+    monkeypatch.setattr(copies, "write_back", fail)
+    return host
+
+
+def fail_write_back(bench, host, hold=None):
+    if hold is not None:
+        threading.Timer(RELEASE_SECONDS, hold.release).start()
+    with pytest.raises(RuntimeError, match="a later copy is refused"):
+        bench.engine.write_back(bench.slots(2), host)
+    bench.engine.host_slots.free(host)
+    return bench.engine.host_slots.available_size() == bench.host_pool.size
+
+
+def test_host_pages_stay_until_what_was_enqueued_before_a_failure_is_over(simulated, monkeypatch):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    host = failing(bench, monkeypatch)
+    hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
+    assert not fail_write_back(bench, host)
+    hold.release()
+    bench.engine._out.synchronize()
+    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+
+
+def without_events(bench, monkeypatch):
+    """No event can be recorded any more on the stream of write-backs."""
+    event = bench.place.device.event
+
+    def refusing():
+        made = event()
+        record = made.record
+        made.record = lambda stream: broken() if stream is bench.engine._out else record(stream)
+        return made
+
+    monkeypatch.setattr(bench.place.device, "event", refusing)
+
+
+def test_without_an_event_the_stream_is_waited_for(simulated, monkeypatch):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    host = failing(bench, monkeypatch)
+    without_events(bench, monkeypatch)
+    hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
+    assert fail_write_back(bench, host, hold)
+    assert not hold.expired
+    bench.engine._out.synchronize()
+
+
+def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated, monkeypatch):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    host = failing(bench, monkeypatch)
+    without_events(bench, monkeypatch)
+    monkeypatch.setattr(bench.engine._out, "synchronize", broken)
+    assert not fail_write_back(bench, host)
+    assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
+
+
+def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    host = bench.filled_host(bench.content(0))
+    load = bench.engine._copies.load
+
+    def fail(stream, moves):
+        load(stream, moves)(0)
+        return broken
+
+    monkeypatch.setattr(bench.engine._copies, "load", fail)
+    hold = bench.hold_loads_into(2)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        bench.engine.load(host, bench.slots(2))
+    bench.engine.host_slots.free(host)
+    assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
+    hold.release()
+    bench.engine._in.synchronize()
+    assert bench.engine.host_slots.alloc(bench.host_pool.size) is not None
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_memory_that_makes_the_scheduler_wait_is_told_once(monkeypatch, caplog, locked):
+    place = Simulated("locked")
+    monkeypatch.setattr(place.device, "is_locked", lambda memory: locked)
+    with caplog.at_level(logging.WARNING):
+        bench = Bench(place, "mha", "page_first", "direct")
+        bench.engine.write_back(bench.slots(2), bench.slots(0)).wait()
+    place.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert [("MHAHostPool" in message, "pin_memory=True" in message) for message in told] == [(True, True)] * (not locked)
+
+
+# How often copies are asked ---------------------------------------------------------------------------------------------
+
+
+def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkeypatch):
+    """Each question is a call of CUDA; of copies on one stream only the first that is not over is worth one."""
+    bench = Bench(simulated, "mha", "page_first", "direct")
+    asked, query = [], type(simulated.device.event()).query
+    monkeypatch.setattr(type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event))
+    taken = [bench.engine.host_slots.alloc(PAGE_SIZE) for _ in range(5)]
+    hold = bench.hold_write_backs_into(int(taken[0][0]) // PAGE_SIZE)
+    for host in taken:
+        bench.engine.write_back(bench.slots(2), host)
+        bench.engine.host_slots.free(host)
+    assert bench.engine.host_slots.alloc(PAGE_SIZE) is not None
+    assert not asked
+    assert bench.engine.host_slots.available_size() == 0
+    assert len(asked) == 1
+    hold.release()
+    bench.engine._out.synchronize()
+    assert bench.engine.host_slots.available_size() == 5 * PAGE_SIZE
