@@ -71,6 +71,11 @@ class BundleName(NamedTuple):
     def id(self) -> BundleId:
         return BundleId(self.writer, self.sequence)
 
+    @property
+    def plain(self) -> BundleName:
+        """The name without a claim: a name that differs in anything else is another file's."""
+        return self if self.claim is None else self._replace(claim=None)
+
     def __str__(self) -> str:
         plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
         if self.claim is None:

@@ -279,9 +279,14 @@ class Shelf:
         """Add the bundles that are there; `False` where some are gone already."""
         for name in names:
             known = self.bundles.get(name.id)
-            if known is not None and known.name != name:
-                # It is being replaced, or whoever wanted to has been killed.
+            if known is not None and known.name != name and known.name.plain == name.plain:
+                # It is being replaced, or whoever wanted to has been killed. A name that differs in more than the claim
+                # is another file's, whose bytes are never read as this bundle's.
                 known.name, known.path = name, self._tree.bundle(self.namespace, name)
+        there = {name.plain for name in names}
+        # Gone before another file of the same number is added.
+        impostors = {name.id for name in names if name.id in self.bundles and self.bundles[name.id].name.plain not in there}
+        self._remove(impostors)
         return self._add_names(names)
 
     def _drop_all_but(self, names: Sequence[BundleName]) -> None:
