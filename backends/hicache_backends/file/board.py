@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.names import Event, Marker, parse_marker
+from hicache_backends.file.names import Event, Marker, is_birth, parse_marker
 from hicache_backends.file.stamp import new_value, tag_of
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Board:
         self._tags: deque[int] = deque(maxlen=RECENT_TAGS)
         """Of the stamp's latest values."""
         self._known: Attributes | None = None
+        self._births: frozenset[str] = frozenset()
         self._parsed: dict[str, Marker | None] = {}
         self._notices = Notices()
         self._announced: dict[str, Marker] = {}
@@ -89,12 +90,13 @@ class Board:
 
     def _read(self) -> Notices:
         value = self._stamp_value()
-        if value == self._known:
+        if value is not None and value == self._known:
             return self._notices
         with self._listing:
             # Before the listing, so that an announcement after it gives another value than the one kept here.
             value = self._note_stamp()
-            if value != self._known:
+            # A missing stamp is never unchanged: the store may have been made and deleted again since the last look.
+            if value is None or value != self._known:
                 known, self._notices = self._parsed, self._list(value)
                 self._vouch(marker for name, marker in self._parsed.items() if marker is not None and name not in known)
                 self._known = value
@@ -160,7 +162,11 @@ class Board:
 
     def collect_forgotten(self) -> None:
         """Remove the markers of writers that have long said nothing, if there are many. One that still lives makes a new one."""
-        names = [name for name in os.listdir(self._tree.writers) if parse_marker(name) is not None]
+        listed = os.listdir(self._tree.writers)
+        if not any(map(is_birth, listed)):
+            # Whoever made the store was killed before it could.
+            self._tree.mark_birth()
+        names = [name for name in listed if parse_marker(name) is not None]
         if len(names) <= MANY_MARKERS:
             return
         for path in (f"{self._tree.writers}/{name}" for name in names):
@@ -191,7 +197,10 @@ class Board:
             # A listing may see a file both before and after it was renamed.
             if other is None or other.sequence < marker.sequence:
                 writers[marker.writer] = marker
-        same = self._known is not None and value is not None and self._known.inode == value.inode
+        # Not by the inode alone: file servers, and local file systems too, give the number of a deleted directory again.
+        births, before = frozenset(filter(is_birth, names)), self._births
+        self._births = births
+        same = self._known is not None and value is not None and self._known.inode == value.inode and before == births
         last = self._notices
         return Notices(last.generation + 1, last.epoch + (not same), markers)
 

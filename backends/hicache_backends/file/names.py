@@ -29,6 +29,19 @@ def random_writer() -> str:
     return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
 
 
+def random_birth() -> str:
+    """A name that tells a store from one that was deleted and made again in its place."""
+    return f"{random_writer()}.birth"
+
+
+_BIRTH = re.compile(f"{WRITER_PATTERN}\\.birth")
+
+
+def is_birth(text: str) -> bool:
+    """Whether that is a name that `random_birth` makes."""
+    return _BIRTH.fullmatch(text) is not None
+
+
 class Owner(NamedTuple):
     """A process, told apart from every other one of any machine at any time."""
 

@@ -3,7 +3,8 @@
 ```
 <path>/hicache-file-1/
     stamp/                        empty; its mtime is a random number, new after every change of the store
-    writers/                      one empty file a writer and namespace, whose name tells its last events
+    writers/                      one empty file a writer and namespace, whose name tells its last events; and one whose name
+                                  tells this store from one that was deleted and made again
     temporary/                    what is being written
     <namespace>/namespace.json    whose pages these are, for people
     <namespace>/bundles/          the pages; a bundle that is just being replaced has a name that ends in .claimed
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hicache_backends.file.names import is_namespace
+from hicache_backends.file.names import is_namespace, random_birth
 
 if TYPE_CHECKING:
     from hicache_backends.file.names import BundleName, TemporaryName
@@ -40,8 +41,15 @@ class Tree:
 
     def create(self) -> None:
         """Make the directories that are missing; anyone may come first."""
+        fresh = not os.path.exists(self.writers)
         for path in (self.writers, self.temporaries, self.stamp):
             os.makedirs(path, exist_ok=True)
+        if fresh:
+            self.mark_birth()
+
+    def mark_birth(self) -> None:
+        """Give the store a mark of its own. Several that are made at a time are as good as one."""
+        os.close(os.open(f"{self.writers}/{random_birth()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def bundles(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/bundles"
