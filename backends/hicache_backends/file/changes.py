@@ -138,7 +138,7 @@ class Changes:
                 pass  # A listing found both, and removed the void one.
             except OSError as error:
                 fault = kept(error)
-            self._board.queue(namespace, [Added(new.name), Removed(old.name.id)])
+            self._board.queue(namespace, [Added(new.name, index), Removed(old.name.id)])
             new.touched, new.modified = old.touched, old.modified
             catalog.publish([(new, index)])
             shelf.remove([old])
@@ -238,7 +238,7 @@ class Changes:
                 self._settle(shelf, draft, name)
                 return None
             shelf.expect(bundle)
-            self._board.queue(shelf.namespace, [Added(name)], partial(_show, draft.catalog, bundle, index))
+            self._board.queue(shelf.namespace, [Added(name, index)], partial(_show, draft.catalog, bundle, index))
         return bundle
 
     def _settle(self, shelf: Shelf, draft: Draft, name: BundleName) -> None:

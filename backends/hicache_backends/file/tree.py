@@ -5,9 +5,11 @@
     stamp/                        empty; its mtime is a random number, new after every change of the store
     writers/                      one empty file a writer and namespace, whose name tells its last events; and one whose name
                                   tells this store from one that was deleted and made again
+    retired/                      markers of writers that have long said nothing, and whose bundles are still there
     temporary/                    what is being written
     <namespace>/namespace.json    whose pages these are, for people
     <namespace>/bundles/          the pages; a bundle that is just being replaced has a name that ends in .claimed
+    <namespace>/events/           the event logs of its writers, a cache (`events.py`)
 ```
 """
 
@@ -37,6 +39,7 @@ class Tree:
         self.root = str(Path(path) / FORMAT)
         self.stamp = f"{self.root}/stamp"
         self.writers = f"{self.root}/writers"
+        self.retired = f"{self.root}/retired"
         self.temporaries = f"{self.root}/temporary"
 
     def create(self) -> None:
@@ -56,6 +59,9 @@ class Tree:
 
     def bundle(self, namespace: str, name: BundleName) -> str:
         return f"{self.root}/{namespace}/bundles/{name}"
+
+    def events(self, namespace: str) -> str:
+        return f"{self.root}/{namespace}/events"
 
     def temporary(self, name: TemporaryName) -> str:
         return f"{self.temporaries}/{name}"
