@@ -2,7 +2,9 @@
 
 Every storage that writes has, for each namespace, one marker: an empty file whose *name* tells how many events it has
 announced and the last of them. An announcement renames the marker, then renews the stamp. Who asks looks at the stamp
-(one request); only if it is new, it lists the markers, and mostly knows then all that has happened.
+(one request); only if it is new, it lists the markers, and mostly knows then all that has happened. Events that no longer
+fit into the marker's name go to the writer's event log first (`events.py`), several at a time, so that a reader that is
+further behind reads what it has missed, and not the whole namespace.
 
 A listing can find a marker whose stamp is still to come, or never comes because its writer was killed. Nobody else would know
 of it, and whoever found it would promise what others deny. So a marker names the stamp that follows it, and who has not seen
@@ -14,17 +16,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.names import Event, Marker, parse_marker
+from hicache_backends.file.events import EventLogs
+from hicache_backends.file.names import Event, Marker, is_birth, parse_marker
 from hicache_backends.file.stamp import new_value, tag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from hicache_backends.file.attributes import Attributes
     from hicache_backends.file.stamp import Stamp
@@ -61,17 +63,23 @@ class Board:
     bundle while others who ask later are not.
     """
 
-    def __init__(self, tree: Tree, stamp: Stamp, writer: str, *, asks_server: bool) -> None:
-        self.writer = writer
+    def __init__(self, tree: Tree, stamp: Stamp, writer: str, *, asks_server: bool, syncs: bool = False) -> None:
+        self.writer, self.syncs = writer, syncs
         self.lock = threading.RLock()
         self._tree, self._stamp, self._asks_server = tree, stamp, asks_server
         self._listing = threading.Lock()
         self._tags: deque[int] = deque(maxlen=RECENT_TAGS)
         """Of the stamp's latest values."""
         self._known: Attributes | None = None
+        self._births: frozenset[str] = frozenset()
         self._parsed: dict[str, Marker | None] = {}
         self._notices = Notices()
+        self.logs = EventLogs(tree)
         self._announced: dict[str, Marker] = {}
+        self._unlogged: dict[str, list[Event]] = {}
+        """The last of the events that were announced and are not in the log."""
+        self._logged: dict[str, int] = {}
+        """The number of the last event that is."""
         self._queued: dict[str, list[Event]] = {}
         self._telling = threading.Lock()
         self._unshown: list[Callable[[], None]] = []
@@ -89,12 +97,13 @@ class Board:
 
     def _read(self) -> Notices:
         value = self._stamp_value()
-        if value == self._known:
+        if value is not None and value == self._known:
             return self._notices
         with self._listing:
             # Before the listing, so that an announcement after it gives another value than the one kept here.
             value = self._note_stamp()
-            if value != self._known:
+            # A missing stamp is never unchanged: the store may have been made and deleted again since the last look.
+            if value is None or value != self._known:
                 known, self._notices = self._parsed, self._list(value)
                 self._vouch(marker for name, marker in self._parsed.items() if marker is not None and name not in known)
                 self._known = value
@@ -150,23 +159,76 @@ class Board:
         for namespace in list(self._queued):
             before = self._announced.get(namespace)
             after = (before or Marker(namespace, self.writer, 0, ())).after(self._queued[namespace], tag_of(value))
+            unlogged = self._log(after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]])
             self._move(before, after)
-            self._announced[namespace] = after
+            self._announced[namespace], self._unlogged[namespace] = after, unlogged
             del self._queued[namespace]
             self._unstamped = True
         if self._unstamped:
             self._stamp.renew(value)
             self._unstamped = False
 
+    def _log(self, after: Marker, events: list[Event]) -> list[Event]:
+        """Write events to the log before a marker drops them.
+
+        Args:
+            events: the last ones, up to the marker's.
+
+        Returns:
+            Those that are still to be written.
+        """
+        first = after.sequence - len(events) + 1
+        if after.sequence - len(after.events) < first:
+            return events
+        # An announcement that failed is made again, and has been logged.
+        fresh = max(first, self._logged.get(after.namespace, 0) + 1)
+        if fresh <= after.sequence:
+            # A log with a gap makes readers list, as if there were none: nothing fails for it.
+            self.logs.append(after.namespace, self.writer, fresh, events[fresh - first :])
+            self._logged[after.namespace] = after.sequence
+        return []
+
+    def retired(self, namespace: str) -> dict[str, Marker]:
+        """By writer, the last markers of writers that have been collected as forgotten.
+
+        Raises:
+            OSError: they could not be listed.
+        """
+        names = list_directory(self._tree.retired, asks_server=self._asks_server)
+        markers = [parse_marker(name) for name in names if name.startswith(namespace)]
+        return {marker.writer: marker for marker in sorted(filter(None, markers), key=lambda marker: marker.sequence)}
+
+    def collect_retired(self, namespace: str, needed: Container[str]) -> None:
+        """Remove the retired markers of writers that are not needed: they have no bundle left."""
+        for writer, marker in self.retired(namespace).items():
+            if writer not in needed:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self._tree.retired}/{marker}")
+
     def collect_forgotten(self) -> None:
-        """Remove the markers of writers that have long said nothing, if there are many. One that still lives makes a new one."""
-        names = [name for name in os.listdir(self._tree.writers) if parse_marker(name) is not None]
+        """Retire the markers of writers that have long said nothing, if there are many: each costs every listing something.
+
+        A retired marker still says that its bundles were announced. A writer that lives on makes a new one.
+        """
+        listed = os.listdir(self._tree.writers)
+        if not any(map(is_birth, listed)):
+            # Whoever made the store was killed before it could.
+            self._tree.mark_birth()
+        names = [name for name in listed if parse_marker(name) is not None]
         if len(names) <= MANY_MARKERS:
             return
-        for path in (f"{self._tree.writers}/{name}" for name in names):
+        changed = dict[str, float]()
+        for name in names:
             with contextlib.suppress(OSError):
-                if time.time() - os.stat(path).st_ctime > FORGOTTEN_SECONDS:
-                    os.unlink(path)
+                changed[name] = os.stat(f"{self._tree.writers}/{name}").st_ctime
+        # By the file server's clock, as the last of the markers tells it: this machine's may be wrong.
+        before = max(changed.values(), default=0.0) - FORGOTTEN_SECONDS
+        forgotten = [name for name, moment in changed.items() if moment < before]
+        if forgotten:
+            os.makedirs(self._tree.retired, exist_ok=True)
+        for name in forgotten:
+            with contextlib.suppress(OSError):
+                os.rename(f"{self._tree.writers}/{name}", f"{self._tree.retired}/{name}")
 
     def _stamp_value(self) -> Attributes | None:
         with contextlib.suppress(FileNotFoundError):
@@ -191,7 +253,10 @@ class Board:
             # A listing may see a file both before and after it was renamed.
             if other is None or other.sequence < marker.sequence:
                 writers[marker.writer] = marker
-        same = self._known is not None and value is not None and self._known.inode == value.inode
+        # Not by the inode alone: file servers, and local file systems too, give the number of a deleted directory again.
+        births, before = frozenset(filter(is_birth, names)), self._births
+        self._births = births
+        same = self._known is not None and value is not None and self._known.inode == value.inode and before == births
         last = self._notices
         return Notices(last.generation + 1, last.epoch + (not same), markers)
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.eviction import EvictionQueue
-from hicache_backends.file.shelf import Bundle, Shelf
+from hicache_backends.file.shelf import Bundle, Shelf, never
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,8 +92,11 @@ class Capacity:
         self._relist_at = 0.0
         shelves.made = lambda shelf: shelf.listen(self._queue)
 
-    def used(self) -> int:
+    def used(self, expired: Callable[[], bool] = never) -> int:
         """Bytes in the store: bundles, and what the living have reserved. Collects what the dead have left.
+
+        Args:
+            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
 
         Raises:
             OSError: the store could not be listed.
@@ -111,14 +114,17 @@ class Capacity:
             for namespace in self._tree.namespaces():
                 self._shelves.get(namespace).distrust()
         for shelf in self._shelves.all():
-            shelf.catch_up(notices)
+            shelf.catch_up(notices, expired)
         if listing:
             ended = time.monotonic()
             self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
         return reserved + sum(shelf.used for shelf in self._shelves.all())
 
-    def make_room(self) -> int:
+    def make_room(self, expired: Callable[[], bool] = never) -> int:
         """Evict until what is used, reservations included, fits.
+
+        Args:
+            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
 
         Returns:
             Bytes that are still too many, because nothing is left to evict.
@@ -127,7 +133,7 @@ class Capacity:
             OSError: the store could not be listed.
         """
         with self._lock:
-            excess, races = self.used() - self.limit, 0
+            excess, races = self.used(expired) - self.limit, 0
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victim := self._queue.pop()) is not None:
@@ -137,7 +143,7 @@ class Capacity:
                         excess -= freed
                     elif races < MAX_RACES:
                         races += 1
-                        excess = self.used() - self.limit
+                        excess = self.used(expired) - self.limit
                     elif victim.name.claim is None:
                         excess -= victim.name.size
             finally:

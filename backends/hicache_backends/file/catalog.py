@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import TAIL_BYTES, Index, NotABundleError, Shape
+from hicache_backends.file.events import segment_of
+from hicache_backends.file.names import BundleName
+from hicache_backends.file.shelf import SETTLING, Bundle, never
+from hicache_backends.posix.faults import kept
 from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hicache_backends.file.board import Notices
-    from hicache_backends.file.shelf import Bundle, Shelf
+    from hicache_backends.file.shelf import Shelf
     from hicache_backends.posix.descriptors import Descriptors
     from hicache_backends.posix.workers import Workers
     from hicache_storage.objects import Namespace
@@ -34,6 +39,18 @@ MAX_DOUBTS = 6
 """What is no bundle is looked at again so many times, each time after twice as long: the disk may have lied."""
 
 BUNDLES_A_TASK = 16
+
+BUNDLES_A_STEP = 128
+"""Indexes that are read between two looks at the deadline."""
+
+MANY_UNREAD = 64
+"""More than these are looked for in the event logs first, which takes a directory listing."""
+
+WAIT_SECONDS = 0.005
+"""How often a call looks at its deadline while another thread reads indexes."""
+
+_Read = tuple["Bundle", "Index | Exception | None"]
+"""A bundle and its index, or why there is none; None where the file is gone."""
 
 Location = tuple["Bundle", int]
 """A bundle and the number of a page in it."""
@@ -66,6 +83,16 @@ class Catalog:
         self._copies: dict[str, list[Location]] = {}
         self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
         self._unread: dict[Bundle, None] = {}
+        """Bundles whose index is still to be read; until then their pages are misses."""
+        self._reading = set[Bundle]()
+        """Those of them that some thread is reading."""
+        self._reading_changed = threading.Condition()
+        self._look_in_logs = False
+        """Many are unread, and perhaps in the event logs."""
+        self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
+        """By segment of an event log, the unread bundles that it may tell of."""
+        self._refused: dict[Bundle, None] = {}
+        """Bundles whose index the file system would not let us read."""
         self._doubted: dict[Bundle, None] = {}
         self._doubt_at = 0.0
         self._doubts = 0
@@ -73,35 +100,50 @@ class Catalog:
         self._hurries = 0
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
+        shelf.index = self.read_indexes
 
-    def catch_up(self, notices: Notices) -> None:
+    def catch_up(self, notices: Notices, expired: Callable[[], bool] = never) -> None:
         """Take in what others have announced.
+
+        Args:
+            expired: whether the caller's deadline has passed. Indexes that have not been read by then are read by the
+                next call; `complete` tells.
 
         Raises:
             OSError: the bundles could not be listed.
         """
-        self.shelf.catch_up(notices)
-        if self._unread and time.monotonic() >= self._retry_at:
+        self.shelf.catch_up(notices, expired)
+        if self._refused and time.monotonic() >= self._retry_at:
             with self.shelf.lock:
-                again, self._unread = list(self._unread), {}
-                self.bundles_added(again)
-        if self._doubted:
+                again, self._refused = self._refused, {}
+                self._unread.update(again)
+        if self._doubted and time.monotonic() >= self._doubt_at:
             with self.shelf.lock:
                 self._look_again()
+        for _ in range(SETTLING):
+            if self.read_indexes(expired):
+                return
+            # A file was gone: another may have taken its place.
+            self.shelf.catch_up(notices, expired)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all indexes have been read that can be."""
+        return not self._unread
 
     def _look_again(self) -> None:
         """Try what was found to be no bundle, if it is time."""
         if self._doubted and time.monotonic() >= self._doubt_at:
-            again, self._doubted = list(self._doubted), {}
+            again, self._doubted = self._doubted, {}
             self._doubts += 1
-            self.bundles_added(again)
+            self._unread.update(again)
 
     def note_service(self) -> None:
         """The file system has just served this namespace: what it would not let us read before is worth another try."""
-        if self._unread and self._hurries < MAX_HURRIES:
+        if self._refused and self._hurries < MAX_HURRIES:
             self._hurries += 1
             self._retry_at = 0.0
-        elif not self._unread:
+        elif not self._refused:
             self._hurries = 0
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
@@ -160,27 +202,118 @@ class Catalog:
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         unread = [bundle for bundle in bundles if not bundle.keys]
-        if self._parallel and len(unread) > BUNDLES_A_TASK:
-            parts = [unread[at : at + BUNDLES_A_TASK] for at in range(0, len(unread), BUNDLES_A_TASK)]
-            self._workers.run([partial(self._read_indexes, part) for part in parts])
-        else:
-            self._read_indexes(unread)
-        # Oldest first: of two copies of a page, the later one goes on top.
-        for bundle in sorted(bundles, key=lambda bundle: bundle.name.created_us):
-            self._insert(bundle)
-        gone = [bundle for bundle in unread if bundle.gone]
-        if gone:
-            self.shelf.remove(gone)
-            self.shelf.distrust()
+        self._unread.update(dict.fromkeys(unread))
+        self._look_in_logs |= len(unread) > MANY_UNREAD
+        for bundle in bundles:
+            if bundle.keys:
+                self._insert(bundle)
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:
             self._descriptors.forget(bundle.path)
             self._touched.pop(bundle, None)
             self._unread.pop(bundle, None)
+            self._refused.pop(bundle, None)
             self._doubted.pop(bundle, None)
             for key in bundle.keys:
                 self._forget(key, bundle)
+
+    def read_indexes(self, expired: Callable[[], bool]) -> bool:
+        """Read the indexes of new bundles, from the event logs or from the bundles.
+
+        Returns:
+            `False` where files are gone; their bundles have been removed.
+        """
+        whole = True
+        while self._unread and not expired():
+            if self._read_logged():
+                continue
+            bundles = self._take_unread()
+            if not bundles:
+                # Others are reading the rest. Whoever hangs in the file system keeps nobody past the deadline.
+                with self._reading_changed:
+                    self._reading_changed.wait(WAIT_SECONDS)
+                continue
+            try:
+                whole &= self._read_some(bundles)
+            finally:
+                with self._reading_changed:
+                    self._reading.difference_update(bundles)
+                    self._reading_changed.notify_all()
+        return whole
+
+    def _read_logged(self) -> bool:
+        """Read one segment of an event log that tells of unread bundles; whether there was one."""
+        if self._look_in_logs:
+            self._look_in_logs = False
+            self._find_logged()
+        try:
+            segment, bundles = self._logged.popitem()
+        except KeyError:
+            return False
+        indexes = self.shelf.logs.indexes(self.shelf.namespace, bundles, segment)
+        with self.shelf.lock:
+            for name, index in indexes.items():
+                bundle = bundles[name]
+                if bundle in self._unread:
+                    self._note_index(bundle, index)
+                    self._unread.pop(bundle, None)
+        return True
+
+    def _find_logged(self) -> None:
+        segments = self.shelf.logs.segments(self.shelf.namespace)
+        if not segments:
+            return
+        logged = dict[tuple[str, int], dict[BundleName, Bundle]]()
+        for bundle in list(self._unread):
+            if (segment := segment_of(bundle.name.id)) in segments:
+                logged.setdefault(segment, {})[bundle.name.plain] = bundle
+        self._logged = logged
+
+    def _take_unread(self) -> list[Bundle]:
+        """Some unread bundles that no other thread reads. They stay among the unread until they have been read."""
+        with self._reading_changed:
+            unread = list(islice(self._unread, len(self._reading) + BUNDLES_A_STEP))
+            bundles = [bundle for bundle in unread if bundle not in self._reading]
+            self._reading.update(bundles)
+            return bundles
+
+    def _read_some(self, bundles: Sequence[Bundle]) -> bool:
+        parts = [bundles[at : at + BUNDLES_A_TASK] for at in range(0, len(bundles), BUNDLES_A_TASK)]
+        read = list[_Read]()
+        if self._parallel:
+            self._workers.run([partial(self._read_indexes, part, read) for part in parts])
+        else:
+            for part in parts:
+                self._read_indexes(part, read)
+        gone = list[Bundle]()
+        with self.shelf.lock:
+            for bundle, index in read:
+                if bundle.gone:
+                    continue
+                if index is None:
+                    gone.append(bundle)
+                elif isinstance(index, Index):
+                    self._note_index(bundle, index)
+                elif isinstance(index, NotABundleError):
+                    self._ignore(bundle, index)
+                else:
+                    self._refused[bundle] = None
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    logger.debug("cannot read %s now: %s", bundle.path, index)
+                # Only now: where this is interrupted, it is read again.
+                self._unread.pop(bundle, None)
+            if gone:
+                self.shelf.remove(gone)
+                self.shelf.distrust()
+        return not gone
+
+    def _note_index(self, bundle: Bundle, index: Index) -> None:
+        bundle.envelopes, bundle.keys = index.envelopes, index.keys
+        if bundle.useless:
+            bundle.useless = False
+            self.ignored -= 1
+        self._insert(bundle)
 
     def _insert(self, bundle: Bundle) -> None:
         places = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
@@ -192,11 +325,12 @@ class Catalog:
             current = self.pages.get(key)
             if current is None:
                 self.pages[key] = place
-            elif current[0].name.created_us > bundle.name.created_us:
-                self._copies.setdefault(key, []).append(place)
-            else:
-                self._copies.setdefault(key, []).insert(0, current)
-                self.pages[key] = place
+            elif current[0] is not bundle:
+                # In whatever order they were read: all storages take the same copy.
+                copies = [other for other in self._copies.get(key, ()) if other[0] is not bundle]
+                copies = sorted([place, current, *copies], key=_created_us, reverse=True)
+                self._copies[key] = copies[1:]
+                self.pages[key] = copies[0]
 
     def _forget(self, key: str, bundle: Bundle) -> None:
         others = [place for place in self._copies.pop(key, ()) if place[0] is not bundle]
@@ -209,24 +343,15 @@ class Catalog:
         if others:
             self._copies[key] = others
 
-    def _read_indexes(self, bundles: Iterable[Bundle]) -> None:
+    def _read_indexes(self, bundles: Iterable[Bundle], read: list[_Read]) -> None:
         for bundle in bundles:
             try:
-                index = self._read_index(bundle)
-            except NotABundleError as error:
-                self._ignore(bundle, error)
+                read.append((bundle, self._read_index(bundle)))
             except OSError as error:
-                self._unread[bundle] = None
-                self._retry_at = time.monotonic() + RETRY_SECONDS
-                logger.debug("cannot read %s now: %s", bundle.path, error)
-            else:
-                if index is None:
-                    bundle.gone = True
-                else:
-                    bundle.keys, bundle.envelopes = index.keys, index.envelopes
-                    if bundle.useless:
-                        bundle.useless = False
-                        self.ignored -= 1
+                read.append((bundle, kept(error)))
+            except (ValueError, OverflowError) as error:
+                # Whatever a name or a footer claims: one file's nonsense hides no other bundle.
+                read.append((bundle, NotABundleError(str(error))))
 
     def _read_index(self, bundle: Bundle) -> Index | None:
         """A bundle's index; None if there is no such file any more."""
@@ -261,3 +386,7 @@ class Catalog:
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)
+
+
+def _created_us(place: Location) -> int:
+    return place[0].name.created_us

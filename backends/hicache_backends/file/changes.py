@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.names import Added, BundleName, Claim, Removed, bundles_among
+from hicache_backends.file.names import Added, BundleName, Claim, Removed, Unlisted, bundles_among
 from hicache_backends.file.owner import is_dead, this_process
 from hicache_backends.file.tree import sync_directory
 from hicache_backends.posix.faults import kept
@@ -59,19 +59,14 @@ class Changes:
         A fault is noted in the draft.
 
         Raises:
-            OSError: nobody could be told; the bundles have been taken back.
+            OSError: the announcement failed. The bundles stay in place, since another storage may have found them by
+                listing and promised their pages; the next announcement covers them.
         """
         published = [(draft, bundle) for draft in drafts if (bundle := self._publish(draft, call)) is not None]
-        try:
-            if self._syncs:
-                for namespace in {draft.catalog.namespace.name for draft, _ in published}:
-                    sync_directory(self._tree.bundles(namespace))
-            self._board.announce()
-        except OSError:
-            for draft, bundle in published:
-                with contextlib.suppress(OSError):
-                    self.remove(draft.catalog.shelf, bundle)
-            raise
+        if self._syncs:
+            for namespace in {draft.catalog.namespace.name for draft, _ in published}:
+                sync_directory(self._tree.bundles(namespace))
+        self._board.announce()
         return published
 
     def remove(self, shelf: Shelf, bundle: Bundle) -> bool:
@@ -120,33 +115,35 @@ class Changes:
 
         Raises:
             FileNotFoundError: someone else has removed the bundle or replaces it; what they do holds.
-            OSError: nothing has changed.
+            OSError: the replacement failed, and all pages are where they were; or it is done, and may not survive a
+                loss of power.
         """
         shelf, namespace = catalog.shelf, old.namespace
+        fault: OSError | None = None
         with shelf.lock, self._board.lock:
             sequence = self._board.next_sequence(namespace)
             new = shelf.bundle(BundleName(self._board.writer, sequence, size, old.name.created_us, checksum))
             claimed = self._claim(shelf, old, new)
             try:
                 os.rename(self._tree.temporary(name), new.path)
+            except OSError:
+                self._restore(shelf, claimed, old, new)
+                raise
+            # From here on every listing takes the claimed bundle for void, and may remove it: there is no way back.
+            try:
                 if self._syncs:
                     sync_directory(self._tree.bundles(namespace))
-                with contextlib.suppress(FileNotFoundError):
-                    # Whoever has listed the two has removed it.
-                    os.unlink(claimed)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(new.path)
-                with contextlib.suppress(OSError):
-                    os.rename(claimed, old.path)
-                # The number is used up: it must never stand for a bundle that voids the claimed one.
-                self._board.queue(namespace, [Removed(new.name.id)])
-                shelf.distrust()
-                raise
-            self._board.queue(namespace, [Added(new.name), Removed(old.name.id)])
+                os.unlink(claimed)
+            except FileNotFoundError:
+                pass  # A listing found both, and removed the void one.
+            except OSError as error:
+                fault = kept(error)
+            self._board.queue(namespace, [Added(new.name, index), Removed(old.name.id)])
             new.touched, new.modified = old.touched, old.modified
             catalog.publish([(new, index)])
             shelf.remove([old])
+        if fault is not None:
+            raise fault
         return new
 
     def announce(self, *, insist: bool = False) -> None:
@@ -162,17 +159,39 @@ class Changes:
 
         Raises:
             FileNotFoundError: someone else has won it.
-            OSError: nothing has changed.
+            OSError: the claim failed.
         """
         name = old.name._replace(claim=Claim(self._owner, new.name.id))
         path = self._tree.bundle(old.namespace, name)
         try:
             self._expect_unclaimed(old)
-            os.rename(old.path, path)
         except FileNotFoundError:
             shelf.distrust()
             raise
+        try:
+            os.rename(old.path, path)
+        except OSError:
+            # The rename may have taken effect all the same. The number in the claim is used up: a later bundle of that
+            # number would make the claimed one void.
+            self._restore(shelf, path, old, new)
+            raise
         return path
+
+    def _restore(self, shelf: Shelf, claimed: str, old: Bundle, new: Bundle) -> None:
+        """Give up a replacement whose last rename failed, whether that rename took effect or not.
+
+        The new bundle goes only after the old one is back under its own name. Where that fails, a listing may have taken
+        the claimed one for void already, and the new one holds the only copy of its pages.
+        """
+        with contextlib.suppress(OSError):
+            os.rename(claimed, old.path)
+            os.unlink(new.path)
+        self._use_up(shelf)
+
+    def _use_up(self, shelf: Shelf) -> None:
+        """Use up the next number, where it is unknown whether a bundle of that number is there; everyone lists."""
+        self._board.queue(shelf.namespace, [Unlisted()])
+        shelf.distrust()
 
     def _expect_unclaimed(self, bundle: Bundle) -> None:
         """Make sure that nobody who lives is about to replace a bundle.
@@ -216,11 +235,26 @@ class Changes:
                 self._move(draft, bundle.path)
             except OSError as error:
                 draft.fault = kept(error)
-                self._drafts.discard(draft.name)
+                self._settle(shelf, draft, name)
                 return None
             shelf.expect(bundle)
-            self._board.queue(shelf.namespace, [Added(name)], partial(_show, draft.catalog, bundle, index))
+            self._board.queue(shelf.namespace, [Added(name, index)], partial(_show, draft.catalog, bundle, index))
         return bundle
+
+    def _settle(self, shelf: Shelf, draft: Draft, name: BundleName) -> None:
+        """Use up the number of a bundle whose rename failed.
+
+        A rename can take effect and report an error: ENOENT is what a retransmitted request gets over NFS after a lost
+        reply, EIO or ETIMEDOUT what a soft mount reports of a request whose fate it does not know. Removing the
+        temporary file tells: if it is still there, the bundle is not in place and never will be. Otherwise the
+        bundle may be in place. It is whole then, and stays, because another storage may rely on it already.
+        """
+        try:
+            os.unlink(self._tree.temporary(draft.name))
+        except OSError:
+            self._use_up(shelf)
+        else:
+            self._board.queue(shelf.namespace, [Removed(name.id)])
 
     def _move(self, draft: Draft, path: str) -> None:
         namespace = draft.catalog.namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import replace
 from functools import partial
@@ -88,7 +89,7 @@ class FileStorage(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
-        catalogs = store.catalogs([batch.namespace for batch in batches])
+        catalogs = store.catalogs([batch.namespace for batch in batches], call.expired)
         if store.capacity is not None:
             for catalog, batch in zip(catalogs, batches, strict=True):
                 catalog.touch([*call.prefix_keys, *batch.keys])
@@ -98,7 +99,7 @@ class FileStorage(ObjectStorage):
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         store = self.store
         namespaces = [batch.namespace for batch in batches]
-        catalogs = store.catalogs(namespaces)
+        catalogs = store.catalogs(namespaces, call.expired)
         if store.capacity is not None:
             for catalog, batch in zip(catalogs, batches, strict=True):
                 catalog.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
@@ -109,7 +110,7 @@ class FileStorage(ObjectStorage):
                 break
             # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
             store.distrust([run.bundle for run in outcome.gone])
-            catalogs = store.catalogs(namespaces)
+            catalogs = store.catalogs(namespaces, call.expired)
             again = {read for run in outcome.gone for read in run.reads}
             outcome = store.reader.read(
                 _runs(catalogs, [[read for read in batch.reads if read in again] for batch in batches]), call
@@ -144,7 +145,9 @@ class FileStorage(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
-        catalogs = store.catalogs([batch.namespace for batch in batches])
+        catalogs = store.catalogs([batch.namespace for batch in batches], call.expired)
+        if not all(catalog.complete for catalog in catalogs):
+            raise OSError(errno.ETIMEDOUT, "the deadline has passed, and the pages may be in bundles not looked into yet")
         found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
         for catalog, batch in zip(catalogs, batches, strict=True):
             store.rewriter.drop_all(catalog, partial(_places, catalog, batch.keys))
@@ -157,13 +160,15 @@ class FileStorage(ObjectStorage):
         for _ in range(CLEARING_ATTEMPTS):
             for namespace in namespaces:
                 store.shelves.get(namespace.name).distrust()
-            if self._clear_listed(store.catalogs(namespaces)):
+            # Whole bundles go: nobody needs to know what is in them.
+            if self._clear_listed(store.catalogs(namespaces, expired=lambda: True)):
                 return
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store, certain = self.store, True
-        for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches]), batches, strict=True):
+        for catalog, batch in zip(store.catalogs([batch.namespace for batch in batches], call.expired), batches, strict=True):
+            certain &= catalog.complete
             inspection = Inspection(catalog, store.reader, store.descriptors, call, verifies=self._config.verify_checksums)
             store.rewriter.drop_all(catalog, partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)))
             certain &= inspection.certain
@@ -206,7 +211,7 @@ class FileStorage(ObjectStorage):
         for draft in drafts:
             store.writer.open(draft)
         try:
-            excess = store.capacity.make_room()
+            excess = store.capacity.make_room(call.expired)
         except OSError:
             for draft in drafts:
                 store.writer.discard(draft)

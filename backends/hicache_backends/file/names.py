@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from hicache_backends.file.bundle import Index
 
 WRITER_PATTERN = "[a-z2-7]{10}"
 NAMESPACE_PATTERN = "[0-9a-f]{32}"
@@ -21,12 +23,31 @@ _HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
 MAX_MARKER_BYTES = 240
 """Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to them."""
 
+MAX_FILE_BYTES = 1 << 44
+"""A name that claims a longer file is a stranger's: no file system holds one, and system calls refuse its offsets."""
+
+MAX_CREATED_US = 1 << 53
+"""A later moment, in the year 2255, does not fit into the nanoseconds that system calls take."""
+
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 def random_writer() -> str:
     """A name for a writer that no other has: 50 random bits."""
     return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
+
+
+def random_birth() -> str:
+    """A name that tells a store from one that was deleted and made again in its place."""
+    return f"{random_writer()}.birth"
+
+
+_BIRTH = re.compile(f"{WRITER_PATTERN}\\.birth")
+
+
+def is_birth(text: str) -> bool:
+    """Whether that is a name that `random_birth` makes."""
+    return _BIRTH.fullmatch(text) is not None
 
 
 class Owner(NamedTuple):
@@ -71,6 +92,11 @@ class BundleName(NamedTuple):
     def id(self) -> BundleId:
         return BundleId(self.writer, self.sequence)
 
+    @property
+    def plain(self) -> BundleName:
+        """The name without a claim: a name that differs in anything else is another file's."""
+        return self if self.claim is None else self._replace(claim=None)
+
     def __str__(self) -> str:
         plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
         if self.claim is None:
@@ -92,7 +118,8 @@ def parse_bundle(text: str) -> BundleName | None:
         return None
     writer, sequence, size, created, checksum, place, pid, started, claimant, number = match.groups()
     claim = None if place is None else Claim(Owner(place, int(pid, 16), int(started, 16)), BundleId(claimant, int(number, 16)))
-    return BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim)
+    name = BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim)
+    return name if _is_sane(name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +127,8 @@ class Added:
     """A bundle has been published."""
 
     bundle: BundleName
+    index: Index | None = field(default=None, compare=False, repr=False)
+    """For the event log; a marker's name has no room for it."""
 
     def __str__(self) -> str:
         return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
@@ -202,12 +231,18 @@ def parse_marker(text: str) -> Marker | None:
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:
     if match := _ADDED.fullmatch(text):
-        return Added(BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16)))
+        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
+        return Added(name) if _is_sane(name) else None
     if match := _REMOVED.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
     if match := _FOUND.fullmatch(text):
-        return Found(BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16)))
+        name = BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16))
+        return Found(name) if _is_sane(name) else None
     return None
+
+
+def _is_sane(name: BundleName) -> bool:
+    return name.size <= MAX_FILE_BYTES and name.created_us <= MAX_CREATED_US
 
 
 class TemporaryName(NamedTuple):
@@ -232,7 +267,10 @@ def parse_temporary(text: str) -> TemporaryName | None:
     if match is None:
         return None
     place, pid, started, writer, number, size = match.groups()
-    return TemporaryName(Owner(place, int(pid, 16), int(started, 16)), writer, int(number, 16), int(size, 16))
+    length = int(size, 16)
+    if length > MAX_FILE_BYTES:
+        return None
+    return TemporaryName(Owner(place, int(pid, 16), int(started, 16)), writer, int(number, 16), length)
 
 
 def bundles_among(texts: Iterable[str]) -> list[BundleName]:

@@ -6,16 +6,19 @@ import contextlib
 import logging
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.names import Added, BundleId, BundleName, Event, Found, Removed, Unlisted, bundles_among
+from hicache_backends.file.tree import sync_directory
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_backends.file.board import Board, Notices
+    from hicache_backends.file.events import EventLogs
     from hicache_backends.file.names import Marker
     from hicache_backends.file.tree import Tree
 
@@ -29,6 +32,11 @@ ENTRY_BYTES = 32
 
 SETTLING = 8
 """How often a directory is listed again because others change it meanwhile."""
+
+
+def never() -> bool:
+    """The deadline of a caller without one: it has not passed."""
+    return False
 
 
 class Bundle:
@@ -62,11 +70,25 @@ class Bundle:
 
 
 class ShelfListener(Protocol):
-    """Who wants to know which bundles come and go. Called with the shelf's lock held."""
+    """Who wants to know which bundles come and go.
+
+    Called with the shelf's lock held, so it does no I/O. A call that was interrupted is repeated, with the same bundles.
+    """
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None: ...
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is left to do when the bundles that are new have been added."""
+
+    removed: list[BundleId]
+    seen: dict[str, int]
+    """By writer, the number of the last event that is taken in."""
+    distrusts: int
+    """As of the beginning: a listing that was asked for since is still to be made."""
 
 
 class Shelf:
@@ -88,8 +110,20 @@ class Shelf:
         """Since others were last made to list: then more may be known here than everyone was told of."""
         self._tree, self._board, self._asks_server = tree, board, asks_server
         self._listeners: list[ShelfListener] = []
+        self._arriving: dict[BundleId, Bundle] = {}
+        """Being added: not empty only where that was interrupted."""
+        self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
+        """Reads the indexes of new bundles, without the lock; `False` where files are gone."""
         self._generation = self._epoch = -1
+        self._distrusts = 0
         self._seen: dict[str, int] = {}
+        self._retired: dict[str, int] = {}
+        """Of writers that are retired: the number of the last event that is taken in."""
+
+    @property
+    def logs(self) -> EventLogs:
+        """The store's event logs."""
+        return self._board.logs
 
     def listen(self, listener: ShelfListener) -> None:
         """Tell a listener of all bundles, those that are there first."""
@@ -98,8 +132,11 @@ class Shelf:
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
 
-    def catch_up(self, notices: Notices) -> None:
+    def catch_up(self, notices: Notices, expired: Callable[[], bool] = never) -> None:
         """Take in what has been announced.
+
+        Args:
+            expired: whether the caller's deadline has passed: then indexes are left for the next call to read.
 
         Raises:
             OSError: the bundles could not be listed.
@@ -108,7 +145,7 @@ class Shelf:
             return
         waited, told = set[BundleName](), set[BundleName]()
         for attempt in range(SETTLING + 1):
-            untold = self._catch_up(notices, told, last=attempt == SETTLING)
+            untold = self._catch_up(notices, told, expired, last=attempt == SETTLING)
             if not untold:
                 return
             # What is found here must be found by everybody who asks from now on. Mostly its writer is about to tell.
@@ -119,7 +156,7 @@ class Shelf:
             waited = untold
             notices = self._board.read()
 
-    def _catch_up(self, notices: Notices, told: set[BundleName], *, last: bool) -> set[BundleName]:
+    def _catch_up(self, notices: Notices, told: set[BundleName], expired: Callable[[], bool], *, last: bool) -> set[BundleName]:
         """Take in what has been announced, or, where that is not enough, what is there.
 
         Args:
@@ -129,25 +166,38 @@ class Shelf:
         Returns:
             Bundles that are there and that nobody has been told of, but for those in `told`: nothing was taken in then.
         """
-        with self.lock:
-            if self._generation >= notices.generation:
-                return set()
-            markers = notices.of(self.namespace)
-            events = None if self._epoch != notices.epoch else self._events(markers)
-            if events is None or not self._apply(events):
+        for attempt in range(SETTLING + 1):
+            with self.lock:
+                if self._generation >= notices.generation:
+                    return set()
+                plan = self._plan(notices, told, last=last)
+                if not isinstance(plan, _Plan):
+                    return plan
+            # New bundles can be found before old ones go: one that has taken another's place holds its pages.
+            if not self.index(expired) and attempt < SETTLING:
+                # Another may have taken the place of a file that is gone, and not be announced yet.
                 self.distrust()
-                self._listed_since = True
-                names = self._listed()
-                for _ in range(SETTLING):
-                    if not last and (untold := self._untold(names, markers) - told):
-                        return untold
-                    if self._take(names):
-                        break
-                    names = self._listed()
-                self._drop_all_but(names)
-            self._seen = {writer: marker.sequence for writer, marker in markers.items()}
-            self._generation, self._epoch = notices.generation, notices.epoch
+                continue
+            with self.lock:
+                self._remove(plan.removed)
+                if self._distrusts == plan.distrusts and self._generation < notices.generation:
+                    self._seen, self._generation, self._epoch = plan.seen, notices.generation, notices.epoch
+            break
         return set()
+
+    def _plan(self, notices: Notices, told: set[BundleName], *, last: bool) -> _Plan | set[BundleName]:
+        """Add what is new and find out what is gone; or, without `last`, what nobody has been told of, and do nothing."""
+        if self._arriving:
+            self._hand_over()
+        distrusts, markers = self._distrusts, notices.of(self.namespace)
+        seen = {writer: marker.sequence for writer, marker in markers.items()}
+        if self._epoch == notices.epoch and (events := self._events(markers)) is not None:
+            return _Plan(self._apply(events), seen, distrusts)
+        self._listed_since = True
+        names = self._listed()
+        if not last and (untold := self._untold(names, markers) - told):
+            return untold
+        return _Plan(self._take(names), seen, distrusts)
 
     def distrust(self) -> None:
         """List the bundles the next time, to find also what nobody has announced.
@@ -156,6 +206,7 @@ class Shelf:
         """
         with self.lock:
             self._generation = self._epoch = -1
+            self._distrusts += 1
 
     def share_knowledge(self) -> None:
         """Make everyone list with the next announcement, if this shelf may know of what nobody has told yet.
@@ -177,16 +228,22 @@ class Shelf:
         del self._expected[bundle.name.id]
         return not bundle.gone
 
-    def add(self, bundles: Sequence[Bundle]) -> None:
+    def add(self, bundles: Iterable[Bundle]) -> None:
         """Note bundles that were published."""
         with self.lock:
-            fresh = [bundle for bundle in bundles if bundle.name.id not in self.bundles]
-            for bundle in fresh:
-                self.bundles[bundle.name.id] = bundle
-                self.used += bundle.name.size
-            if fresh:
-                for listener in self._listeners:
-                    listener.bundles_added(fresh)
+            self._arriving.update({bundle.name.id: bundle for bundle in bundles if bundle.name.id not in self.bundles})
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let everyone know of the arriving bundles. Where that is interrupted, at any point, it is done again."""
+        if not self._arriving:
+            return
+        bundles = list(self._arriving.values())
+        for listener in self._listeners:
+            listener.bundles_added(bundles)
+        self.bundles.update(self._arriving)
+        self._arriving = {}
+        self.used += sum([bundle.name.size for bundle in bundles])
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles whose files are gone."""
@@ -207,34 +264,63 @@ class Shelf:
                 for listener in self._listeners:
                     listener.bundles_removed(known)
 
+    def collect_logs(self, notices: Notices) -> None:
+        """Remove event logs and retired markers that tell of no bundle that is there; they are no more than a cache."""
+        with self.lock:
+            if self._generation < 0:
+                return
+            needed = list(self.bundles)
+        markers = notices.of(self.namespace)
+        self._board.logs.collect(self.namespace, needed, {writer: marker.sequence for writer, marker in markers.items()})
+        with contextlib.suppress(OSError):
+            self._board.collect_retired(self.namespace, {id.writer for id in needed})
+
     def bundle(self, name: BundleName) -> Bundle:
         """A bundle of that name, not yet on the shelf."""
         return Bundle(self.namespace, name, self._tree.bundle(self.namespace, name))
 
     def _events(self, markers: Mapping[str, Marker]) -> list[Event] | None:
-        """What is new; None where that cannot be told, because a marker has left some out or has disappeared."""
-        if any(writer not in markers and writer != self._board.writer for writer in self._seen):
-            return None
+        """What is new; None where that cannot be told, because a writer's log has a gap or its marker has disappeared."""
         events = list[Event]()
-        for writer, marker in markers.items():
-            # What this storage itself has done is on the shelf already.
-            if writer == self._board.writer:
-                continue
-            missed = marker.since(self._seen.get(writer, 0))
-            if missed is None:
+        missing = [writer for writer in self._seen if writer not in markers and writer != self._board.writer]
+        if missing:
+            retired = self._board.retired(self.namespace)
+            if not all(writer in retired and self._missed(retired[writer], events) for writer in missing):
                 return None
-            events += missed
-        return events
+            self._retired.update({writer: retired[writer].sequence for writer in missing})
+        # What this storage itself has done is on the shelf already.
+        if all(self._missed(marker, events) for writer, marker in markers.items() if writer != self._board.writer):
+            return events
+        return None
 
-    def _apply(self, events: Sequence[Event]) -> bool:
-        """Take in what is new; `False` where a bundle is gone again: another may have its pages, and not be told of yet."""
+    def _missed(self, marker: Marker, events: list[Event]) -> bool:
+        """Gather the events of a writer that are new here; whether they are all known."""
+        seen = self._seen.get(marker.writer, self._retired.get(marker.writer, 0))
+        missed = marker.since(seen)
+        if missed is None:
+            known = marker.sequence - len(marker.events)
+            missed, rest = self._board.logs.since(self.namespace, marker.writer, seen, known), marker.since(known)
+            if missed is None or rest is None:
+                return False
+            missed += rest
+        if any(isinstance(event, Unlisted) for event in missed):
+            return False
+        events += missed
+        return True
+
+    def _apply(self, events: Sequence[Event]) -> list[BundleId]:
+        """Add what is new, and tell what is gone."""
         # By all writers together: one's bundle may have been removed by another, whose marker came first.
         removed = {event.bundle for event in events if isinstance(event, Removed)}
-        added = [event.bundle for event in events if isinstance(event, (Added, Found))]
-        if not self._add_names(name for name in added if name.id not in removed):
-            return False
-        self._remove(removed)
-        return True
+        added = list[Bundle]()
+        for event in events:
+            if isinstance(event, (Added, Found)) and (id := event.bundle.id) not in self.bundles and id not in removed:
+                bundle = self.bundle(event.bundle)
+                if isinstance(event, Added) and event.index is not None:
+                    bundle.keys, bundle.envelopes = event.index.keys, event.index.envelopes
+                added.append(bundle)
+        self.add(added)
+        return list(removed)
 
     def _listed(self) -> list[BundleName]:
         """The bundles that are there; those that have been replaced, and not yet removed, are removed now."""
@@ -265,33 +351,42 @@ class Shelf:
 
     def _untold(self, names: Sequence[BundleName], markers: Mapping[str, Marker]) -> set[BundleName]:
         """Bundles that are new here, and later than all that their writers have announced."""
-        fresh = [name._replace(claim=None) for name in names if name.id not in self.bundles]
-        return {name for name in fresh if name.writer not in markers or markers[name.writer].sequence < name.sequence}
+        fresh = [name.plain for name in names if name.id not in self.bundles]
+        untold = {name for name in fresh if name.writer not in markers or markers[name.writer].sequence < name.sequence}
+        if untold:
+            retired = self._board.retired(self.namespace)
+            untold = {name for name in untold if name.writer not in retired or retired[name.writer].sequence < name.sequence}
+        return untold
 
     def _tell(self, events: Sequence[Event]) -> None:
         try:
+            if self._board.syncs:
+                # Its writer may not have come so far: what is promised here must survive a loss of power too.
+                sync_directory(self._tree.bundles(self.namespace))
             self._board.queue(self.namespace, events)
             self._board.announce()
         except OSError as error:
             logger.debug("cannot tell others what was found in namespace %s: %s", self.namespace, error)
 
-    def _take(self, names: Sequence[BundleName]) -> bool:
-        """Add the bundles that are there; `False` where some are gone already."""
+    def _take(self, names: Sequence[BundleName]) -> list[BundleId]:
+        """Add the bundles that are there, and tell which are not any more."""
+        fresh, there = dict[BundleId, BundleName](), set[BundleId]()
         for name in names:
-            known = self.bundles.get(name.id)
-            if known is not None and known.name != name:
-                # It is being replaced, or whoever wanted to has been killed.
-                known.name, known.path = name, self._tree.bundle(self.namespace, name)
-        return self._add_names(names)
-
-    def _drop_all_but(self, names: Sequence[BundleName]) -> None:
-        there = {name.id for name in names}
-        self._remove([id for id in (*self.bundles, *self._expected) if id not in there])
-
-    def _add_names(self, names: Iterable[BundleName]) -> bool:
-        """Add bundles that are new here; `False` where one's file was gone when its index was to be read."""
-        # Some may be named twice: by their writer and by who has found them, or before and after they were claimed.
-        fresh = {name.id: name for name in names if name.id not in self.bundles}
-        bundles = [self.bundle(name) for name in fresh.values()]
-        self.add(bundles)
-        return not any(bundle.gone for bundle in bundles)
+            id = name.id
+            known = self.bundles.get(id)
+            if known is None:
+                # Of two files under one number, which nothing that works right makes, all storages take the same one.
+                fresh[id] = min(name, fresh.get(id, name), key=lambda name: (name.created_us, name.checksum))
+            elif known.name.plain == name.plain:
+                there.add(id)
+                if known.name != name:
+                    # It is being replaced, or whoever wanted to has been killed.
+                    known.name, known.path = name, self._tree.bundle(self.namespace, name)
+        # A name that differs in more than a claim is another file's, whose bytes are never read as the known bundle's.
+        impostors = [name for name in names if name.id in self.bundles and name.id not in there]
+        if impostors:
+            self._remove([name.id for name in impostors])
+            fresh.update({name.id: name for name in impostors})
+        gone = [id for id in (*self.bundles, *self._expected) if id not in there and id not in fresh]
+        self.add([self.bundle(name) for name in fresh.values()])
+        return gone

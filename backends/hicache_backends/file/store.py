@@ -18,6 +18,7 @@ from hicache_backends.file.names import random_writer
 from hicache_backends.file.reader import PIECE_BYTES as READ_BYTES
 from hicache_backends.file.reader import Reader
 from hicache_backends.file.rewriter import Rewriter
+from hicache_backends.file.shelf import never
 from hicache_backends.file.stamp import Stamp
 from hicache_backends.file.tree import Tree, sync_directory
 from hicache_backends.file.writer import MAX_BUNDLE_BYTES, PIECE_BYTES, Writer
@@ -49,6 +50,9 @@ FLUSH_SECONDS = 5.0
 
 FLUSHED_BUNDLES = 1024
 """Most bundles whose times are set at a time."""
+
+COLLECT_SECONDS = 300.0
+"""How often event logs of bundles that are gone are removed."""
 
 CLOSE_SECONDS = 5.0
 
@@ -83,7 +87,7 @@ class Store:
         self.workers = Workers(threads - 1)
         self.descriptors = Descriptors(config.open_files)
         self._stamp = Stamp(self.tree.stamp, asks_server=asks_server)
-        self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server)
+        self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server, syncs=config.fsync)
         self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
         self.drafts = Drafts(
             self.tree, writer_name, self.descriptors, asks_server=asks_server, abandoned_seconds=config.abandoned_seconds
@@ -107,11 +111,16 @@ class Store:
         self._lock = threading.Lock()
         self._epoch = 0
         self._flush_at = time.monotonic() + FLUSH_SECONDS
+        self._collect_at = time.monotonic() + COLLECT_SECONDS
         self.capacity = None if config.capacity_bytes is None else self._make_capacity(config.capacity_bytes, evicted)
         self._tidy()
 
-    def catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
+    def catalogs(self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = never) -> list[Catalog]:
         """The namespaces' catalogs, up to date with all that was announced before this call.
+
+        Args:
+            expired: whether the call's deadline has passed. What has not been read by then is read by the next call, and
+                its pages are misses until then.
 
         Raises:
             OSError: the store is away.
@@ -119,7 +128,7 @@ class Store:
         notices = self._read_board()
         catalogs = self.known_catalogs(namespaces)
         for catalog in catalogs:
-            catalog.catch_up(notices)
+            catalog.catch_up(notices, expired)
         return catalogs
 
     def known_catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
@@ -134,9 +143,19 @@ class Store:
     def after_call(self) -> None:
         """Do now and then what must not make a call wait."""
         self.descriptors.expire()
+        if time.monotonic() >= self._collect_at:
+            self._collect_at = time.monotonic() + COLLECT_SECONDS
+            self.workers.start(self.collect_logs)
         if self.capacity is not None and time.monotonic() >= self._flush_at:
             self._flush_at = time.monotonic() + FLUSH_SECONDS
             self.workers.start(self.flush_touches)
+
+    def collect_logs(self) -> None:
+        """Remove event logs of bundles that are gone."""
+        with contextlib.suppress(OSError):
+            notices = self.board.read()
+            for shelf in self.shelves.all():
+                shelf.collect_logs(notices)
 
     def flush_touches(self) -> None:
         """Tell other processes which bundles were used, by the files' mtimes."""

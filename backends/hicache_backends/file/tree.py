@@ -3,10 +3,13 @@
 ```
 <path>/hicache-file-1/
     stamp/                        empty; its mtime is a random number, new after every change of the store
-    writers/                      one empty file a writer and namespace, whose name tells its last events
+    writers/                      one empty file a writer and namespace, whose name tells its last events; and one whose name
+                                  tells this store from one that was deleted and made again
+    retired/                      markers of writers that have long said nothing, and whose bundles are still there
     temporary/                    what is being written
     <namespace>/namespace.json    whose pages these are, for people
     <namespace>/bundles/          the pages; a bundle that is just being replaced has a name that ends in .claimed
+    <namespace>/events/           the event logs of its writers, a cache (`events.py`)
 ```
 """
 
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hicache_backends.file.names import is_namespace
+from hicache_backends.file.names import is_namespace, random_birth
 
 if TYPE_CHECKING:
     from hicache_backends.file.names import BundleName, TemporaryName
@@ -36,18 +39,29 @@ class Tree:
         self.root = str(Path(path) / FORMAT)
         self.stamp = f"{self.root}/stamp"
         self.writers = f"{self.root}/writers"
+        self.retired = f"{self.root}/retired"
         self.temporaries = f"{self.root}/temporary"
 
     def create(self) -> None:
         """Make the directories that are missing; anyone may come first."""
+        fresh = not os.path.exists(self.writers)
         for path in (self.writers, self.temporaries, self.stamp):
             os.makedirs(path, exist_ok=True)
+        if fresh:
+            self.mark_birth()
+
+    def mark_birth(self) -> None:
+        """Give the store a mark of its own. Several that are made at a time are as good as one."""
+        os.close(os.open(f"{self.writers}/{random_birth()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def bundles(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/bundles"
 
     def bundle(self, namespace: str, name: BundleName) -> str:
         return f"{self.root}/{namespace}/bundles/{name}"
+
+    def events(self, namespace: str) -> str:
+        return f"{self.root}/{namespace}/events"
 
     def temporary(self, name: TemporaryName) -> str:
         return f"{self.temporaries}/{name}"

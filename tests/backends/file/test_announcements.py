@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from hicache_backends.file import board as board_module
+from hicache_backends.file import events as events_module
 from hicache_backends.file import stamp as stamp_module
 from hicache_backends.file.attributes import list_directory, server_attributes
 from hicache_backends.file.board import Board
-from hicache_backends.file.names import Added, BundleName, Removed, random_writer
+from hicache_backends.file.names import Added, BundleName, Removed, parse_marker, random_writer
 from hicache_backends.file.shelf import Shelf
 from hicache_backends.file.stamp import Stamp
 from hicache_backends.file.tree import Tree
@@ -98,13 +99,110 @@ def test_a_few_events_are_told_without_listing_the_bundles(party, listings):
     assert listings == []
 
 
-def test_many_events_at_once_make_the_reader_list(party, listings):
+def test_many_events_at_once_are_read_from_the_log(party, listings):
     a, b = party(), party()
     b.sees()
     listings.clear()
     names = {a.publish() for _ in range(100)}
     assert b.sees() == names
+    for turn in range(20):
+        names.update(a.publish() for _ in range(turn))
+        a.remove(gone := min(names, key=lambda name: name.sequence))
+        names.discard(gone)
+        assert b.sees() == names
+    assert listings == []
+
+
+def test_a_log_goes_on_in_another_file(party, listings, monkeypatch):
+    monkeypatch.setattr(events_module, "SEGMENT_EVENTS", 16)
+    a, b = party(), party()
+    b.sees()
+    listings.clear()
+    names = set[BundleName]()
+    for turn in (3, 40, 16, 5, 64):
+        names |= {a.publish() for _ in range(turn)}
+        assert b.sees() == names
+    assert listings == []
+    assert len(a.board.logs.segments(NAMESPACE)) == 8
+
+
+def log_of(party) -> Path:
+    (path,) = Path(party.tree.events(NAMESPACE)).iterdir()
+    return path
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip, lambda path: path.write_bytes(b"")])
+def test_who_finds_a_gap_in_a_log_lists(party, listings, damage):
+    a, b = party(), party()
+    b.sees()
+    names = {a.publish() for _ in range(30)}
+    damage(log_of(a))
+    listings.clear()
+    assert b.sees() == names
     assert len(listings) == 1
+    # What was damaged is behind, and the log is of use again.
+    names |= {a.publish() for _ in range(30)}
+    assert b.sees() == names
+    names |= {a.publish() for _ in range(30)}
+    assert b.sees() == names
+    assert len(listings) <= 2
+
+
+def test_a_log_that_cannot_be_written_fails_nothing(party, listings, monkeypatch):
+    a, b = party(), party()
+    names = {a.publish()}
+    assert b.sees() == names
+    with monkeypatch.context() as patch:
+        patch.setattr(events_module.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
+        names |= {a.publish() for _ in range(20)}
+    assert b.sees() == names
+    names |= {a.publish() for _ in range(20)}
+    listings.clear()
+    assert b.sees() == names
+
+
+def test_what_an_announcement_that_failed_has_logged_is_not_logged_twice(party, listings, monkeypatch):
+    a, b = party(), party()
+    names = {a.publish()}
+    assert b.sees() == names
+    listings.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(a.board, "_move", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
+        names |= {a.publish(announce=False) for _ in range(20)}
+        for _ in range(3):
+            with pytest.raises(OSError, match="ENOSPC"):
+                a.board.announce()
+    assert len(b.sees()) == 1
+    names |= {a.publish() for _ in range(20)}
+    assert b.sees() == names
+    assert listings == []
+
+
+def test_logs_of_bundles_that_are_gone_are_removed(party, monkeypatch):
+    monkeypatch.setattr(events_module, "SEGMENT_EVENTS", 16)
+    a, b = party(), party()
+    names = [a.publish() for _ in range(64)]
+    assert b.sees() == set(names)
+    for name in names[:40]:
+        a.remove(name)
+    for side in (a, b):
+        side.sees()
+        side.shelf.collect_logs(side.board.read())
+    # 2 and 3 tell of bundles that are there, and 6 is the one that is written to.
+    assert {number for _, number in a.board.logs.segments(NAMESPACE)} | {6} == {2, 3, 6}
+    names.append(a.publish())
+    assert b.sees() == set(names[40:])
+    assert party().sees() == set(names[40:])
 
 
 def test_an_unchanged_store_is_asked_about_the_stamp_only(party, monkeypatch):
@@ -159,19 +257,75 @@ def test_a_marker_that_was_collected_loses_nothing(party):
     assert b.sees() == {first, second, third, fourth}
 
 
-def test_markers_that_nobody_needs_are_collected(party, monkeypatch):
+def age(path: Path, monkeypatch, seconds: float) -> None:
+    """Let a file seem to have changed so long ago; its ctime cannot be set."""
+    real = os.stat
+
+    def older(target, *args, **kwargs):
+        found = real(target, *args, **kwargs)
+        if str(target) == str(path):
+            return os.stat_result([*found[:9], found.st_ctime - seconds])
+        return found
+
+    monkeypatch.setattr(os, "stat", older)
+
+
+def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkeypatch):
     monkeypatch.setattr(board_module, "MANY_MARKERS", 3)
-    for _ in range(4):
-        party().publish()
+    silent, knows, others = party(), party(), [party() for _ in range(3)]
+    names = {silent.publish() for _ in range(3)}
+    assert knows.sees() == names
+    names |= {silent.publish()}
+    (marker,) = [path for path in Path(silent.tree.writers).iterdir() if parse_marker(path.name)]
+    names |= {other.publish() for other in others}
     last = party()
-    last.board.collect_forgotten()
-    assert len(os.listdir(last.tree.writers)) == 4
-    monkeypatch.setattr(board_module, "FORGOTTEN_SECONDS", -1.0)
     stranger = Path(last.tree.writers) / "not-a-marker"
     stranger.touch()
     last.board.collect_forgotten()
-    assert os.listdir(last.tree.writers) == [stranger.name]
-    assert len(last.sees()) == 4
+    assert marker.exists()
+    age(marker, monkeypatch, 2 * board_module.FORGOTTEN_SECONDS)
+    last.board.collect_forgotten()
+    assert not marker.exists()
+    assert stranger.exists()
+    listings.clear()
+    names |= {others[0].publish()}
+    # Also what it had not seen of the one that is retired.
+    assert knows.sees() == names
+    assert listings == []
+    # Who opens the store finds its bundles, and need tell nobody.
+    fresh = party()
+    monkeypatch.setattr(fresh.board, "announce", lambda **_: pytest.fail("told of what everybody knows"))
+    assert fresh.sees() == names
+    # It lives on, and makes a new marker.
+    listings.clear()
+    names |= {silent.publish()}
+    assert knows.sees() == names
+    assert listings == []
+
+
+def test_a_clock_that_is_wrong_retires_no_marker(party, monkeypatch):
+    monkeypatch.setattr(board_module, "MANY_MARKERS", 3)
+    for _ in range(5):
+        party().publish()
+    monkeypatch.setattr("time.time", lambda: 4e9)
+    last = party()
+    last.board.collect_forgotten()
+    assert len(list(filter(parse_marker, os.listdir(last.tree.writers)))) == 5
+
+
+def test_a_retired_marker_goes_with_the_last_bundle_of_its_writer(party):
+    a, b = party(), party()
+    name, other = a.publish(), b.publish()
+    retired = Path(a.tree.retired)
+    retired.mkdir()
+    for path in Path(a.tree.writers).iterdir():
+        if parse_marker(path.name):
+            path.rename(retired / path.name)
+    c = party()
+    assert c.sees() == {name, other}
+    c.remove(name)
+    c.shelf.collect_logs(c.board.read())
+    assert [parse_marker(path.name).writer for path in retired.iterdir()] == [other.writer]
 
 
 def test_a_deleted_store_is_an_empty_one_and_a_new_one_is_noticed(party):

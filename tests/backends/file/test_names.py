@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_backends.file.names import (
+    MAX_CREATED_US,
+    MAX_FILE_BYTES,
     MAX_MARKER_BYTES,
     Added,
     BundleId,
@@ -26,6 +28,7 @@ from hicache_backends.file.names import (
 )
 
 NUMBERS = st.integers(0, 2**63)
+SIZES, MOMENTS = st.integers(0, MAX_FILE_BYTES), st.integers(0, MAX_CREATED_US)
 WRITERS = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=10, max_size=10)
 NAMESPACE = "0123456789abcdef" * 2
 
@@ -34,20 +37,18 @@ PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
 CLAIMS = st.builds(Claim, st.builds(Owner, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
 
 
-@given(st.builds(BundleName, WRITERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | CLAIMS))
+@given(st.builds(BundleName, WRITERS, NUMBERS, SIZES, MOMENTS, NUMBERS, st.none() | CLAIMS))
 def test_a_bundle_name_is_read_back(name):
     assert parse_bundle(str(name)) == name
 
 
-@given(
-    st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, NUMBERS)
-)
+@given(st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, SIZES))
 def test_a_temporary_name_is_read_back(name):
     assert parse_temporary(str(name)) == name
 
 
 EVENTS = st.one_of(
-    st.builds(lambda size, created, checksum: ("added", size, created, checksum), NUMBERS, NUMBERS, NUMBERS),
+    st.builds(lambda size, created, checksum: ("added", size, created, checksum), SIZES, MOMENTS, NUMBERS),
     st.builds(lambda writer, number: Removed(BundleId(writer, number)), WRITERS, NUMBERS),
 )
 
@@ -124,7 +125,7 @@ def test_events_that_make_no_sense_make_the_reader_list(events):
 
 
 def test_what_a_writer_has_found_is_read_back():
-    found = Found(BundleName("b" * 10, 2**62, 2**63, 2**41, 2**32 - 1))
+    found = Found(BundleName("b" * 10, 2**63, 2**44, 2**53, 2**32 - 1))
     marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1)
     assert parse_marker(str(marker)).since(1) == [found]
 

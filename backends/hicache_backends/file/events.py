@@ -1,0 +1,277 @@
+"""Event logs: what each writer has announced, for storages that are further behind than its marker tells.
+
+Beside its marker a writer has, for each namespace, an append-only log of all its events. The log is a cache: a reader
+that finds a gap, a torn block or no file lists the namespace instead, so nothing has to be synced, and any of these
+files may be deleted at any time.
+
+```
+<namespace>/events/<writer>-<segment>.events     SEGMENT_EVENTS consecutive events of one writer
+
+block   a header of 32 bytes, and a body in MessagePack: one entry for each event
+  0   4   magic "HCEV"
+  4   4   length of the body, little endian like all numbers here
+  8   8   number of the first event
+  16  4   how many there are
+  20  4   reserved, 0
+  24  8   xxh3_64 of the header up to here and of the body
+```
+
+An entry has the index of its bundle, where that is short. So storages learn of many small bundles, also when they open
+the store, by reading a few logs instead of opening each bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from hicache_backends.file.bundle import Index
+from hicache_backends.file.names import (
+    MAX_CREATED_US,
+    MAX_FILE_BYTES,
+    WRITER_PATTERN,
+    Added,
+    BundleId,
+    BundleName,
+    Event,
+    Found,
+    Removed,
+    Unlisted,
+)
+from hicache_storage.objects import ENVELOPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+    from hicache_backends.file.tree import Tree
+
+SEGMENT_EVENTS = 4096
+"""Events in one file: about 1 MiB of one-page bundles."""
+
+MAX_LOGGED_PAGES = 16
+"""Pages of the bundles whose index is in the log. The index of a larger bundle is read from the bundle itself, which
+costs less for each page than a small one."""
+
+_MAGIC = b"HCEV"
+_HEADER = struct.Struct("<4sIQII")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+
+_ADDED, _REMOVED, _FOUND, _UNLISTED = range(4)
+
+
+class _Entry(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One event. Its number follows from its place, and so does the writer of an added bundle."""
+
+    kind: int
+    writer: str = ""
+    sequence: int = 0
+    size: int = 0
+    created_us: int = 0
+    checksum: int = 0
+    keys: str = ""
+    envelopes: bytes = b""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[_Entry]).decode
+_SEGMENT = re.compile(f"({WRITER_PATTERN})-(0|[1-9a-f][0-9a-f]*)\\.events")
+
+
+class EventLogs:
+    """The event logs of one store. Reading is safe for many threads; one thread at a time appends."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._ends: dict[str, tuple[int, int]] = {}
+        """By namespace: the segment that was last appended to, and its length."""
+        self._cursors: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """By namespace and writer: a segment, where the last block begins that was read of it, and that one's first event."""
+
+    def append(self, namespace: str, writer: str, first: int, events: Sequence[Event]) -> bool:
+        """Append a writer's events, numbered from `first`; whether that was possible."""
+        try:
+            for segment, number, some in _by_segment(first, events):
+                self._append(namespace, writer, segment, _block(number, some))
+        except OSError:
+            return False
+        return True
+
+    def since(self, namespace: str, writer: str, seen: int, last: int) -> list[Event] | None:
+        """The events numbered `seen + 1` to `last`; None where the log has a gap."""
+        events, reader = list[Event](), (namespace, writer)
+        cursor = self._cursors.pop(reader, None)
+        for segment in range(_segment_of(seen + 1), _segment_of(last) + 1):
+            start = 0
+            if cursor is not None and cursor[0] == segment and cursor[2] <= seen + 1:
+                start = cursor[1]
+            for at, first, entries in _blocks(self._read(namespace, writer, segment, start), seen):
+                if first > seen + 1:
+                    return None
+                events += [_event(writer, first + n, entries[n]) for n in range(seen + 1 - first, len(entries))]
+                seen, cursor = first + len(entries) - 1, (segment, start + at, first)
+                if seen >= last:
+                    break
+        if seen < last or cursor is None:
+            return None
+        self._cursors[reader] = cursor
+        return events[: len(events) - (seen - last)]
+
+    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, Index]:
+        """The indexes of bundles that one segment has."""
+        writer, found = segment[0], dict[BundleName, Index]()
+        for _, first, entries in _blocks(self._read(namespace, *segment), 0):
+            for number, entry in enumerate(entries, start=first):
+                if entry.kind == _ADDED and entry.keys:
+                    name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
+                    if name in wanted and (index := _index(entry)) is not None:
+                        found[name] = index
+        return found
+
+    def segments(self, namespace: str) -> set[tuple[str, int]]:
+        """All segments of a namespace, by writer and number."""
+        with contextlib.suppress(OSError):
+            matches = map(_SEGMENT.fullmatch, os.listdir(self._tree.events(namespace)))
+            return {(match[1], int(match[2], 16)) for match in matches if match is not None}
+        return set()
+
+    def collect(self, namespace: str, needed: Iterable[BundleId], current: Mapping[str, int]) -> None:
+        """Remove the segments that tell of no bundle that is there.
+
+        Args:
+            needed: the bundles that are there.
+            current: by writer, the number of its last event: the segment that it appends to stays.
+        """
+        segments = self.segments(namespace)
+        if not segments:
+            return
+        kept = {(writer, _segment_of(sequence)) for writer, sequence in needed}
+        kept.update((writer, _segment_of(sequence)) for writer, sequence in current.items())
+        for segment in segments - kept:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(namespace, *segment))
+
+    def _append(self, namespace: str, writer: str, segment: int, block: bytes) -> None:
+        path, flags = self._path(namespace, writer, segment), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+        try:
+            known, end = self._ends.get(namespace, (segment, 0))
+            # What a failed append has left behind the end is written over.
+            end = end if known == segment else 0
+            if os.fstat(descriptor).st_size < end:
+                # Cut, or made anew: what follows a torn block would never be read.
+                os.ftruncate(descriptor, 0)
+                end = 0
+            if os.pwrite(descriptor, block, end) != len(block):
+                raise OSError("short write")
+        finally:
+            # On a network mount this sends the bytes to the server, before the marker that makes others ask for them.
+            os.close(descriptor)
+        self._ends[namespace] = segment, end + len(block)
+
+    def _read(self, namespace: str, writer: str, segment: int, start: int = 0) -> bytes:
+        try:
+            descriptor = os.open(self._path(namespace, writer, segment), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return b""
+        try:
+            return os.pread(descriptor, max(0, os.fstat(descriptor).st_size - start), start)
+        except OSError:
+            return b""
+        finally:
+            os.close(descriptor)
+
+    def _path(self, namespace: str, writer: str, segment: int) -> str:
+        return f"{self._tree.events(namespace)}/{writer}-{segment:x}.events"
+
+
+def segment_of(bundle: BundleId) -> tuple[str, int]:
+    """The segment that tells of a bundle."""
+    return bundle.writer, _segment_of(bundle.sequence)
+
+
+def _segment_of(number: int) -> int:
+    return (number - 1) // SEGMENT_EVENTS
+
+
+def _by_segment(first: int, events: Sequence[Event]) -> Iterator[tuple[int, int, Sequence[Event]]]:
+    """Consecutive events, cut where a segment ends: segment, number of the first event, events."""
+    at = 0
+    while at < len(events):
+        segment = _segment_of(first + at)
+        end = min(len(events), (segment + 1) * SEGMENT_EVENTS + 1 - first)
+        yield segment, first + at, events[at:end]
+        at = end
+
+
+def _block(first: int, events: Sequence[Event]) -> bytes:
+    body = _encode([_entry(event) for event in events])
+    header = _HEADER.pack(_MAGIC, len(body), first, len(events), 0)
+    return header + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header + body)) + body
+
+
+def _blocks(content: bytes, seen: int) -> Iterator[tuple[int, int, list[_Entry]]]:
+    """The blocks with events after `seen`, up to the first one that is torn: offset, number of the first event, entries."""
+    at = 0
+    while at + HEADER_BYTES <= len(content):
+        header = content[at : at + _HEADER.size]
+        magic, length, first, count, _ = _HEADER.unpack(header)
+        body = content[at + HEADER_BYTES : at + HEADER_BYTES + length]
+        if magic != _MAGIC or len(body) != length:
+            return
+        if first + count > seen + 1:
+            (checksum,) = _CHECKSUM.unpack_from(content, at + _HEADER.size)
+            if xxhash.xxh3_64_intdigest(header + body) != checksum:
+                return
+            try:
+                entries = _decode(body)
+            except msgspec.MsgspecError:
+                return
+            if len(entries) != count:
+                return
+            yield at, first, entries
+        at += HEADER_BYTES + length
+
+
+def _entry(event: Event) -> _Entry:
+    match event:
+        case Added(name, index):
+            if index is None or len(index.keys) > MAX_LOGGED_PAGES:
+                return _Entry(_ADDED, "", 0, name.size, name.created_us, name.checksum)
+            return _Entry(_ADDED, "", 0, name.size, name.created_us, name.checksum, "\0".join(index.keys), index.envelopes)
+        case Found(name):
+            return _Entry(_FOUND, name.writer, name.sequence, name.size, name.created_us, name.checksum)
+        case Removed(bundle):
+            return _Entry(_REMOVED, bundle.writer, bundle.sequence)
+        case Unlisted():
+            return _Entry(_UNLISTED)
+
+
+def _event(writer: str, number: int, entry: _Entry) -> Event:
+    kind = entry.kind
+    if kind == _REMOVED:
+        return Removed(BundleId(entry.writer, entry.sequence))
+    if entry.size > MAX_FILE_BYTES or entry.created_us > MAX_CREATED_US:
+        return Unlisted()
+    if kind == _ADDED:
+        name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
+        return Added(name, _index(entry) if entry.keys else None)
+    if kind == _FOUND:
+        return Found(BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum))
+    return Unlisted()
+
+
+def _index(entry: _Entry) -> Index | None:
+    """The index in an entry; None where it makes no sense."""
+    keys = entry.keys.split("\0")
+    return Index(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None

@@ -1,0 +1,92 @@
+"""A store that is deleted, and perhaps made again, is never taken for the one that was there before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+from hicache_backends.file import stamp as stamp_module
+from hicache_backends.file.attributes import Attributes
+from hicache_backends.file.names import is_birth
+from tests.backends.file.harness import chain
+
+
+def test_a_store_that_is_deleted_made_again_and_deleted_again_is_empty(rig):
+    a, keys = rig(), chain("a", 3)
+    a.put(chain("before", 1))
+    shutil.rmtree(a.path)
+    assert a.hit(keys) == 0
+    assert a.put(keys) == [True] * 3
+    shutil.rmtree(a.path)
+    assert a.hit(keys) == 0
+    assert a.put(keys, version=1) == [True] * 3
+    assert a.path.exists()
+    for side in (a, rig()):
+        assert side.holds(keys, version=1)
+
+
+def test_each_look_at_a_missing_store_finds_it_empty(rig):
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    for _ in range(4):
+        shutil.rmtree(a.path)
+        assert [a.hit(keys), a.hit(keys)] == [0, 0]
+        assert a.put(keys) == [True] * 3
+        assert a.holds(keys)
+
+
+def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monkeypatch):
+    # As a file server may number it; on a local disk the open stamp keeps its number taken.
+    real = stamp_module.cached_attributes
+
+    def numbered(descriptor):
+        found = real(descriptor)
+        return Attributes(found.links, 7, found.mtime_ns)
+
+    monkeypatch.setattr(stamp_module, "cached_attributes", numbered)
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    assert a.holds(keys)
+    shutil.rmtree(a.path)
+    c = rig()
+    c.put(chain("c", 2))
+    assert a.hit(keys) == 0
+    assert a.hit(chain("c", 2)) == 2
+    assert a.put(keys, version=1) == [True] * 3
+    for side in (a, c):
+        assert side.holds(keys, version=1)
+
+
+def test_a_store_made_again_while_its_stamp_was_stale_is_another_one(rig, monkeypatch):
+    real, stale = stamp_module.cached_attributes, list[None]()
+
+    def numbered(descriptor):
+        if stale:
+            stale.pop()
+            raise OSError(errno.ESTALE, "ESTALE")
+        found = real(descriptor)
+        return Attributes(found.links, 7, found.mtime_ns)
+
+    monkeypatch.setattr(stamp_module, "cached_attributes", numbered)
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    assert a.holds(keys)
+    shutil.rmtree(a.path)
+    rig().put(chain("c", 2))
+    stale.append(None)
+    a.hit(keys)
+    assert a.hit(keys) == 0
+    assert a.put(keys) == [True] * 3
+    assert rig().holds(keys)
+
+
+def test_a_store_without_a_mark_gets_one_from_whoever_opens_it(rig):
+    a, keys = rig(), chain("a", 3)
+    a.put(keys)
+    for name in filter(is_birth, os.listdir(a.store.tree.writers)):
+        os.unlink(f"{a.store.tree.writers}/{name}")
+    b = rig()
+    assert b.holds(keys)
+    assert len(list(filter(is_birth, os.listdir(a.store.tree.writers)))) == 1
+    assert a.holds(keys)

@@ -1,0 +1,273 @@
+"""A store of many bundles is taken in piece by piece: within each call's deadline, and whatever interrupts it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from hicache_backends.file import catalog as catalog_module
+from hicache_storage.objects import Call
+from tests.backends.file.harness import Rig, chain
+
+BUNDLES = 30
+
+
+def fill(rig: Rig, *, logged: bool) -> list[str]:
+    """Many small bundles, whose indexes an event log has or has not."""
+    keys = chain("k", BUNDLES)
+    for key in keys:
+        assert rig.put([key]) == [True]
+    if not logged:
+        shutil.rmtree(rig.store.tree.events(rig.namespace))
+    return keys
+
+
+class Deadline(Call):
+    """Passes after so many looks at it."""
+
+    def __init__(self, looks: int):
+        super().__init__()
+        self.looks = looks
+
+    def expired(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def look_up(rig: Rig, keys: list[str], call: Call) -> list[bool]:
+    from hicache_storage.objects import LookupBatch
+
+    return rig.storage.objects_exist([LookupBatch(rig.storage.pools["kv"].namespace, keys)], call)[0]
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(catalog_module, "BUNDLES_A_STEP", 4)
+    monkeypatch.setattr(catalog_module, "MANY_UNREAD", 8)
+
+
+def test_a_call_ends_at_its_deadline_and_the_next_one_goes_on(rig):
+    keys = fill(rig(), logged=False)
+    b, found = rig(), list[int]()
+    b.storage.open()
+    while not found or found[-1] < BUNDLES:
+        found.append(sum(look_up(b, keys, Deadline(2))))
+    assert found == [8, 16, 24, 30]
+    assert b.holds(keys)
+
+
+def test_a_deadline_that_has_passed_costs_what_is_known_nothing(rig):
+    a = rig()
+    keys = fill(a, logged=False)
+    b = rig()
+    assert b.hit(keys) == BUNDLES
+    assert look_up(b, keys, Deadline(0)) == [True] * BUNDLES
+
+
+def test_what_is_not_looked_into_yet_is_counted_and_cleared(rig):
+    a = rig()
+    keys = fill(a, logged=False)
+    b = rig(capacity="1GiB")
+    b.storage.open()
+    assert sum(look_up(b, keys, Deadline(1))) == 4
+    assert b.store.shelves.get(b.namespace).used == sum(path.stat().st_size for path in a.bundles())
+    b.storage.clear()
+    assert a.bundles() == []
+    for side in (a, b, rig()):
+        assert side.hit(keys) == 0
+
+
+def test_a_delete_that_could_not_look_everywhere_says_so(rig, monkeypatch):
+    a = rig()
+    keys = fill(a, logged=False)
+    b = rig()
+    b.storage.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "expired", lambda self: True)
+        assert b.storage.delete(keys[:1]) == [False]
+    assert b.storage.get_stats().faults == 1
+    assert b.storage.delete(keys[:1]) == [True]
+    for side in (a, b, rig()):
+        assert side.present(keys[:2]) == [False, True]
+
+
+def test_a_set_without_time_to_look_breaks_no_promise(rig, monkeypatch):
+    keys = fill(rig(), logged=False)
+    b = rig()
+    assert b.put(keys, version=1, seconds=1e-9) == [False] * BUNDLES
+    assert b.put(keys, version=1) == [True] * BUNDLES
+    assert b.holds(keys)
+
+
+def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig, monkeypatch):
+    a, keys = rig(), chain("k", 2)
+    for version in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(a.storage, "objects_exist", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")))
+            assert a.put(keys, version=version) == [True] * 2
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
+        b = rig()
+        b.storage.open()
+        catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog.shelf, "index", lambda expired: True)
+            catalog.shelf.catch_up(b.store.board.read())
+        bundles = sorted(catalog.shelf.bundles.values(), key=lambda bundle: bundle.name.created_us)
+        catalog._unread = {bundles[number]: None for number in order}
+        assert b.versions(keys, range(3)) == [2, 2]
+        copies = [bundle.name.created_us for bundle, _ in catalog.copies(keys[0])]
+        assert copies == sorted(copies, reverse=True)
+        assert len(copies) == 3
+
+
+def test_the_log_tells_what_is_in_small_bundles(rig, monkeypatch):
+    keys = fill(rig(), logged=True)
+    b, read, real = rig(), list[str](), os.pread
+
+    def counting(descriptor, count, offset):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".bundle"):
+            read.append(name)
+        return real(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    assert b.hit(keys) == BUNDLES
+    # The last few stand in the marker's name alone.
+    assert len(read) < 8
+    monkeypatch.undo()
+    assert b.holds(keys)
+
+
+def test_a_reader_that_is_behind_opens_no_bundle(rig, monkeypatch):
+    a, b = rig(), rig()
+    assert b.hit(["x"]) == 0
+    keys, read, real = fill(a, logged=True), list[str](), os.open
+
+    def counting(path, *args, **kwargs):
+        if str(path).endswith(".bundle"):
+            read.append(path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", counting)
+    assert b.hit(keys) == BUNDLES
+    assert len(read) < 8
+    monkeypatch.undo()
+    assert b.holds(keys)
+    # Deletes and rewrites are told of in the log too.
+    assert a.storage.delete(keys[::2]) == [True] * (BUNDLES // 2)
+    assert b.present(keys) == [False, True] * (BUNDLES // 2)
+    assert b.holds(keys[1::2])
+
+
+def test_a_log_that_tells_of_other_bytes_is_no_wrong_hit(rig):
+    a = rig()
+    keys = fill(a, logged=True)
+    (log,) = Path(a.store.tree.events(a.namespace)).iterdir()
+    content = bytearray(log.read_bytes())
+    for at in range(0, len(content), 97):
+        content[at] ^= 0x20
+    log.write_bytes(content)
+    b = rig()
+    assert b.holds(keys)
+
+
+def test_a_thread_that_hangs_in_an_index_keeps_no_other_past_its_deadline(rig, monkeypatch):
+    keys = fill(rig(), logged=False)
+    b, real = rig(), os.pread
+    b.storage.open()
+    hangs, go_on = threading.Event(), threading.Event()
+    first = threading.get_ident()
+
+    def hang(*args):
+        if threading.get_ident() != first and not hangs.is_set():
+            hangs.set()
+            assert go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pread", hang)
+    thread = threading.Thread(target=lambda: b.hit(keys))
+    thread.start()
+    try:
+        assert hangs.wait(60)
+        found = look_up(b, keys, Call(0.2))
+        # All but those that the other one is at.
+        assert BUNDLES - 8 <= sum(found) < BUNDLES
+        # It may be in what the other one is at.
+        assert b.put(["new"], seconds=0.1) == [False]
+    finally:
+        go_on.set()
+        thread.join(60)
+    assert b.hit(keys) == BUNDLES
+    assert b.holds(keys)
+
+
+@pytest.mark.parametrize("name", [
+    "aaaaaaaaaa-1-ffffffffffffffff-0-0.bundle",
+    "aaaaaaaaaa-1-7fffffffffffffff-0-0.bundle",
+    "aaaaaaaaaa-1-100000000001-0-0.bundle",
+    "aaaaaaaaaa-1-1000-ffffffffffffffff-0.bundle",
+    "aaaaaaaaaa-1-100000000000-0-0.bundle",
+    "aaaaaaaaaa-ffffffffffffffff-0-0-ffffffffffffffff.bundle",
+])  # fmt: skip
+def test_a_name_that_claims_the_absurd_hides_no_page(rig, name):
+    a, keys = rig(), chain("k", 20)
+    a.put(keys)
+    (a.bundles_path / name).write_bytes(b"")
+    for side in (rig(), a, rig(capacity="10MB")):
+        side.store.shelves.get(side.namespace).distrust()
+        assert side.holds(keys)
+        assert side.put([f"more of {id(side)}"]) == [True]
+        assert side.holds(keys)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("point", ["pread", "insert", "listener", "added"])
+@pytest.mark.parametrize("how", ["listed", "logged", "marked"])
+def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, point, how):
+    a, b = rig(), rig(capacity="1GiB")
+    b.storage.open()
+    shelf = b.store.shelves.get(b.namespace)
+    if how != "listed":
+        assert b.hit(["x"]) == 0
+    keys = fill(a, logged=how == "logged") if how != "marked" else chain("k", 2)
+    if how == "marked":
+        a.put(keys)
+    catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+
+    def failing(real):
+        calls = list[None]()
+
+        def step(*args):
+            calls.append(None)
+            if len(calls) in (1, 3, 8):
+                raise error
+            return real(*args)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        if point == "pread":
+            patch.setattr(os, "pread", failing(os.pread))
+        elif point == "insert":
+            patch.setattr(catalog, "_insert", failing(catalog._insert))
+        elif point == "listener":
+            patch.setattr(catalog, "bundles_added", failing(catalog.bundles_added))
+        else:
+            patch.setattr(shelf, "_hand_over", failing(shelf._hand_over))
+        for _ in range(4):
+            try:
+                look_up(b, keys, Call())
+            except error:
+                continue
+    assert b.hit(keys) == len(keys)
+    assert b.holds(keys)
+    assert shelf.used == sum(path.stat().st_size for path in a.bundles())
+    assert all(len(catalog.copies(key)) == 1 for key in keys)
+    a.storage.clear()
+    assert b.hit(keys) == 0
+    assert shelf.used == 0

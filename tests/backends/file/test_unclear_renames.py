@@ -1,0 +1,198 @@
+"""A rename that reports an error may have taken effect: a number stands for one bundle, and no acknowledged page is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_backends.file import changes as changes_module
+from hicache_backends.file.names import parse_bundle
+from tests.backends.file.harness import Rig, chain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NUMBERS = [errno.EIO, errno.ENOENT, errno.ETIMEDOUT]
+
+
+@contextlib.contextmanager
+def unclear(number: int, when: Callable[[str, str], bool], *, times: int = 1) -> Iterator[list[tuple[str, str]]]:
+    """Let some renames take effect and report an error."""
+    real, hits = os.rename, list[tuple[str, str]]()
+
+    def rename(source, target):
+        real(source, target)
+        if len(hits) < times and when(str(source), str(target)):
+            hits.append((str(source), str(target)))
+            raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        yield hits
+    assert hits
+
+
+def into_place(source: str, target: str) -> bool:
+    return source.endswith(".temporary") and target.endswith(".bundle")
+
+
+def numbers_of(rig: Rig) -> list[tuple[str, int]]:
+    return [parse_bundle(path.name).id for path in rig.bundles_path.iterdir()]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_never_stands_for_two_bundles(rig, number):
+    a, knows = rig(), rig()
+    first, second = chain("first", 2), chain("second", 3)
+    with unclear(number, into_place):
+        a.put(first)
+    assert knows.hit(first) in (0, 2)
+    assert a.put(second) == [True] * 3
+    assert len(set(numbers_of(a))) == len(numbers_of(a))
+    # Set again with True, they are there for whoever opens later.
+    assert a.put(first) == [True] * 2
+    for side in (a, knows, rig()):
+        assert side.holds(second)
+        assert side.holds(first)
+        assert side.stats().pages_damaged == 0
+    assert os.listdir(a.store.tree.temporaries) == []
+
+
+def test_a_bundle_that_got_into_place_is_found_by_everyone_or_by_no_one(rig):
+    a, b, keys = rig(), rig(), chain("a", 2)
+    a.put(chain("before", 1))
+    assert b.hit(chain("before", 1)) == 1
+    with unclear(errno.EIO, into_place):
+        assert a.put(keys) == [False] * 2
+    found = {side.hit(keys) for side in (rig(), a, b)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_claim_whose_rename_is_unclear_loses_no_page(rig, number):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    with unclear(number, lambda _, target: target.endswith(".claimed")):
+        a.storage.delete(keys[:1])
+    # The next bundle must not have the number by which the claimed one would be replaced.
+    assert a.put(chain("next", 2)) == [True] * 2
+    for side in (a, rig()):
+        assert side.holds(keys[1:])
+        assert side.holds(chain("next", 2))
+    # The delete reported an error, or was repeated and took place.
+    there = rig().hit(keys[:1]) == 1
+    assert a.storage.delete(keys[:1]) == [there]
+    assert rig().present(keys) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("listed", [False, True], ids=["unseen", "listed"])
+def test_a_replacement_whose_rename_is_unclear_loses_no_page(rig, number, listed, monkeypatch):
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+
+    def replacing(source, target):
+        if not into_place(source, target):
+            return False
+        # Whoever lists now takes the claimed bundle for void, and removes it.
+        return not listed or rig().holds(keys[1:])
+
+    with unclear(number, replacing):
+        a.storage.delete(keys[:1])
+    assert a.put(chain("next", 2)) == [True] * 2
+    for side in (a, rig()):
+        assert side.holds(keys[1:])
+
+
+def test_a_replacement_that_could_not_be_synced_loses_no_page(rig, monkeypatch):
+    a, keys = rig(fsync=True), chain("a", 4)
+    a.put(keys)
+    other = rig()
+
+    def failing(path):
+        # A listing has found both, and removed the void one.
+        assert rig().holds(keys[1:])
+        raise OSError(errno.EIO, "EIO")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes_module, "sync_directory", failing)
+        a.storage.delete(keys[:1])
+    for side in (a, other, rig()):
+        assert side.holds(keys[1:])
+
+
+@pytest.mark.parametrize("function", ["announce", "sync"])
+def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypatch, function):
+    a, b, keys = rig(fsync=function == "sync"), rig(), chain("a", 3)
+    a.put(chain("before", 1))
+    b.hit(keys)
+    answers = list[object]()
+
+    def slow(*_, **__):
+        # The other one finds the bundle by listing, and writes nothing.
+        b.store.shelves.get(b.namespace).distrust()
+        answers.append(b.put(keys))
+        raise OSError(errno.ENOSPC, "ENOSPC")
+
+    with monkeypatch.context() as patch:
+        if function == "sync":
+            patch.setattr(changes_module, "sync_directory", slow)
+        else:
+            patch.setattr(a.store.board, "announce", slow)
+        assert a.put(keys) == [False] * 3
+    assert answers == [[True] * 3]
+    for side in (a, b, rig()):
+        assert side.holds(keys)
+
+
+def test_what_could_not_be_announced_is_announced_with_the_next_set(rig, monkeypatch):
+    a, b, keys = rig(), rig(), chain("a", 3)
+    a.put(chain("before", 1))
+    assert b.hit(keys) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store.board, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC")))
+        assert a.put(keys) == [False] * 3
+    assert b.hit(keys) == 0
+    assert a.put(chain("after", 1)) == [True]
+    for side in (a, b, rig()):
+        assert side.holds(keys)
+        assert side.holds(chain("after", 1))
+
+
+def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
+    a, knows, keys, others = rig(), rig(), chain("a", 3), chain("b", 3)
+    a.put(keys)
+    assert knows.holds(keys)
+    (mine,) = a.bundles()
+    a.put(others)
+    (second,) = set(a.bundles()) - {mine}
+    name = parse_bundle(second.name)._replace(sequence=parse_bundle(mine.name).sequence)
+    second.rename(second.with_name(str(name)))
+    for side in (a, knows):
+        side.store.descriptors.close()
+        side.store.shelves.get(side.namespace).distrust()
+        assert side.holds(keys)
+        assert side.stats().pages_damaged == 0
+    assert mine.exists()
+    # Once it has gone, the other one is what the number stands for.
+    mine.unlink()
+    for side in (a, knows):
+        side.store.shelves.get(side.namespace).distrust()
+        assert side.present(keys) == [False] * 3
+        assert side.holds(others)
+
+
+def test_a_hit_without_checksums_is_of_the_file_whose_index_was_read(rig):
+    a, keys, others = rig(), chain("a", 2), chain("b", 2)
+    knows = rig(verify_checksums=False, open_files=0)
+    with unclear(errno.EIO, into_place):
+        a.put(keys)
+    knows.hit(keys)
+    a.put(others)
+    knows.store.shelves.get(knows.namespace).distrust()
+    assert knows.versions(keys) in ([0, 0], [None, None])
+    assert knows.holds(others)
