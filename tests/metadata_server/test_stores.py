@@ -114,7 +114,7 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
     restored.settle(NOW + 6, 10**5)
     assert restored.list_scopes().scopes[0].free == 5000
     again = reserve(restored, ["x"], now=NOW + 6)
-    assert again.generations == [2]
+    assert again.generations[0] > max(generations.generations)
     store.close()
 
 

@@ -74,8 +74,8 @@ class MetadataService:
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
         """New or cleared scopes."""
-        self._ceilings = {"lease": 1, "pin": 1}
-        """As they are written down."""
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling}
+        """As they are written down, or would be found by a restart without them."""
 
     # Scopes.
 

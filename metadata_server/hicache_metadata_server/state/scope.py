@@ -290,11 +290,14 @@ class Scope:
             first, end = slots.start, slots.stop
             table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
             table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
-            table.generations[first:end] = array("Q", [generation + 1 for generation in table.generations[first:end]])
+            if max(table.generations[first:end]) < first_lease:
+                table.generations[first:end] = array("Q", leases)
+            else:
+                self._count_generations(slots, leases)
         else:
             for slot, key, lease in zip(slots, keys, leases, strict=True):
                 table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
-                table.generations[slot] += 1
+            self._count_generations(slots, leases)
         table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
             for slot, prefix in zip(slots, prefixes, strict=True):
@@ -307,6 +310,12 @@ class Scope:
         self.changed.append(slots)
         self.leased.append(slots)
         return slots
+
+    def _count_generations(self, slots: Sequence[int], leases: Sequence[int]) -> None:
+        """The generation is the lease's number, which no other server has given or will give; but for slots that are ahead of it."""
+        generations = self.table.generations
+        for slot, lease in zip(slots, leases, strict=True):
+            generations[slot] = max(generations[slot] + 1, lease)
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
         slot, table = self.leases.log.slot(lease), self.table

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import inspect
 
 from hicache_metadata_server.protocol import JSON, MSGPACK
-from hicache_metadata_server.service.refused import RefusedError, invalid
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.refused import RefusedError, invalid, too_large
+from hicache_metadata_server.web.body_size import holds_more_values, most_values
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.protocol import Limits
 
 CONTENT_TYPES: Final = (JSON, MSGPACK)
-_NAMED: Final = re.compile(r"field `([^`]+)`")
+TOGETHER: Final = 256
+"""Entries of a list that are checked at once when a wrong one is searched for."""
 
 
 class Body:
-    """Decodes the bodies of one route."""
+    """Decodes the bodies of one route.
 
-    def __init__(self, kind: type[msgspec.Struct], content_types: tuple[str, ...]) -> None:
-        self._kind = kind
+    A body that is refused costs no more than twice what decoding one of the limits' size costs: it is counted before it is decoded, and a
+    wrong entry is searched for by groups.
+    """
+
+    def __init__(self, kind: type[msgspec.Struct], content_types: tuple[str, ...], limits: Limits = DEFAULTS) -> None:
+        self._kind, self._limits = kind, limits
         self._decoders: dict[str, msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]] = {
             JSON: msgspec.json.Decoder(kind),
             MSGPACK: msgspec.msgpack.Decoder(kind),
@@ -34,6 +43,8 @@ class Body:
         """
         if content_type not in self._content_types:
             raise RefusedError(415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type")
+        if holds_more_values(body, content_type, most_values(self._limits)):
+            raise too_large(f"more than {self._limits.keys} entries", "body")
         try:
             return self._decoders[content_type].decode(body)
         except msgspec.ValidationError as error:
@@ -59,13 +70,25 @@ def _locate(raw: object, wanted: inspect.Type) -> str:
         return ""
     entries = msgspec.convert(raw, list[Any])
     if isinstance(wanted, inspect.ListType):
-        return _in_list(entries, [wanted.item_type] * len(entries))
+        return _in_list(entries, wanted.item_type)
     if isinstance(wanted, inspect.TupleType) and len(entries) == len(wanted.item_types):
-        return _in_list(entries, list(wanted.item_types))
+        return _in_tuple(entries, wanted.item_types)
     return ""
 
 
-def _in_list(raw: list[Any], kinds: list[inspect.Type]) -> str:
+def _in_list(raw: list[Any], kind: inspect.Type) -> str:
+    """The first entry that is wrong, searched for by groups: a conversion of one costs as much as that of many."""
+    annotation = _annotation(kind)
+    group = list.__class_getitem__(annotation)
+    for start in range(0, len(raw), TOGETHER):
+        some = raw[start : start + TOGETHER]
+        if not _converts(some, group):
+            i = next(i for i, entry in enumerate(some) if not _converts(entry, annotation))
+            return f"[{start + i}]{_locate(some[i], kind)}"
+    return ""
+
+
+def _in_tuple(raw: list[Any], kinds: tuple[inspect.Type, ...]) -> str:
     for i, (entry, kind) in enumerate(zip(raw, kinds, strict=True)):
         if not _fits(entry, kind):
             return f"[{i}]{_locate(entry, kind)}"
@@ -85,8 +108,12 @@ def _in_struct(raw: dict[Any, Any], wanted: inspect.StructType) -> str:
 
 
 def _fits(raw: object, kind: inspect.Type) -> bool:
+    return _converts(raw, _annotation(kind))
+
+
+def _converts(raw: object, annotation: Any) -> bool:
     try:
-        msgspec.convert(raw, _annotation(kind))
+        msgspec.convert(raw, annotation)
     except msgspec.ValidationError:
         return False
     return True

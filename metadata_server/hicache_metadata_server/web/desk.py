@@ -302,7 +302,7 @@ class Desk:
 
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
         service, name = self.service, path.rpartition("/")[2]
-        body = Body(route.request, CONTENT_TYPES) if route.request else None
+        body = Body(route.request, CONTENT_TYPES, service.limits) if route.request else None
         fixed: dict[str, Do] = {
             "/v2": lambda _, now: service.about,
             "/v2/scopes": lambda _, now: service.list_scopes(),
@@ -325,7 +325,7 @@ class Desk:
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:
         kind, token = p.COMPATIBLE_ROUTES[operation]
-        return Body(kind, (p.JSON,)), token
+        return Body(kind, (p.JSON,), self.service.limits), token
 
     def _compatible_endpoint(self, path: str) -> Endpoint:
         empty, _, rest = path.partition("/")

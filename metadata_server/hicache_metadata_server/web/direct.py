@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.web.desk import Request
+from hicache_metadata_server.web.desk import Started
 from hicache_metadata_server.web.front import Asked, Front, headers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from hicache_metadata_server.web.desk import Said
@@ -92,7 +94,7 @@ class DirectProtocol(HttpToolsProtocol):
         parts, exchange.begin = exchange.parts, perf_counter()
         body = exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
         started = front.start(exchange.asked, body)
-        if isinstance(started, Request):
+        if not isinstance(started, Started):
             task = self.loop.create_task(self._answer_in_turns(front, exchange, started))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
@@ -104,8 +106,8 @@ class DirectProtocol(HttpToolsProtocol):
         else:
             written.add_done_callback(partial(self._tell_written, front, exchange, said))
 
-    async def _answer_in_turns(self, front: Front, exchange: _Exchange, request: Request) -> None:
-        self._tell(front, exchange, await front.in_turns(exchange.asked, request))
+    async def _answer_in_turns(self, front: Front, exchange: _Exchange, answer: Coroutine[Any, Any, Said]) -> None:
+        self._tell(front, exchange, await answer)
 
     def _tell_written(self, front: Front, exchange: _Exchange, said: Said, written: asyncio.Future[None]) -> None:
         error = written.exception()

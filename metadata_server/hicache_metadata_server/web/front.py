@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,8 +18,7 @@ from hicache_metadata_server.web.page.assets import is_page
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -35,6 +35,9 @@ OPEN_PAGES: Final = ("/openapi.json",)
 LOOKS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)
+TOO_LARGE: Final = 413
+READ_AT_ONCE: Final = 256 << 10
+"""Longer bodies are read in turn; this one takes a few milliseconds at most, whatever is in it."""
 OTHER: Final = "other"
 """What unknown paths are called in metrics and logs."""
 
@@ -69,6 +72,7 @@ class Front:
         self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
         self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
         self._recorder, self._slowest = server.recorder, server.recorder.slowest
+        self._reading = asyncio.Lock()
         self.most_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +92,7 @@ class Front:
             asked = self.asked(path, scope["method"], headers)
             body = await self._body(receive, headers)
             begin = time.perf_counter()
-            said = await self._answer(asked, body)
+            said = await self.ended(asked, self.start(asked, body))
         except RefusedError as refused:
             said = refusal(refused, content_types(path, headers)[1])
             if asked is None and said.status in UNAUTHORIZED:
@@ -136,22 +140,44 @@ class Front:
         entry = Entry() if endpoint.audited else None
         return Asked(endpoint, content_type, answer_type, once, caller, entry, request_id, watched)
 
-    def start(self, asked: Asked, body: bytes) -> Started | Request:
-        """Do it, or say what of it has to take turns with others (`in_turns`)."""
+    def start(self, asked: Asked, body: bytes) -> Started | Coroutine[Any, Any, Said]:
+        """Do it, or return what does it in turn with others, and has to be awaited."""
+        return self._in_turn(asked, body) if len(body) > READ_AT_ONCE else self._begin(asked, body)
+
+    async def _in_turn(self, asked: Asked, body: bytes) -> Said:
+        """Read a long body: one in each turn of the event loop, however many have come, so that nobody waits for several."""
+        async with self._reading:
+            started = self._begin(asked, body)
+            await asyncio.sleep(0)
+        return await self.ended(asked, started)
+
+    async def ended(self, asked: Asked, started: Started | Coroutine[Any, Any, Said]) -> Said:
+        """The answer, when all is done and written."""
+        if not isinstance(started, Started):
+            return await started
+        written = self.join() if started.changes else None
+        try:
+            if written is not None:
+                await written
+        except StoreError as error:
+            return self.unwritten(asked, error)
+        return started.said
+
+    def _begin(self, asked: Asked, body: bytes) -> Started | Coroutine[Any, Any, Said]:
         try:
             request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once, asked.caller)
             if asked.watched is not None:
                 asked.watched.message = request.message
             if asked.entry is not None:
                 asked.entry.about = about(request.message, self._desk.names(request))
-            return self._desk.start(request) or request
+            return self._desk.start(request) or self._in_turns(asked, request)
         except RefusedError as refused:
             return Started(refusal(refused, asked.answer_type), False)
         except Exception:  # noqa: BLE001 - a fault of ours must not take the connection, and its trace belongs into the log
             return Started(self._fault(asked), asked.endpoint.changes)
 
-    async def in_turns(self, asked: Asked, request: Request) -> Said:
-        """Do what `start` did not."""
+    async def _in_turns(self, asked: Asked, request: Request) -> Said:
+        """Do what the desk has not done at once."""
         try:
             return await self._desk.in_turns(request)
         except RefusedError as refused:
@@ -176,7 +202,8 @@ class Front:
         seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else OTHER
         self._metrics.answered(route, said.status, seconds)
         if asked is not None and seconds > self._slowest.floor:
-            self._recorder.add(asked, said.status, seconds, bytes(body))
+            # What is refused for its size may be too much to be read.
+            self._recorder.add(asked, said.status, seconds, b"" if said.status == TOO_LARGE else bytes(body))
         if asked is not None and asked.watched is not None and self._watch is not None:
             self._watch.end(asked.watched, route, said.status, seconds)
 
@@ -187,18 +214,6 @@ class Front:
             self._audit.refused(name, said.status, code, caller, peer)
         elif asked.entry is not None:
             self._audit.request(name, said.status, caller, peer, asked.entry.about)
-
-    async def _answer(self, asked: Asked, body: bytes) -> Said:
-        started = self.start(asked, body)
-        if isinstance(started, Request):
-            return await self.in_turns(asked, started)
-        written = self.join() if started.changes else None
-        try:
-            if written is not None:
-                await written
-        except StoreError as error:
-            return self.unwritten(asked, error)
-        return started.said
 
     def _fault(self, asked: Asked) -> Said:
         _log.exception("request_failed", route=asked.endpoint.name, request_id=asked.request_id)

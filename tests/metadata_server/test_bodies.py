@@ -1,0 +1,149 @@
+"""What it costs to refuse a body: no more than a body of its size may cost, and nobody waits for two of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol import JSON, MSGPACK
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.web import bodies
+from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
+from hicache_metadata_server.web.body_size import holds_more_values, most_values
+from tests.metadata_server.http_calls import run, running
+
+ENCODE = {JSON: msgspec.json.encode, MSGPACK: msgspec.msgpack.encode}
+LOOKUP = Body(p.Lookup, CONTENT_TYPES)
+
+
+def refused(body, content_type, reader=LOOKUP):
+    with pytest.raises(RefusedError) as caught:
+        reader.decode(body, content_type)
+    return caught.value.status, caught.value.problem.field
+
+
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
+@pytest.mark.parametrize("wrong", [0, 255, 256, 20_000, 29_999])
+def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(monkeypatch, content_type, wrong):
+    keys = ["k"] * 30_000
+    keys[wrong] = None
+    body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": ["k"]}, {"scope": "0:kv", "keys": keys}]})
+    calls, convert = [], msgspec.convert
+    monkeypatch.setattr(bodies.msgspec, "convert", lambda *args, **kwargs: calls.append(0) or convert(*args, **kwargs))
+    assert refused(body, content_type) == (422, f"scopes[1].keys[{wrong}]")
+    assert len(calls) < 30_000 / bodies.TOGETHER + bodies.TOGETHER + 20
+
+
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
+@pytest.mark.parametrize("entry", ["k", 7, [], {}, None, ["k", ""]])
+def test_what_holds_too_many_values_is_refused_before_any_is_made(monkeypatch, content_type, entry):
+    body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": [entry] * 150_000}]})
+    reader = Body(p.Lookup, CONTENT_TYPES)
+    monkeypatch.setattr(reader, "_decoders", {})
+    assert refused(body, content_type, reader) == (413, "body")
+
+
+def test_commas_in_keys_are_no_values():
+    keys = ["," * 500] * 2_000 + ['\\",' * 100] * 2_000
+    assert (
+        LOOKUP.decode(msgspec.json.encode(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)])), JSON).scopes[0].keys == keys
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [b'"' * 300_000, b'{"scopes":["' + b'\\",' * 100_000, b'"\\' * 150_000, b"," * 300_000, b"[" * 300_000]
+)
+def test_what_is_no_json_is_looked_at_once(body):
+    """A search that began anew at each quote would take minutes."""
+    assert refused(body, JSON)[0] in (400, 413, 422)
+
+
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
+def test_the_largest_requests_within_the_limits_are_read(content_type):
+    count, scopes = DEFAULTS.keys, DEFAULTS.scopes
+    keys, numbers = ["," * 100 + str(i) for i in range(count // scopes)], [2**64 - 1] * (count // scopes)
+    for message in (
+        p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=keys)] * scopes, owner="o", lease_seconds=1.5),
+        p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=numbers, lengths=numbers, checksums=numbers)] * scopes),
+        p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys, generations=numbers)] * scopes),
+    ):
+        body = ENCODE[content_type](message)
+        assert Body(type(message), CONTENT_TYPES).decode(body, content_type) == message
+    pairs = p.CompatibleReserve(keys=[("k" * 30, "p" * 30)] * count)
+    assert Body(p.CompatibleReserve, (JSON,)).decode(msgspec.json.encode(pairs), JSON) == pairs
+    confirm = p.CompatibleConfirm(written_keys_to_confirm=[("k" * 30, 2**40)] * count)
+    assert Body(p.CompatibleConfirm, (JSON,)).decode(msgspec.json.encode(confirm), JSON) == confirm
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+def counted(value):
+    """Values of msgpack, those inside apart."""
+    match value:
+        case list():
+            return 1 + sum(map(counted, value))
+        case dict():
+            return 1 + sum(1 + counted(entry) for entry in value.values())
+    return 1
+
+
+@settings(max_examples=40)
+@given(VALUES, st.integers(0, 40))
+def test_values_of_msgpack_are_counted(value, most):
+    body = msgspec.msgpack.encode(value)
+    assert holds_more_values(body, MSGPACK, most) == (counted(value) > most)
+
+
+def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
+    async def scenario():
+        async with running() as caller:
+            turns, read_in, ended = 0, [], False
+            decode = Body.decode
+
+            def read(self, body, content_type):
+                read_in.append(turns)
+                return decode(self, body, content_type)
+
+            async def count_turns():
+                nonlocal turns
+                while not ended:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            monkeypatch.setattr(Body, "decode", read)
+            counting = asyncio.create_task(count_turns())
+            body = msgspec.json.encode({"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]})
+            replies = await asyncio.gather(*(caller.send("POST", "/v2/lookup", body) for _ in range(6)))
+            ended = True
+            await counting
+            assert {(reply.status, reply.json["field"]) for reply in replies} == {(422, "scopes[0].keys[1]")}
+            assert len(read_in) == len(set(read_in)) == 6, "two were read in one turn"
+
+    run(scenario())
+
+
+def test_what_is_refused_for_its_size_is_not_read_for_the_slowest_calls(monkeypatch):
+    """Nor for anything else: it is as long to read there."""
+
+    async def scenario():
+        async with running() as caller:
+            seen = []
+            monkeypatch.setattr(
+                caller.app.server.recorder, "add", lambda asked, status, seconds, body: seen.append((status, body))
+            )
+            body = msgspec.json.encode({"scopes": [], "keys": ["k"] * (most_values(DEFAULTS) // 2 + 1)})
+            assert (await caller.send("POST", "/v2/lookup", body)).status == 413
+            assert seen == [(413, b"")]
+
+    run(scenario())
