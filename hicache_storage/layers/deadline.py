@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.observability.request_ids import call_request_id
-from hicache_storage.spec import Caller, Health, HiCacheStorageExtraInfo, PoolName, StorageTimeoutError, StuckReads
+from hicache_storage.spec import (
+    Caller,
+    CallInfoScope,
+    Health,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    StorageTimeoutError,
+    StuckReads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,10 +92,24 @@ class DeadlineLayer(AnsweringLayer):
         )
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
-        return self._bounded(lambda _: self.inner.delete(keys, pool=pool), lambda: [False] * len(keys), self._default)
+        def delete(info: HiCacheStorageExtraInfo) -> list[bool]:
+            with CallInfoScope(info):
+                return self.inner.delete(keys, pool=pool)
+
+        return self._bounded(delete, lambda: [False] * len(keys), self._default)
 
     def clear(self) -> None:
-        self._bounded(lambda _: self.inner.clear(), lambda: None, self._default)
+        def clear(info: HiCacheStorageExtraInfo) -> None:
+            with CallInfoScope(info):
+                self.inner.clear()
+
+        def refuse() -> None:
+            raise StorageTimeoutError(
+                f"{type(self.inner).__name__}: the clear was not over within {self._seconds} s; it may have happened, or may "
+                "still happen: repeat it before relying on it"
+            )
+
+        self._bounded(clear, refuse, self._default)
 
     def health(self) -> Health:
         late = Health(ok=False, detail=f"no answer within {self._seconds} s")

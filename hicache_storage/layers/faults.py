@@ -5,7 +5,7 @@ faults = FaultLayer(create_storage("file", identity, config), FaultOptions(seed=
 ```
 
 Whatever it does a real store may do under the contract: a page is missing, a call is a miss, an answer takes long. No wrong
-page is delivered, and nothing is raised that the storage does not raise. Around a storage of `create_storage` a hang is
+page is delivered, and nothing is raised but what a clear that did not happen raises. Around a storage of `create_storage` a hang is
 seen by the engine itself; `wrap(FaultLayer(driver, ...), StorageOptions(...))` has it end at the deadline, as in production.
 """
 
@@ -19,7 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.spec import ConfigError
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """How often what goes wrong. The probabilities are of each call of exists, get and set, each independent of the others.
+    """How often what goes wrong. The probabilities are of each call of exists, get, set and clear, each independent of the others.
 
     Raises:
         ConfigError: a value is out of range.
@@ -52,9 +52,9 @@ class FaultOptions:
     """Longest delay; each is between nothing and that."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """A hang ends after this long with a miss, or when the layer is told to `relent` or closed."""
+    """A hang ends after this long with a miss, or when the layer is told to `relent` or closed. A clear raises then."""
     failure: float = 0.0
-    """The call is a miss, and counts as a fault. Half of these calls have reached the storage, and only the answer is lost."""
+    """The call is a miss, and counts as a fault; a clear raises. Half of these calls have reached the storage, and only the answer is lost."""
     partial: float = 0.0
     """Some of the pages are answered as missing, or as not stored."""
 
@@ -126,6 +126,15 @@ class FaultLayer(AnsweringLayer):
             extra_info,
         )
         return _holed(answer, draw)
+
+    def clear(self) -> None:
+        draw = self._draw()
+
+        def fail() -> None:
+            kind = StorageTimeoutError if draw.hangs else StorageUnavailableError
+            raise kind("an injected fault: the pages may have been cleared, or not")
+
+        self._ask(draw, lambda _: self.inner.clear(), fail, None)
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()

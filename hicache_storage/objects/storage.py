@@ -30,9 +30,11 @@ from hicache_storage.spec import (
     PoolTransferResult,
     StorageIdentity,
     StorageStats,
+    StorageTimeoutError,
     StorageUnavailableError,
     UnknownPoolError,
     common_hit,
+    current_call_info,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +120,12 @@ class ObjectStorage(HiCacheStorage):
         raise DriverContractError(f"{type(self).__name__} declares 'deletes' without delete_objects()")
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces. Only with the capability `clears`."""
+        """Remove all objects of these namespaces, and return when none is left. Only with the capability `clears`.
+
+        Raise if that did not happen, or if nobody knows whether it did; a clear that returns is relied on (rule LC-7).
+        Ask `call.expired()` between steps, and raise once it is true: the caller has been told, and what is stored from
+        then on must not be removed.
+        """
         raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
@@ -252,7 +259,8 @@ class ObjectStorage(HiCacheStorage):
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(registered.namespace, keys)]
             self._forget_damage(registered.namespace, keys)
-            return self._ask("delete", lambda: self.delete_objects(batches, Call()), [keys])[0]
+            call = _call(current_call_info())
+            return self._ask("delete", lambda: self.delete_objects(batches, call), [keys])[0]
 
     def clear(self) -> None:
         if not self._capabilities.clears:
@@ -260,9 +268,19 @@ class ObjectStorage(HiCacheStorage):
             return
         with self._lifecycle:
             namespaces = [pool.namespace for pool in self._pools.values()]
+            call = _call(current_call_info())
+            try:
+                self._lifecycle.ensure_connected(insist=True)
+                self.clear_namespaces(namespaces, call)
+            except Exception as error:
+                self.recorder.count_fault()
+                if isinstance(error, HiCacheError):
+                    raise
+                kind = StorageTimeoutError if isinstance(error, TimeoutError) else StorageUnavailableError
+                raise kind(f"{self._driver_name}: cleared in part or not at all: {error!r}") from error
+            # Not before: what is damaged and still there stays hidden.
             with self._damaged_lock:
                 self._damaged.clear()
-            self._attempt("clear", lambda: self.clear_namespaces(namespaces, Call()))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
