@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec.arguments import check_list, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,8 +64,7 @@ class FaultOptions:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is a probability, got {getattr(self, name)}")
         for name in ("delay_seconds", "hang_seconds"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+            check_seconds(name, getattr(self, name), or_zero=True)
 
 
 class FaultLayer(AnsweringLayer):
@@ -93,6 +93,7 @@ class FaultLayer(AnsweringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        check_list(keys, "keys")
         draw = self._draw()
         # Asking for the head of a chain is how a store answers whose later pages are gone.
         asked = keys[: draw.random.randrange(len(keys))] if draw.partial and keys else keys

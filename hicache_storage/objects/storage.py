@@ -13,7 +13,7 @@ from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, Objec
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
-from hicache_storage.objects.requests import PoolRequest, RegisteredPool, pool_requests
+from hicache_storage.objects.requests import PoolRequest, RegisteredPool, check_transfers, pool_requests
 from hicache_storage.observability.logs import fields
 from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.pools.adapter import page_access
@@ -207,6 +207,7 @@ class ObjectStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         check_keys(keys)
         transfers = pool_transfers or ()
+        check_transfers(transfers, "pool_transfers")
         asked = dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
         absent = [False] * len(keys)
         # Geometry of the policies is checked here, before any I/O.
@@ -260,7 +261,7 @@ class ObjectStorage(HiCacheStorage):
             batches = [LookupBatch(registered.namespace, keys)]
             self._forget_damage(registered.namespace, keys)
             call = _call(current_call_info())
-            return self._ask("delete", lambda: self.delete_objects(batches, call), [keys])[0]
+            return self._ask("delete", lambda: self.delete_objects(batches, call), [keys], call)[0]
 
     def clear(self) -> None:
         if not self._capabilities.clears:
@@ -312,7 +313,7 @@ class ObjectStorage(HiCacheStorage):
 
     def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
         batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
-        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups])
+        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call)
         if self._damaged:
             for batch, present in zip(batches, found, strict=True):
                 name = batch.namespace.name
@@ -334,7 +335,7 @@ class ObjectStorage(HiCacheStorage):
             for request, pages in zip(requests, targets, strict=True)
         ]
         asked = [batch.reads for batch in batches]
-        filled = self._ask("read", lambda: self.read_objects(batches, call), asked) if batches else []
+        filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
         results = dict[PoolName, list[bool]]()
         for request, pages, batch, full in zip(requests, targets, batches, filled, strict=True):
             with call.caller as waits:
@@ -385,7 +386,7 @@ class ObjectStorage(HiCacheStorage):
         pending = [index for index, batch in enumerate(batches) if batch.writes]
         if pending:
             asked = [batches[index] for index in pending]
-            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
+            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked], call)
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
         return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
@@ -431,9 +432,14 @@ class ObjectStorage(HiCacheStorage):
         return limit is None or namespace.page_bytes <= limit
 
     def _ask(
-        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]]
+        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]], call: Call
     ) -> list[list[bool]]:
-        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1)."""
+        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1).
+
+        It is not asked once the deadline has passed, which is no fault of the store.
+        """
+        if call.expired():
+            return [[False] * len(batch) for batch in items]
 
         def checked() -> list[list[bool]]:
             answers = question()
@@ -499,6 +505,8 @@ def _is_any_served(answers: list[list[bool]]) -> bool:
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
     if extra_info is None:
         return Call()
+    if extra_info.prefix_keys:
+        check_keys(extra_info.prefix_keys, "prefix_keys")
     return Call(
         extra_info.deadline_seconds,
         prefix_keys=extra_info.prefix_keys or (),
