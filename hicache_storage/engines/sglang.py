@@ -98,6 +98,8 @@ class SGLangBridge(EngineStorage):
         self._logical = False
         self._unserved: dict[str, str] = {}
         self._weights = ""
+        self._uncleared = ""
+        """Why the last clear did not happen; empty once one has."""
         self._meter = Meter(enabled=storage_config.enable_storage_metrics)
         self._refusals = Refusals("SGLang")
 
@@ -144,7 +146,7 @@ class SGLangBridge(EngineStorage):
             raise
         previous = self._storage
         self._storage, self._anchor, self._logical, self._unserved = storage, mem_pool_host, logical, {}
-        self._weights = weights
+        self._weights, self._uncleared = weights, ""
         self._export(storage)
         if previous is not None:
             previous.close()
@@ -185,12 +187,26 @@ class SGLangBridge(EngineStorage):
     def clear(self) -> None:
         """Remove all pages of this identity's registered pools.
 
+        SGLang 0.5.23 logs what is raised here and answers its own caller with success all the same. So after a clear that
+        may not have happened nothing is served until one has, or until the storage is attached anew: the pages that should
+        be gone are no hits.
+
         Raises:
-            UnsupportedOperationError: the driver cannot. SGLang logs it and keeps what it believes to be stored; an answer
-                it would ignore.
+            UnsupportedOperationError: the driver cannot; what is stored is served as before.
+            StorageUnavailableError: it did not happen, or nobody knows whether it did.
+            InvalidPoolError: the KV pool has not been registered.
         """
-        if self._storage is not None:
+        if self._storage is None:
+            raise InvalidPoolError("the KV pool has not been registered")
+        try:
             self._storage.clear()
+        except UnsupportedOperationError:
+            raise
+        except BaseException as error:
+            self._uncleared = f"{type(error).__name__}: {error}"
+            logger.error("hicache bridge: not cleared; nothing is served until a clear has succeeded: %s", error)
+            raise
+        self._uncleared = ""
 
     def close(self) -> None:
         """Close the storage. Idempotent; calls that come later are answered with `False` and 0."""
@@ -284,6 +300,10 @@ class SGLangBridge(EngineStorage):
         if (weights := _weight_version()) != self._weights:
             raise StorageUnavailableError(
                 f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by now; detach and attach the storage"
+            )
+        if self._uncleared:
+            raise StorageUnavailableError(
+                f"the last clear did not happen ({self._uncleared}); clear again, or detach and attach the storage"
             )
         return self._storage
 

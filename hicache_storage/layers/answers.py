@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.namespace import Namespace, check_keys
-from hicache_storage.objects.requests import RegisteredPool, pool_requests
+from hicache_storage.objects.requests import RegisteredPool, check_transfers, pool_requests
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
 
@@ -34,6 +34,7 @@ class Misses:
             InvalidTransferError: as the storage would.
         """
         check_keys(keys)
+        check_transfers(transfers or (), "pool_transfers")
         absent = [False] * len(keys)
         asked = [PoolName.KV, *(PoolPresence.of(transfer, absent).name for transfer in transfers or ())]
         return PoolTransferResult(0, dict.fromkeys(asked, 0), [])

@@ -12,8 +12,18 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.objects.namespace import check_keys
 from hicache_storage.observability.request_ids import call_request_id
-from hicache_storage.spec import Caller, Health, HiCacheStorageExtraInfo, PoolName, StorageTimeoutError, StuckReads
+from hicache_storage.spec import (
+    Caller,
+    CallInfoScope,
+    Health,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    StorageClosedError,
+    StorageTimeoutError,
+    StuckReads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,22 +66,21 @@ class DeadlineLayer(AnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         info, longest = self._within(extra_info), self.capabilities.lookup_seconds
-        if longest is not None and longest <= (info.deadline_seconds or self._seconds):
-            return self.inner.batch_exists_v2(keys, pool_transfers, info)
         return self._bounded(
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda: self._misses.exists(keys, pool_transfers),
             info,
+            waits=longest is not None and longest <= self._limit(info),
         )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        info = self._within(extra_info)
-        if self.capabilities.stuck_reads is StuckReads.WAITS:
-            return self.inner.batch_get_v2(transfers, info)
         return self._bounded(
-            lambda info: self.inner.batch_get_v2(transfers, info), lambda: self._misses.pages(transfers, reads=True), info
+            lambda info: self.inner.batch_get_v2(transfers, info),
+            lambda: self._misses.pages(transfers, reads=True),
+            self._within(extra_info),
+            waits=self.capabilities.stuck_reads is StuckReads.WAITS,
         )
 
     def batch_set_v2(
@@ -84,10 +93,26 @@ class DeadlineLayer(AnsweringLayer):
         )
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
-        return self._bounded(lambda _: self.inner.delete(keys, pool=pool), lambda: [False] * len(keys), self._default)
+        check_keys(keys)
+
+        def delete(info: HiCacheStorageExtraInfo) -> list[bool]:
+            with CallInfoScope(info):
+                return self.inner.delete(keys, pool=pool)
+
+        return self._bounded(delete, lambda: [False] * len(keys), self._default)
 
     def clear(self) -> None:
-        self._bounded(lambda _: self.inner.clear(), lambda: None, self._default)
+        def clear(info: HiCacheStorageExtraInfo) -> None:
+            with CallInfoScope(info):
+                self.inner.clear()
+
+        def refuse() -> None:
+            raise StorageTimeoutError(
+                f"{type(self.inner).__name__}: the clear was not over within {self._seconds} s; it may have happened, or may "
+                "still happen: repeat it before relying on it"
+            )
+
+        self._bounded(clear, refuse, self._default)
 
     def health(self) -> Health:
         late = Health(ok=False, detail=f"no answer within {self._seconds} s")
@@ -134,16 +159,31 @@ class DeadlineLayer(AnsweringLayer):
         asked = extra_info.deadline_seconds
         return replace(extra_info, deadline_seconds=self._seconds if asked is None else min(asked, self._seconds))
 
+    def _limit(self, info: HiCacheStorageExtraInfo) -> float:
+        return self._seconds if info.deadline_seconds is None else info.deadline_seconds
+
     def _bounded(
-        self, ask: Callable[[HiCacheStorageExtraInfo], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo
+        self,
+        ask: Callable[[HiCacheStorageExtraInfo], AnswerT],
+        miss: Callable[[], AnswerT],
+        info: HiCacheStorageExtraInfo,
+        *,
+        waits: bool = False,
     ) -> AnswerT:
-        if not self.capabilities.may_hang:
+        """Ask, and answer a miss at the deadline; a call that `waits` ends in time by itself, or has to be waited for."""
+        seconds = self._limit(info)
+        if seconds <= 0:
+            # The caller's doing, and no fault of the store.
+            if self._closes:
+                raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
+            return miss()
+        if waits or not self.capabilities.may_hang:
             return ask(info)
         caller = Caller()
         # Drawn here at the latest: the line about a call that is late has to tell which one.
         told = replace(info, caller=caller, request_id=call_request_id(info.request_id))
         job = _Job(lambda: ask(told))
-        if self._workers.run(job, info.deadline_seconds or self._seconds):
+        if self._workers.run(job, seconds):
             self._answers = True
             return job.result()
         # From here on nothing is written to the caller's memory, and nothing of it is published.
@@ -152,8 +192,8 @@ class DeadlineLayer(AnsweringLayer):
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(
-            level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, info.deadline_seconds,
-            extra={"request_id": told.request_id, "seconds": info.deadline_seconds},
+            level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, seconds,
+            extra={"request_id": told.request_id, "seconds": seconds},
         )  # fmt: skip
         return miss()
 

@@ -5,7 +5,7 @@ faults = FaultLayer(create_storage("file", identity, config), FaultOptions(seed=
 ```
 
 Whatever it does a real store may do under the contract: a page is missing, a call is a miss, an answer takes long. No wrong
-page is delivered, and nothing is raised that the storage does not raise. Around a storage of `create_storage` a hang is
+page is delivered, and nothing is raised but what a clear that did not happen raises. Around a storage of `create_storage` a hang is
 seen by the engine itself; `wrap(FaultLayer(driver, ...), StorageOptions(...))` has it end at the deadline, as in production.
 """
 
@@ -19,7 +19,8 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.spec import ConfigError
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec.arguments import check_list, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """How often what goes wrong. The probabilities are of each call of exists, get and set, each independent of the others.
+    """How often what goes wrong. The probabilities are of each call of exists, get, set and clear, each independent of the others.
 
     Raises:
         ConfigError: a value is out of range.
@@ -52,9 +53,9 @@ class FaultOptions:
     """Longest delay; each is between nothing and that."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """A hang ends after this long with a miss, or when the layer is told to `relent` or closed."""
+    """A hang ends after this long with a miss, or when the layer is told to `relent` or closed. A clear raises then."""
     failure: float = 0.0
-    """The call is a miss, and counts as a fault. Half of these calls have reached the storage, and only the answer is lost."""
+    """The call is a miss, and counts as a fault; a clear raises. Half of these calls have reached the storage, and only the answer is lost."""
     partial: float = 0.0
     """Some of the pages are answered as missing, or as not stored."""
 
@@ -63,8 +64,7 @@ class FaultOptions:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is a probability, got {getattr(self, name)}")
         for name in ("delay_seconds", "hang_seconds"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+            check_seconds(name, getattr(self, name), or_zero=True)
 
 
 class FaultLayer(AnsweringLayer):
@@ -93,6 +93,7 @@ class FaultLayer(AnsweringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        check_list(keys, "keys")
         draw = self._draw()
         # Asking for the head of a chain is how a store answers whose later pages are gone.
         asked = keys[: draw.random.randrange(len(keys))] if draw.partial and keys else keys
@@ -126,6 +127,15 @@ class FaultLayer(AnsweringLayer):
             extra_info,
         )
         return _holed(answer, draw)
+
+    def clear(self) -> None:
+        draw = self._draw()
+
+        def fail() -> None:
+            kind = StorageTimeoutError if draw.hangs else StorageUnavailableError
+            raise kind("an injected fault: the pages may have been cleared, or not")
+
+        self._ask(draw, lambda _: self.inner.clear(), fail, None)
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hicache_storage.spec import ConfigError
+from hicache_storage.spec.arguments import check_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,9 @@ class StorageOptions:
     """A span for each call, by OpenTelemetry and the process' own tracer provider (`hicache-storage[otel]`)."""
 
     def __post_init__(self) -> None:
-        if self.deadline_seconds is not None and self.deadline_seconds <= 0:
-            raise ConfigError(f"deadline_seconds must be positive or None, got {self.deadline_seconds}")
-        if self.breaker_threshold < 0:
-            raise ConfigError(f"breaker_threshold must not be negative, got {self.breaker_threshold}")
-        if self.breaker_cooldown_seconds <= 0:
-            raise ConfigError(f"breaker_cooldown_seconds must be positive, got {self.breaker_cooldown_seconds}")
+        if self.deadline_seconds is not None:
+            check_seconds("deadline_seconds", self.deadline_seconds)
+        threshold: object = self.breaker_threshold
+        if not (isinstance(threshold, int) and threshold >= 0):
+            raise ConfigError(f"breaker_threshold must be a number of calls, 0 at least, got {threshold!r}")
+        check_seconds("breaker_cooldown_seconds", self.breaker_cooldown_seconds)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicache_storage.layers.measuring import MeasuringLayer
+from hicache_storage.objects.requests import check_transfers
 from hicache_storage.observability.request_ids import RequestScope, call_request_id
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
+from hicache_storage.spec.arguments import check_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from hicache_storage.observability.otel import Spans
     from hicache_storage.spec import HiCacheStorage, PoolTransfer, PoolTransferResult
@@ -36,6 +39,8 @@ class TracingLayer(MeasuringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        check_list(keys, "keys")
+        check_transfers(pool_transfers or (), "pool_transfers")
         info = _with_id(extra_info)
         pools = list(dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ()))))
         with RequestScope(info.request_id or "") as name, self._spans.call("batch_exists", name, pools, len(keys)) as span:
@@ -56,8 +61,10 @@ class TracingLayer(MeasuringLayer):
     def _move(
         self, operation: str, transfers: Sequence[PoolTransfer], info: HiCacheStorageExtraInfo
     ) -> dict[PoolName, list[bool]]:
+        check_transfers(transfers)
         pools = [transfer.name for transfer in transfers]
-        pages = sum(len(transfer.keys or ()) for transfer in transfers)
+        # Keys that are no list are refused below.
+        pages = sum(len(transfer.keys) for transfer in transfers if isinstance(transfer.keys, Sequence))
         with RequestScope(info.request_id or "") as name, self._spans.call(operation, name, pools, pages) as span:
             move = self.inner.batch_get_v2 if operation == "batch_get" else self.inner.batch_set_v2
             answers = move(transfers, info)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
 from hicache_storage.objects.namespace import Namespace, key_digest
 from hicache_storage.observability.request_ids import call_request_id
+from hicache_storage.spec.arguments import MAX_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,8 @@ class Call:
         request_id: str | None = None,
         caller: Caller | None = None,
     ) -> None:
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+        # As good as none: nothing of Python can wait as long.
+        self._deadline = None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
         self._caller = caller
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""

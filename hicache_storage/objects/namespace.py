@@ -10,6 +10,7 @@ import xxhash
 
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, envelope_prefix
 from hicache_storage.spec import MAX_KEY_BYTES, InvalidTransferError
+from hicache_storage.spec.arguments import check_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,17 +64,19 @@ def key_digest(key: str) -> bytes:
     return xxhash.xxh3_128_digest(key.encode())
 
 
-def check_keys(keys: Sequence[str]) -> None:
-    """Check that every key is legal (rule ID-5).
+def check_keys(keys: Sequence[str], where: str = "keys") -> None:
+    """Check that an argument is a list of keys, and that every key is legal (rule ID-5).
 
     Raises:
-        InvalidTransferError: a key is no text, longer than 512 bytes of UTF-8, or contains NUL or a lone surrogate.
+        InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or contains NUL or a lone
+            surrogate.
     """
+    check_list(keys, where)
     try:
         joined = "".join(keys)
     except TypeError:
         wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
-        raise InvalidTransferError(f"keys must be text, got {type(wrong).__name__}: {wrong!r:.80}") from None
+        raise InvalidTransferError(f"{where} must be text, got {type(wrong).__name__}: {wrong!r:.80}") from None
     if joined.isascii() and "\0" not in joined and max(map(len, keys), default=0) <= MAX_KEY_BYTES:
         return
     for key in keys:

@@ -7,7 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from hicache_storage.objects.namespace import Namespace, check_keys
-from hicache_storage.spec import InvalidTransferError, UnknownPoolError
+from hicache_storage.spec import InvalidTransferError, PoolTransfer, UnknownPoolError
+from hicache_storage.spec.arguments import check_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools.access import PageAccess
-    from hicache_storage.spec import PoolName, PoolTransfer
+    from hicache_storage.spec import PoolName
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def pool_requests(
         UnknownPoolError: a pool was never registered.
         InvalidTransferError: keys or indices do not fit; the message names the pool and the argument.
     """
+    check_transfers(transfers)
     requests: dict[PoolName, PoolRequest] = {}
     for transfer in transfers:
         pool = pools.get(transfer.name)
@@ -53,7 +55,7 @@ def pool_requests(
             known = ", ".join(sorted(pools)) or "none"
             raise UnknownPoolError(f"pool {transfer.name!r} is not registered; registered: {known}")
         keys, indices = _resolve(transfer, transfers)
-        check_keys(keys)
+        check_keys(keys, f"pool {transfer.name!r}: keys")
         slots = _first_slots(pool, len(keys), indices)
         request = requests.setdefault(transfer.name, PoolRequest(pool, [], []))
         request.keys.extend(keys)
@@ -63,6 +65,18 @@ def pool_requests(
             if len(set(request.slots)) != len(request.slots):
                 raise InvalidTransferError(f"pool {name!r}: host_indices name a page twice; two keys cannot be read into it")
     return requests
+
+
+def check_transfers(transfers: Sequence[PoolTransfer], where: str = "transfers") -> None:
+    """Check that an argument is a list of transfers.
+
+    Raises:
+        InvalidTransferError: it is none.
+    """
+    check_list(transfers, where, "transfers")
+    for transfer in cast("Sequence[object]", transfers):
+        if not isinstance(transfer, PoolTransfer):
+            raise InvalidTransferError(f"{where} must be a list of PoolTransfer, got {type(transfer).__name__}: {transfer!r:.80}")
 
 
 def _resolve(transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> tuple[Sequence[str], torch.Tensor | None]:
@@ -76,11 +90,8 @@ def _resolve(transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> tuple
             )
         keys = source.keys if keys is None else keys
         indices = source.host_indices if indices is None else indices
-    if keys is None:
-        raise InvalidTransferError(f"pool {transfer.name!r}: keys is None; pass the page keys, or an empty list")
-    if isinstance(keys, str):
-        raise InvalidTransferError(f"pool {transfer.name!r}: keys is one text; pass a list of page keys")
-    return keys, indices
+    check_list(keys, f"pool {transfer.name!r}: keys")
+    return cast("Sequence[str]", keys), indices
 
 
 @cache

@@ -13,7 +13,7 @@ from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, Objec
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
-from hicache_storage.objects.requests import PoolRequest, RegisteredPool, pool_requests
+from hicache_storage.objects.requests import PoolRequest, RegisteredPool, check_transfers, pool_requests
 from hicache_storage.observability.logs import fields
 from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.pools.adapter import page_access
@@ -30,9 +30,11 @@ from hicache_storage.spec import (
     PoolTransferResult,
     StorageIdentity,
     StorageStats,
+    StorageTimeoutError,
     StorageUnavailableError,
     UnknownPoolError,
     common_hit,
+    current_call_info,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +120,12 @@ class ObjectStorage(HiCacheStorage):
         raise DriverContractError(f"{type(self).__name__} declares 'deletes' without delete_objects()")
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces. Only with the capability `clears`."""
+        """Remove all objects of these namespaces, and return when none is left. Only with the capability `clears`.
+
+        Raise if that did not happen, or if nobody knows whether it did; a clear that returns is relied on (rule LC-7).
+        Ask `call.expired()` between steps, and raise once it is true: the caller has been told, and what is stored from
+        then on must not be removed.
+        """
         raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
@@ -200,6 +207,7 @@ class ObjectStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         check_keys(keys)
         transfers = pool_transfers or ()
+        check_transfers(transfers, "pool_transfers")
         asked = dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
         absent = [False] * len(keys)
         # Geometry of the policies is checked here, before any I/O.
@@ -252,7 +260,8 @@ class ObjectStorage(HiCacheStorage):
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(registered.namespace, keys)]
             self._forget_damage(registered.namespace, keys)
-            return self._ask("delete", lambda: self.delete_objects(batches, Call()), [keys])[0]
+            call = _call(current_call_info())
+            return self._ask("delete", lambda: self.delete_objects(batches, call), [keys], call)[0]
 
     def clear(self) -> None:
         if not self._capabilities.clears:
@@ -260,9 +269,19 @@ class ObjectStorage(HiCacheStorage):
             return
         with self._lifecycle:
             namespaces = [pool.namespace for pool in self._pools.values()]
+            call = _call(current_call_info())
+            try:
+                self._lifecycle.ensure_connected(insist=True)
+                self.clear_namespaces(namespaces, call)
+            except Exception as error:
+                self.recorder.count_fault()
+                if isinstance(error, HiCacheError):
+                    raise
+                kind = StorageTimeoutError if isinstance(error, TimeoutError) else StorageUnavailableError
+                raise kind(f"{self._driver_name}: cleared in part or not at all: {error!r}") from error
+            # Not before: what is damaged and still there stays hidden.
             with self._damaged_lock:
                 self._damaged.clear()
-            self._attempt("clear", lambda: self.clear_namespaces(namespaces, Call()))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
@@ -294,7 +313,7 @@ class ObjectStorage(HiCacheStorage):
 
     def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
         batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
-        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups])
+        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call)
         if self._damaged:
             for batch, present in zip(batches, found, strict=True):
                 name = batch.namespace.name
@@ -316,7 +335,7 @@ class ObjectStorage(HiCacheStorage):
             for request, pages in zip(requests, targets, strict=True)
         ]
         asked = [batch.reads for batch in batches]
-        filled = self._ask("read", lambda: self.read_objects(batches, call), asked) if batches else []
+        filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
         results = dict[PoolName, list[bool]]()
         for request, pages, batch, full in zip(requests, targets, batches, filled, strict=True):
             with call.caller as waits:
@@ -367,7 +386,7 @@ class ObjectStorage(HiCacheStorage):
         pending = [index for index, batch in enumerate(batches) if batch.writes]
         if pending:
             asked = [batches[index] for index in pending]
-            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked])
+            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked], call)
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
         return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
@@ -413,9 +432,14 @@ class ObjectStorage(HiCacheStorage):
         return limit is None or namespace.page_bytes <= limit
 
     def _ask(
-        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]]
+        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]], call: Call
     ) -> list[list[bool]]:
-        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1)."""
+        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1).
+
+        It is not asked once the deadline has passed, which is no fault of the store.
+        """
+        if call.expired():
+            return [[False] * len(batch) for batch in items]
 
         def checked() -> list[list[bool]]:
             answers = question()
@@ -481,6 +505,8 @@ def _is_any_served(answers: list[list[bool]]) -> bool:
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
     if extra_info is None:
         return Call()
+    if extra_info.prefix_keys:
+        check_keys(extra_info.prefix_keys, "prefix_keys")
     return Call(
         extra_info.deadline_seconds,
         prefix_keys=extra_info.prefix_keys or (),

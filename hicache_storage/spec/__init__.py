@@ -30,6 +30,7 @@ from hicache_storage.spec.errors import (
 from hicache_storage.spec.host_pool import HostPool, PageGeometry
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
 from hicache_storage.spec.policies import PoolPresence, common_hit, covered_pages, leading_pages, legal_endpoints
+from hicache_storage.spec.scopes import CallInfoScope, current_call_info
 from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "IDENTITY_FIELDS",
     "MAX_KEY_BYTES",
+    "CallInfoScope",
     "Caller",
     "Capabilities",
     "ConfigError",
@@ -86,6 +88,7 @@ __all__ = [
     "UnsupportedOperationError",
     "common_hit",
     "covered_pages",
+    "current_call_info",
     "leading_pages",
     "legal_endpoints",
     "parse_bytes",

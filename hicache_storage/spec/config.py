@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from hicache_storage.spec.arguments import MAX_SECONDS
 from hicache_storage.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +43,20 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
             hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known) or 'none'}"
             raise ConfigError(f"unknown option {name!r}{hint}")
     try:
-        return msgspec.convert(dict(options), type=model, strict=False)
+        config = msgspec.convert(dict(options), type=model, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad configuration: {_said(str(error))}") from error
+    for name in known:
+        _check_number(name, getattr(config, name))
+    return config
+
+
+def _check_number(name: str, value: object) -> None:
+    """Bounds that a model cannot state: NaN passes every comparison, and no lock waits as long as infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"bad configuration: option {name!r}: must be a finite number, got {value!r}")
+    if name.endswith("_seconds") and isinstance(value, (int, float)) and value > MAX_SECONDS:
+        raise ConfigError(f"bad configuration: option {name!r}: must be {MAX_SECONDS:.0f} seconds at most, got {value!r}")
 
 
 def _said(error: str) -> str:

@@ -16,7 +16,7 @@ HiCacheError
 +-- SlotError                        slots of a host pool asked for or given back wrongly (ValueError)
 +-- StorageClosedError               used after close() (RuntimeError)
 +-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
-+-- StorageUnavailableError          the outside world failed: raised inside drivers and by open(), never by the data path
++-- StorageUnavailableError          the outside world failed: raised inside drivers, by open() and clear(), never by the data path
     +-- StorageTimeoutError          it did not answer in time (TimeoutError)
 ```
 
@@ -121,7 +121,7 @@ class StorageForkedError(HiCacheError, RuntimeError):
 class StorageUnavailableError(HiCacheError):
     """The outside world failed: I/O error, server down, malformed answer.
 
-    Drivers raise it freely. The data path of the SDK turns it into misses; only `open()` lets it through.
+    Drivers raise it freely. The data path of the SDK turns it into misses; only `open()` and `clear()` let it through.
     """
 
     code = "unavailable"

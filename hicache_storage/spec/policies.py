@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_storage.spec.arguments import check_list
 from hicache_storage.spec.errors import InvalidTransferError
 from hicache_storage.spec.transfers import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
@@ -30,8 +31,10 @@ class PoolPresence:
         """Presence of the pool that `transfer` asks about.
 
         Raises:
-            InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`.
+            InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`, or keys that are no list.
         """
+        if transfer.keys is not None:
+            check_list(transfer.keys, f"pool {transfer.name!r}: keys")
         if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS and not 0 <= transfer.group_pages <= transfer.block_pages != 0:
             raise InvalidTransferError(
                 f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and block_pages > 0, "

@@ -112,6 +112,9 @@ class HiCacheStorage(ABC):
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
         """Remove pages; `True` where one was removed.
 
+        `False`: no page was removed, as far as is known. It was not there, or the store failed or was late, and the page
+        may still exist or may still be removed; such a failure is counted as those of the data path are.
+
         Raises:
             UnsupportedOperationError: `capabilities.deletes` is not declared.
         """
@@ -120,7 +123,12 @@ class HiCacheStorage(ABC):
     def clear(self) -> None:
         """Remove all pages of this identity's registered pools, and nothing else (rule LC-4).
 
+        Returns once none of them exists for any storage. After an error all, some or none of them may still exist, and
+        the caller repeats the call before relying on it (rule LC-7).
+
         Raises:
+            StorageUnavailableError: it did not happen, or only in part.
+            StorageTimeoutError: it was not over at the deadline; it may have happened, and may still happen.
             UnsupportedOperationError: `capabilities.clears` is not declared.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} does not declare the capability 'clears'")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from hicache_storage.spec.arguments import as_deadline, check_list
 from hicache_storage.spec.errors import InvalidTransferError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class PoolName(str):
     def __new__(cls, name: str) -> Self:
         if isinstance(name, cls):
             return name
+        given: object = name  # callers are untyped engines
+        if not isinstance(given, str):
+            raise InvalidTransferError(f"a pool's name is a text such as 'kv', got {given!r:.80}")
         # An enum member that is a str (SGLang's PoolName) prints as its class; its text is what str.__str__ sees.
         text = str.__str__(name)
         if not _POOL_NAME.fullmatch(text):
@@ -72,6 +76,9 @@ class PoolTransfer:
     """One pool's share of a batched call.
 
     `keys[i]` names the page whose slots are `host_indices[i * page_size : (i + 1) * page_size]`.
+
+    Raises:
+        InvalidTransferError: a pool's name, the policy or the geometry of its blocks is none.
     """
 
     name: PoolName
@@ -94,7 +101,15 @@ class PoolTransfer:
 
     def __post_init__(self) -> None:
         self.name = PoolName(self.name)
-        self.hit_policy = PoolHitPolicy(self.hit_policy)
+        try:
+            self.hit_policy = PoolHitPolicy(self.hit_policy)
+        except ValueError:
+            known = ", ".join(PoolHitPolicy)
+            raise InvalidTransferError(f"pool {self.name!r}: hit_policy {self.hit_policy!r:.80} is none of {known}") from None
+        for field_name, pages in (("block_pages", self.block_pages), ("group_pages", self.group_pages)):
+            given: object = pages  # callers are untyped engines
+            if not isinstance(given, int):
+                raise InvalidTransferError(f"pool {self.name!r}: {field_name} must be a number of pages, got {given!r:.80}")
         if self.indices_from_pool is not None:
             self.indices_from_pool = PoolName(self.indices_from_pool)
 
@@ -113,13 +128,30 @@ class PoolTransferResult:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheStorageExtraInfo:
-    """What the caller knows beyond the keys."""
+    """What the caller knows beyond the keys.
+
+    Raises:
+        InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by the call.
+    """
 
     prefix_keys: Sequence[str] | None = None
     """Keys that precede the call's keys in the chain, from the start of the sequence."""
     deadline_seconds: float | None = None
-    """Time the call may take from now; None leaves it to the storage's own deadline."""
+    """Time the call may take from now: None, or more than the storage's own deadline, leaves it to that.
+
+    At 0 and below the deadline has passed already: the call is a miss at once, and nothing is written or published.
+    """
     request_id: str | None = None
     """For logs and traces; at most 64 characters of it. None takes that of the context (`RequestScope`), or draws one."""
     caller: Caller | None = None
     """Whoever may stop waiting before the call ends, such as the deadline layer; None for one who never does."""
+
+    def __post_init__(self) -> None:
+        if self.deadline_seconds is not None:
+            # A lock waits for nothing but a float or an int that it can hold.
+            object.__setattr__(self, "deadline_seconds", as_deadline(self.deadline_seconds))
+        if self.prefix_keys is not None:
+            check_list(self.prefix_keys, "prefix_keys")
+        request_id: object = self.request_id
+        if not (request_id is None or isinstance(request_id, str)):
+            raise InvalidTransferError(f"request_id must be a text or None, got {request_id!r:.80}")

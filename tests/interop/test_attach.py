@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.group import PoolEntry
+from sglang.srt.mem_cache.unified_cache.storage_attachment import StorageAttachment
 
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
@@ -18,6 +20,7 @@ from hicache_storage.spec import (
     DriverNotFoundError,
     InvalidPoolError,
     StorageClosedError,
+    StorageUnavailableError,
     UnsupportedOperationError,
 )
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
@@ -183,6 +186,45 @@ def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
     rank.attach("sealed")
     with pytest.raises(UnsupportedOperationError, match="clears"):
         rank.bridge.clear()
+
+
+def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(ranks, trouble, caplog):
+    """SGLang answers its own caller with success all the same: what should be gone must be no hit."""
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("shelf")
+    rank.backup(tokens(2))
+    bridge, keys = rank.bridge, rank.hashes(tokens(2))
+    assert bridge.batch_exists(keys) == 2
+
+    def fail(operation):
+        raise OSError(5, "I/O error")
+
+    trouble.at("clear", answer=fail)
+    with pytest.raises(StorageUnavailableError, match="I/O error"):
+        bridge.clear()
+    assert "nothing is served until a clear has succeeded" in caplog.text
+    assert bridge.batch_exists(keys) == 0
+    assert bridge.refused_calls == 1
+    trouble.clear()
+    bridge.clear()
+    assert bridge.batch_exists(keys) == 0
+    rank.backup(tokens(2))
+    assert bridge.batch_exists(keys) == 2
+
+
+def test_sglang_logs_a_clear_that_failed(ranks, trouble, caplog):
+    """Its scheduler does not look at the answer (`clear_hicache_storage_wrapped`), which is why nothing is served then."""
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("shelf")
+
+    def fail(operation):
+        raise OSError(5, "I/O error")
+
+    trouble.at("clear", answer=fail)
+    engine = SimpleNamespace(cache_controller=SimpleNamespace(clear_storage_backend=rank.bridge.clear))
+    with caplog.at_level("ERROR"):
+        assert StorageAttachment(engine).clear() is False
+    assert "Failed to clear" in caplog.text
 
 
 def test_the_oldest_interface_is_refused(ranks, storage, caplog):

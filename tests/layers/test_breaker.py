@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerLayer
-from hicache_storage.spec import InvalidTransferError, PoolTransfer, StorageClosedError, UnknownPoolError
+from hicache_storage.spec import InvalidTransferError, PoolTransfer, StorageClosedError, StorageUnavailableError, UnknownPoolError
 
 
 class Clock:
@@ -112,6 +112,21 @@ def test_misuse_is_told_while_open_and_does_not_block_half_open(broken):
     with pytest.raises(UnknownPoolError):
         layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+
+
+def test_a_clear_is_asked_of_the_store_in_every_state(broken):
+    """LC-7: an operator's request is not answered by what the data path has met; nor does it decide about that."""
+    layer, storage, pool, down, _clock = broken
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    down.set()
+    for _ in range(3):
+        layer.batch_exists_v2(["a"])
+    with pytest.raises(StorageUnavailableError, match="down"):
+        layer.clear()
+    down.clear()
+    layer.clear()
+    assert not storage.objects
+    assert layer.breaker.state is BreakerState.OPEN
 
 
 def test_closed_is_told_while_open(broken):

@@ -121,7 +121,31 @@ def test_what_a_hung_read_brings_later_goes_nowhere(hanging):
     assert storage.get_stats().pools["kv"].pages_damaged == 0
 
 
-@pytest.mark.parametrize("operation", ["delete", "clear", "connect"])
+def test_a_clear_that_hangs_is_no_clear(hanging):
+    """LC-7: whoever clears is told that it may not have happened, and the driver that nobody waits any more."""
+    layer, storage, _pool, release = hanging("clear", clears=True)
+    calls, inner = [], storage.clear_namespaces
+    storage.clear_namespaces = lambda namespaces, call: (calls.append(call), inner(namespaces, call))
+    hurry(layer)
+    while not calls:
+        with pytest.raises(StorageTimeoutError, match="repeat it"):
+            layer.clear()
+    assert layer.fault_count() >= 1
+    eventually(calls[0].expired)
+    release.set()
+    hurry(layer, PATIENCE_SECONDS)
+    layer.clear()
+
+
+def test_a_delete_is_told_its_deadline(hanging):
+    layer, storage, _pool, _release = hanging("nothing", deletes=True)
+    calls, inner = [], storage.delete_objects
+    storage.delete_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
+    assert layer.delete(["a"]) == [False]
+    assert calls[0].remaining() is not None
+
+
+@pytest.mark.parametrize("operation", ["delete", "connect"])
 def test_whatever_hangs_ends_in_time(kit, operation):
     storage, _pool = kit.dict_storage(capabilities=Capabilities(deletes=True, clears=True))
     release = threading.Event()
@@ -133,7 +157,7 @@ def test_whatever_hangs_ends_in_time(kit, operation):
                 layer.open()
             assert not layer.health().ok
         else:
-            assert (layer.delete(["a", "b"]) == [False, False]) if operation == "delete" else (layer.clear() is None)
+            assert layer.delete(["a", "b"]) == [False, False]
         assert layer.fault_count() >= 1
     finally:
         release.set()

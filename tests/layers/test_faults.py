@@ -8,7 +8,13 @@ import time
 import pytest
 
 from hicache_storage.layers import FaultLayer, FaultOptions, StorageOptions, wrap
-from hicache_storage.spec import ConfigError, HiCacheStorageExtraInfo, UnknownPoolError
+from hicache_storage.spec import (
+    ConfigError,
+    HiCacheStorageExtraInfo,
+    StorageTimeoutError,
+    StorageUnavailableError,
+    UnknownPoolError,
+)
 
 KEYS = [f"page{number}" for number in range(6)]
 PLACES = list(range(6))
@@ -147,3 +153,21 @@ def test_misuse_is_told_all_the_same(around):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError):
         FaultOptions(**options)
+
+
+def test_a_clear_that_fails_raises_whether_it_has_happened_or_not(around):
+    """LC-7, as a store is: half of the failures are answers that were lost."""
+    outcomes = set()
+    for seed in range(20):
+        layer, _pool, storage = around(seed=seed, failure=1.0)
+        with pytest.raises(StorageUnavailableError):
+            layer.clear()
+        outcomes.add(bool(storage.objects))
+    assert outcomes == {True, False}
+
+
+def test_a_clear_that_hangs_raises_in_the_end(around):
+    layer, _pool, storage = around(hang=1.0, hang_seconds=0.01)
+    with pytest.raises(StorageTimeoutError):
+        layer.clear()
+    assert storage.objects

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
+from hicache_storage.layers import StorageOptions, wrap
+from hicache_storage.observability.tracing import disable, enable
 from hicache_storage.spec import (
+    HiCacheStorageExtraInfo,
     InvalidTransferError,
+    PoolHitPolicy,
+    PoolName,
     PoolTransfer,
     UnknownPoolError,
     UnsupportedOperationError,
@@ -23,6 +29,11 @@ class TestMisuse:
             (PoolTransfer("kv", torch.arange(2)), "keys is None"),
             (PoolTransfer("kv", torch.arange(2), keys="a"), "keys is one text"),
             (PoolTransfer("kv", torch.arange(2), keys=[b"a"]), "keys must be text, got bytes"),
+            (PoolTransfer("kv", torch.arange(2), keys=b"a"), "pool 'kv': keys is one text"),
+            (PoolTransfer("kv", torch.arange(2), keys=3), "pool 'kv': keys must be a list of page keys, got int"),
+            (PoolTransfer("kv", torch.arange(2), keys=iter(["a"])), "got list_iterator; pass list"),
+            (PoolTransfer("kv", torch.arange(2), keys=numpy.array(["a"])), "got ndarray"),
+            (PoolTransfer("kv", torch.arange(2), keys={"a": 0}), "got dict"),
             (PoolTransfer("kv", torch.arange(2), keys=["a" * 513]), "513 bytes"),
             (PoolTransfer("kv", torch.arange(2), keys=["ä" * 257]), "514 bytes"),
             (PoolTransfer("kv", torch.arange(2), keys=["a\0"]), "contains NUL"),
@@ -77,3 +88,104 @@ class TestMisuse:
         storage, _ = kit.dict_storage()
         with pytest.raises(UnknownPoolError, match="swa"):
             storage.delete(["a"], pool="swa")
+
+
+NO_LISTS = ["ab", b"ab", None, 7, iter(["a"]), (key for key in "ab"), numpy.array(["a", "b"]), {"a", "b"}]
+
+
+@pytest.fixture(params=["bare", "layers", "traced"])
+def around(kit, request):
+    """A dict with the page `a`: by itself, in the default layers of a breaker that takes one fault, and traced."""
+    storage, pool = kit.dict_storage()
+    assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    if request.param == "traced":
+        enable()
+    layers = wrap(storage, StorageOptions(breaker_threshold=1, traces=request.param == "traced"))
+    layers.register_mem_host_pool_v2(pool, "kv")
+    storage.asked.clear()
+    yield storage if request.param == "bare" else layers, storage, pool
+    disable()
+
+
+class TestNoList:
+    """FT-2: told by name and before any I/O; and nobody's fault, so that no breaker opens for it."""
+
+    @pytest.mark.parametrize("keys", NO_LISTS, ids=lambda keys: type(keys).__name__)
+    def test_keys(self, around, keys):
+        """`delete("ab")` deleted the pages `a` and `b`; five deletes of an iterator opened the breaker for everybody."""
+        asked, storage, pool = around
+        for call in (
+            asked.batch_exists_v2,
+            asked.delete,
+            lambda keys: asked.batch_get_v2([PoolTransfer("kv", pool.transfer("kv", ["a"], [0]).host_indices, keys=keys)]),
+            lambda keys: asked.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(prefix_keys=0 if keys is None else keys)),
+        ):
+            with pytest.raises(InvalidTransferError, match="keys"):
+                call(keys)
+        assert storage.asked == []
+        assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
+
+    @pytest.mark.parametrize("keys", [[1], [b"a"], ["a\0"], ["\ud800"], ["a" * 513], ["a", None]])
+    def test_prefix_keys_are_keys(self, around, keys):
+        asked, storage, pool = around
+        extra = HiCacheStorageExtraInfo(prefix_keys=keys)
+        for call in (
+            lambda: asked.batch_exists_v2(["a"], None, extra),
+            lambda: asked.batch_get_v2([pool.transfer("kv", ["a"], [0])], extra),
+            lambda: asked.batch_set_v2([pool.transfer("kv", ["b"], [0])], extra),
+        ):
+            with pytest.raises(InvalidTransferError):
+                call()
+        assert storage.asked == []
+        assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
+
+    @pytest.mark.parametrize("transfers", [None, 3, "kv", PoolTransfer("kv"), [None], ["kv"], iter([PoolTransfer("kv")])])
+    def test_transfers(self, around, transfers):
+        asked, storage, _pool = around
+        for call in (asked.batch_get_v2, asked.batch_set_v2):
+            with pytest.raises(InvalidTransferError, match="transfers"):
+                call(transfers)
+        if transfers is not None:
+            with pytest.raises(InvalidTransferError, match="transfers"):
+                asked.batch_exists_v2(["a"], transfers)
+        assert storage.asked == []
+
+    @pytest.mark.parametrize("keys", [3, "ab", iter(["a"]), numpy.array(["a", "b"])], ids=lambda keys: type(keys).__name__)
+    def test_the_window_of_a_policy(self, around, keys):
+        asked, storage, _pool = around
+        with pytest.raises(InvalidTransferError, match="pool 'kv': keys"):
+            asked.batch_exists_v2(["a"], [PoolTransfer("kv", keys=keys)])
+        assert storage.asked == []
+
+
+class TestNoFields:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"name": None}, "a pool's name is a text"),
+            ({"name": 3}, "a pool's name is a text"),
+            ({"name": b"kv"}, "a pool's name is a text"),
+            ({"name": "KV"}, "not of the form"),
+            ({"name": "kv", "indices_from_pool": 3}, "a pool's name is a text"),
+            ({"name": "kv", "hit_policy": "most"}, "hit_policy 'most' is none of all_pages"),
+            ({"name": "kv", "hit_policy": None}, "hit_policy None"),
+            ({"name": "kv", "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "block_pages": "4"}, "block_pages must be a number"),
+            ({"name": "kv", "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "block_pages": 4, "group_pages": 1.5}, "group_pages"),
+        ],
+    )
+    def test_of_a_transfer(self, fields, message):
+        with pytest.raises(InvalidTransferError, match=message):
+            PoolTransfer(**fields)
+
+    @pytest.mark.parametrize("fields", [{"request_id": 5}, {"request_id": b"x"}, {"prefix_keys": "ab"}, {"prefix_keys": 3}])
+    def test_of_what_the_caller_knows(self, fields):
+        with pytest.raises(InvalidTransferError, match=next(iter(fields))):
+            HiCacheStorageExtraInfo(**fields)
+
+    @pytest.mark.parametrize("name", [None, 3, b"kv"])
+    def test_of_a_pool(self, around, kit, name):
+        asked, _storage, pool = around
+        for call in (lambda: asked.delete(["a"], pool=name), lambda: asked.register_mem_host_pool_v2(pool, name)):
+            with pytest.raises(InvalidTransferError, match="a pool's name is a text"):
+                call()
+        assert PoolName("kv") == "kv"

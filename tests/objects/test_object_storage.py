@@ -185,9 +185,10 @@ def test_the_deadline_reaches_the_driver(kit):
     storage, _pool = kit.dict_storage()
     seen = []
     storage.objects_exist = lambda batches, call: (seen.append(call), [[False] * len(b.keys) for b in batches])[1]
-    storage.batch_exists_v2(["a"], extra_info=HiCacheStorageExtraInfo(deadline_seconds=0.0, prefix_keys=["p"], request_id="r"))
+    storage.batch_exists_v2(["a"], extra_info=HiCacheStorageExtraInfo(deadline_seconds=60.0, prefix_keys=["p"], request_id="r"))
     storage.batch_exists_v2(["a"])
-    assert (seen[0].expired(), seen[0].remaining(), seen[0].prefix_keys, seen[0].request_id) == (True, 0.0, ["p"], "r")
+    assert (seen[0].expired(), seen[0].prefix_keys, seen[0].request_id) == (False, ["p"], "r")
+    assert 0.0 < seen[0].remaining() <= 60.0
     assert (seen[1].expired(), seen[1].remaining()) == (False, None)
 
 

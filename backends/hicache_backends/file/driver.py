@@ -150,6 +150,8 @@ class FileStorage(ObjectStorage):
             raise OSError(errno.ETIMEDOUT, "the deadline has passed, and the pages may be in bundles not looked into yet")
         found = [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
         for catalog, batch in zip(catalogs, batches, strict=True):
+            if call.expired():
+                raise TimeoutError("the deadline of the delete has passed")
             store.rewriter.drop_all(catalog, partial(_places, catalog, batch.keys))
             catalog.shelf.share_knowledge()
         store.changes.announce(insist=not all(map(all, found)))
@@ -161,7 +163,7 @@ class FileStorage(ObjectStorage):
             for namespace in namespaces:
                 store.shelves.get(namespace.name).distrust()
             # Whole bundles go: nobody needs to know what is in them.
-            if self._clear_listed(store.catalogs(namespaces, expired=lambda: True)):
+            if self._clear_listed(store.catalogs(namespaces, expired=lambda: True), call):
                 return
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
 
@@ -175,16 +177,20 @@ class FileStorage(ObjectStorage):
         # Where some copy may still be damaged, the SDK hides the page until the next set has written it anew.
         return certain
 
-    def _clear_listed(self, catalogs: Sequence[Catalog]) -> bool:
+    def _clear_listed(self, catalogs: Sequence[Catalog], call: Call) -> bool:
         """Remove all bundles that are known; `False` where another may have taken one's place meanwhile.
 
         Raises:
-            OSError: some are still there.
+            OSError: some are still there; `TimeoutError` where the caller waits no longer.
         """
         fault: OSError | None = None
         removed = True
         for catalog in catalogs:
             for bundle in list(catalog.shelf.bundles.values()):
+                if call.expired():
+                    # The caller has been told that the clear did not end, and may have begun to store pages anew.
+                    fault = TimeoutError("the deadline of the clear has passed; some bundles are still there")
+                    break
                 try:
                     removed &= self.store.changes.remove(catalog.shelf, bundle)
                 except OSError as error:

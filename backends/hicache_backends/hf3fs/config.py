@@ -87,7 +87,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         ),
     ] = 0.0
     timeout_seconds: Annotated[
-        Seconds, Meta(description="How long the metadata server may take over what has no deadline: open, delete, clear.")
+        Seconds, Meta(description="How long the metadata server may take over what has no deadline, such as open.")
     ] = 5.0
     quarantine_seconds: Annotated[
         float, Meta(ge=0, description="How long slots rest before they are used again, without a metadata server.")

@@ -25,6 +25,7 @@ from hicache_storage.spec import (
     InvalidPoolError,
     PoolName,
     Sharing,
+    StorageTimeoutError,
     StorageUnavailableError,
     StuckReads,
 )
@@ -166,6 +167,8 @@ class MooncakeStorage(ObjectStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         with self.attachment.call() as connection:
             for name in dict.fromkeys(namespace.name for namespace in namespaces):
+                if call.expired():
+                    raise StorageTimeoutError("mooncake: the deadline of the clear has passed; some pages are still there")
                 connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:

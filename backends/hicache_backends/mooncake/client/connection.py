@@ -257,6 +257,8 @@ class Connection:
             code = store.remove_by_regex(f"^{prefix}.*", True)
             if code == library.RPC_FAILED and self._is_there():
                 code = store.remove_by_regex(f"^{prefix}.*", True)
+        if code == library.RPC_TIMED_OUT:
+            raise StorageTimeoutError("the master has not answered in time whether it has removed objects")
         if code < 0:
             raise StorageUnavailableError(f"the master answered {code} to a request to remove objects")
 

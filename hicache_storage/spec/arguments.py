@@ -1,0 +1,64 @@
+"""Checks of single arguments and options: what is no number of seconds, and what is no list."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from numbers import Real
+from typing import Final, TypeGuard
+
+from hicache_storage.spec.errors import ConfigError, InvalidTransferError
+
+MAX_SECONDS: Final = threading.TIMEOUT_MAX
+"""Longest time that a lock, a condition or a queue of Python can wait."""
+
+
+def as_deadline(seconds: object) -> float:
+    """A call's `deadline_seconds`. 0 and less have passed already; what is too long is cut down by the storage.
+
+    Raises:
+        InvalidTransferError: it is no number, or NaN.
+    """
+    if not _is_number(seconds) or seconds != seconds:  # noqa: PLR0124 - NaN, of whichever type of number
+        raise InvalidTransferError(
+            f"deadline_seconds must be a number of seconds from now, or None for the storage's own deadline, got {seconds!r:.80}"
+        )
+    try:
+        return float(seconds)
+    except OverflowError:
+        # An integer that no float can hold.
+        return math.inf if seconds > 0 else -math.inf
+
+
+def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
+    """Check an option that is a time to wait.
+
+    Raises:
+        ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a thread can wait.
+    """
+    least = 0.0 if or_zero else math.ulp(0.0)
+    if not (_is_number(seconds) and least <= seconds <= MAX_SECONDS):
+        bound = "0 at least" if or_zero else "positive"
+        raise ConfigError(f"{name} must be a number of seconds, {bound} and {MAX_SECONDS:.0f} at most, got {seconds!r:.80}")
+
+
+def check_list(value: object, where: str, what: str = "page keys") -> None:
+    """Check that an argument can be counted and gone through more than once, as a list or a tuple can, and is no text.
+
+    Raises:
+        InvalidTransferError: it is None, one text, or something else that is no sequence, such as an iterator or an array.
+    """
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return
+    if value is None:
+        raise InvalidTransferError(f"{where} is None; pass the {what}, or an empty list")
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        raise InvalidTransferError(f"{where} is one text; pass a list of {what}")
+    if not isinstance(value, Sequence):
+        raise InvalidTransferError(f"{where} must be a list of {what}, got {kind.__name__}; pass list(...) of it")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))

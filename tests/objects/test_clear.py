@@ -1,0 +1,63 @@
+"""LC-7: a clear that returns has happened, and one that has not happened raises."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from tests.objects.storing import stored
+
+
+def failing(storage, error):
+    """From now on the driver raises `error` when it is asked to clear; None for no error."""
+
+    def before(operation):
+        if operation == "clear" and error is not None:
+            raise error
+
+    storage.before = before
+
+
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("half of it"), KeyError("a bug")])
+def test_a_clear_that_fails_raises(kit, error):
+    storage, pool = kit.dict_storage()
+    stored(storage, pool, ["a"], [0])
+    failing(storage, error)
+    with pytest.raises(StorageUnavailableError):
+        storage.clear()
+    assert storage.fault_count() == 1
+    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+    failing(storage, None)
+    storage.clear()
+    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
+
+
+def test_one_that_was_late_says_so(kit):
+    storage, _pool = kit.dict_storage()
+    failing(storage, TimeoutError("no answer"))
+    with pytest.raises(StorageTimeoutError, match="no answer"):
+        storage.clear()
+
+
+def test_a_store_that_cannot_be_reached_is_not_cleared(kit):
+    storage, _pool = kit.dict_storage()
+
+    def down(operation):
+        raise OSError("no route")
+
+    storage.before = down
+    for _ in range(2):
+        # Also right after an attempt to connect has failed, where the data path does not try.
+        with pytest.raises(StorageUnavailableError, match="no route"):
+            storage.clear()
+
+
+def test_what_is_damaged_stays_hidden_when_the_clear_fails(kit):
+    storage, pool = kit.dict_storage()
+    stored(storage, pool, ["a"], [0])
+    storage.objects = {name: bytes(len(payload)) for name, payload in storage.objects.items()}
+    assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+    failing(storage, OSError("down"))
+    with pytest.raises(StorageUnavailableError):
+        storage.clear()
+    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
