@@ -217,7 +217,7 @@ class Desk:
     def problem(self) -> str:
         """Why it is not ready, or ""."""
         if self.journal is not None and self.journal.error is not None:
-            return f"the last changes could not be written: {self.journal.error}"
+            return f"changes are refused: {self.journal.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
