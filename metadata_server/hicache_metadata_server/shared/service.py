@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure, lease_seconds, see_lengths, see_limits
-from hicache_metadata_server.service.refused import RefusedError, draining, invalid
+from hicache_metadata_server.service.refused import RefusedError, draining, in_use, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
@@ -115,6 +115,18 @@ class SharedService:
 
         cleared: p.Cleared = await self._claimed(once, clear, alone=not tasks)
         return cleared
+
+    async def drop(self, request: p.Drop, once: Once = NOT_ONCE) -> p.Dropped:
+        """Remove scopes that are empty: all or none, unless one comes into use meanwhile."""
+        Measure(self.limits).scopes(request.scopes)
+        names, seconds = list(dict.fromkeys(request.scopes)), self.limits.quarantine_seconds
+        found = await self.catalog.find(request.scopes, [f"scopes[{i}]" for i in range(len(request.scopes))])
+        for remove in (False, True):
+            for i, name in enumerate(names):
+                used = await (self.catalog.remove(name) if remove else self.catalog.used(name))
+                if used:
+                    raise in_use(name, used, seconds, f"scopes[{i}]")
+        return p.Dropped(slots=[known.geometry.slots for known in found])
 
     # Pages.
 

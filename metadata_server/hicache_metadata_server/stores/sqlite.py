@@ -239,6 +239,10 @@ class SqliteStore:
                     record.cleared_until, record.tenant,
                 ),
             )  # fmt: skip
+        for number in changes.dropped:
+            # After what was written of it before: no number is given twice.
+            run("DELETE FROM scopes WHERE number = ?", (number,))
+            run("DELETE FROM blocks WHERE place >= ? AND place < ?", (number << SCOPE_BITS, (number + 1) << SCOPE_BITS))
         run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
         run("DELETE FROM pins WHERE until <= ?", (now,))
