@@ -136,6 +136,14 @@ class ObjectStorage(HiCacheStorage):
         """
         return False
 
+    def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
+        """Remove what namespaces leave in the store when they have no object any more, such as their files.
+
+        Returns:
+            Whether nothing of them is left. A driver whose namespaces cost a store nothing need not do anything.
+        """
+        return True
+
     def admit_pool(self, pool: RegisteredPool) -> None:
         """A pool is about to be registered, in the place of another of its name.
 
@@ -282,6 +290,19 @@ class ObjectStorage(HiCacheStorage):
             # Not before: what is damaged and still there stays hidden.
             with self._damaged_lock:
                 self._damaged.clear()
+
+    def remove_pools(self, seconds: float) -> bool:
+        """Remove what the namespaces of all registered pools leave in the store, once they are empty. For tools: no engine does it.
+
+        Returns:
+            Whether nothing of them is left.
+
+        Raises:
+            HiCacheError, OSError: the store refuses, or cannot be reached.
+        """
+        with self._lifecycle:
+            self._lifecycle.ensure_connected(insist=True)
+            return self.remove_namespaces([pool.namespace for pool in self._pools.values()], Call(seconds))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()

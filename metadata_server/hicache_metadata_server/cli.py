@@ -30,7 +30,7 @@ app = typer.Typer(
     help="The metadata server of the 3FS driver: run one, and look after it. A command that could not do its work exits with 2.",
     no_args_is_help=True,
 )
-for _command in (clearing.clear, moving.copy, moving.backup, moving.restore, simulating.simulate):
+for _command in (clearing.clear, clearing.drop, moving.copy, moving.backup, moving.restore, simulating.simulate):
     app.command()(_command)
 
 LOOK_SECONDS: Final = 0.1

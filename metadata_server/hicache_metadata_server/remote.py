@@ -24,6 +24,15 @@ class RemoteError(Exception):
     """The server cannot be reached, or refuses."""
 
 
+class RefusalError(RemoteError):
+    """The server was reached, and refuses."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """As the protocol calls it; "" from something that is no metadata server."""
+
+
 class Remote:
     """A server that runs somewhere."""
 
@@ -42,7 +51,7 @@ class Remote:
         """
         status, body = self._send(ROUTES[path].method, path, None if request is None else encode(request))
         if status != 200:
-            raise RemoteError(self._refusal(status, body))
+            raise self._refused(status, body)
         try:
             return decode(body, kind)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -51,12 +60,12 @@ class Remote:
     def is_ready(self) -> tuple[bool, str]:
         """Whether it gives leases, and if not, why."""
         status, body = self._send("GET", "/readyz", None)
-        return status == 200, "" if status == 200 else self._refusal(status, body)
+        return status == 200, "" if status == 200 else str(self._refused(status, body))
 
     def drains(self) -> bool:
         """Whether it gives no new leases because it was told so."""
         status, body = self._send("GET", "/readyz", None)
-        return status == 503 and self._refusal(status, body).endswith("(503 draining)")
+        return status == 503 and self._refused(status, body).code == "draining"
 
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {"Content-Type": JSON}
@@ -75,9 +84,9 @@ class Remote:
             return http.client.HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS, context=self._tls)
         return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
 
-    def _refusal(self, status: int, body: bytes) -> str:
+    def _refused(self, status: int, body: bytes) -> RefusalError:
         try:
             problem: Any = decode(body, Problem)
         except (msgspec.DecodeError, UnicodeError):
-            return f"{self._url} answers {status}"
-        return f"{problem.message} ({status} {problem.code})"
+            return RefusalError(f"{self._url} answers {status}", "")
+        return RefusalError(f"{problem.message} ({status} {problem.code})", problem.code)

@@ -51,6 +51,7 @@ def test_who_has_done_what(tmp_path):
     operator = {"token": "admin-", "tenant": "", "peer": "test:1"}
     assert [line for line in found if line["event"] == "request"] == [
         {"event": "request", **operator, "route": "/v2/clear", "scopes": [SCOPE], "status": 200},
+        {"event": "request", **operator, "route": "/v2/drop", "scopes": [SCOPE], "status": 409},
         {"event": "request", **operator, "route": "/v2/fsck", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/v2/drain", "enabled": True, "status": 200},
         {"event": "request", **operator, "route": "/v2/export", "scopes": [SCOPE], "status": 200},

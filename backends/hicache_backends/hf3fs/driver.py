@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from hicache_backends.hf3fs.client.failures import InUseError
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.scopes import metadata_keys
 from hicache_backends.hf3fs.slots.engine import SlotRead
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
+LOOK_SECONDS: Final = 0.1
+"""The interval at which a scope that is to be removed is asked whether it is empty."""
 
 
 class Hf3fsStorage(ObjectStorage):
@@ -121,6 +125,22 @@ class Hf3fsStorage(ObjectStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         scopes = self.store.scopes(namespaces)
         self.store.directory.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
+
+    def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
+        scopes = self.store.scopes(namespaces)
+        while True:
+            try:
+                self.store.directory.drop([scope.name for scope in scopes], call)
+                break
+            except InUseError:
+                left = call.remaining()
+                # Its slots are free after the quarantine, if nobody else uses them.
+                if left is not None and left <= LOOK_SECONDS:
+                    return False
+            time.sleep(LOOK_SECONDS)
+        for scope in scopes:
+            scope.file.remove()
+        return True
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         return all(self._discard(batch, call) for batch in batches)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.layers import StorageOptions
+from hicache_storage.layers import StorageOptions, innermost
+from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import config_model, create_storage, registry
 from hicache_storage.spec import (
     ConfigError,
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.tools.doctor.finding import Finding, Patient
 
+CLEAN_UP: Final = "nothing, it is empty; the next examination removes it (`hicache metadata drop` does, too)"
+LEFTOVER_SECONDS: Final = 1.0
+"""For what an earlier examination has left: it is free, or in use by one that runs beside this one."""
+QUARANTINE_SECONDS: Final = 10.0
+"""Longer than a store keeps deleted pages from being overwritten, unless it is set to more."""
 PAGES: Final = 4
 PAGE_SIZE: Final = 16
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
@@ -129,7 +135,7 @@ def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding
             yield fail(check, f"opened, and health() says: {health.detail or 'not ok'}", "start or repair the store")
             return
         if storage.capabilities.deletes or not patient.options:
-            yield from _round_trip(check, storage, throwaway=not patient.options)
+            yield from _round_trip(check, storage, patient)
         else:
             detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"
             yield warn(check, detail, f"`hicache conformance run {spec.name}` on a throwaway store")
@@ -137,14 +143,18 @@ def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding
         storage.close()
 
 
-def _round_trip(check: str, storage: HiCacheStorage, *, throwaway: bool) -> Iterator[Finding]:
+def _round_trip(check: str, storage: HiCacheStorage, patient: Patient) -> Iterator[Finding]:
     trip = _Trip.through(storage)
+    # What an earlier examination has left was made with its options, which may not fit these.
+    trip.remove_namespace(LEFTOVER_SECONDS)
     try:
         milliseconds = [f"{name} {trip.time(step) * 1e3:.1f} ms" for name, step in trip.steps()]
     finally:
         left = trip.remove()
     yield ok(check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}")
-    if left and not throwaway:
+    if patient.options and not left and not trip.remove_namespace(QUARANTINE_SECONDS):
+        yield warn(check, "the namespace of this examination is still in the store: its slots are not free yet", CLEAN_UP)
+    if left and patient.options:
         yield warn(
             check, f"{left} pages are still there after delete()", f"`hicache conformance run {storage.get_stats().driver}`"
         )
@@ -208,6 +218,16 @@ class _Trip:
         if self.storage.capabilities.deletes:
             self.storage.delete(self.keys)
         return sum(self.storage.batch_exists_v2([key]).kv_hit_pages for key in self.keys)
+
+    def remove_namespace(self, seconds: float) -> bool:
+        """Take away what is left of the namespace itself; whether it is gone."""
+        driver = innermost(self.storage)
+        if not isinstance(driver, ObjectStorage):
+            return True
+        try:
+            return driver.remove_pools(seconds)
+        except (HiCacheError, OSError):
+            return False
 
     def _transfer(self, first_page: int) -> PoolTransfer:
         import torch

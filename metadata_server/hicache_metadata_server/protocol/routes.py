@@ -25,7 +25,19 @@ from hicache_metadata_server.protocol.pages import (
     Touch,
     Unpin,
 )
-from hicache_metadata_server.protocol.upkeep import Checked, Drain, Draining, Export, Exported, Fsck, Inspect, Inspected, Scopes
+from hicache_metadata_server.protocol.upkeep import (
+    Checked,
+    Drain,
+    Draining,
+    Drop,
+    Dropped,
+    Export,
+    Exported,
+    Fsck,
+    Inspect,
+    Inspected,
+    Scopes,
+)
 
 IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 
@@ -58,6 +70,7 @@ ROUTES: Final = {
         Route("POST", "/v2/touch", Touch, Marked, Token.READ),
         Route("POST", "/v2/delete", Delete, Marked, Token.WRITE, changes=True),
         Route("POST", "/v2/clear", Clear, Cleared, Token.WRITE, changes=True),
+        Route("POST", "/v2/drop", Drop, Dropped, Token.WRITE),
         Route("GET", "/v2/scopes", None, Scopes, Token.READ),
         Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),
         Route("POST", "/v2/fsck", Fsck, Checked, Token.ADMIN),

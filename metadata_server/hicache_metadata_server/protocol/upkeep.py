@@ -63,6 +63,18 @@ class Scopes(Answer, frozen=True, kw_only=True):
     scopes: list[ScopeStatus]
 
 
+class Drop(Request, frozen=True, kw_only=True):
+    """`POST /v2/drop`: remove scopes all of whose slots are free, all or none."""
+
+    scopes: list[ScopeName]
+
+
+class Dropped(Answer, frozen=True, kw_only=True):
+    """Slots that each of the scopes had."""
+
+    slots: list[Natural]
+
+
 class Inspect(Request, frozen=True, kw_only=True):
     """`POST /v2/inspect`: what is known about some slots or keys."""
 

@@ -56,6 +56,8 @@ class Changes:
     unpinned: list[int] = field(default_factory=list[int])
     answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])
+    dropped: list[int] = field(default_factory=list[int])
+    """Scopes that are gone, by their numbers."""
 
     def add_all_but_slots(self, later: Changes) -> None:
         """Join what another group has beside slots."""
@@ -65,9 +67,10 @@ class Changes:
             self.unpinned += later.unpinned
             self.answers += later.answers
         self.counters.update(later.counters)
+        self.dropped += later.dropped
 
     def __bool__(self) -> bool:
-        return bool(self.scopes or self.slots or self.pins or self.unpinned or self.answers or self.counters)
+        return bool(self.scopes or self.slots or self.pins or self.unpinned or self.answers or self.counters or self.dropped)
 
 
 @dataclass(slots=True)

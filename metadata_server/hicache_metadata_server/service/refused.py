@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, Problem
 
 
@@ -34,6 +36,14 @@ def unknown_scope(name: str, field: str) -> RefusedError:
 def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -> RefusedError:
     """A scope is there, and is another than the client takes it for."""
     return RefusedError(409, "mismatch", f"scope {scope!r} has {name} {known!r}, not {wanted!r}", field)
+
+
+def in_use(scope: str, slots: int, seconds: float, field: str) -> RefusedError:
+    """A scope that is to be removed is not empty."""
+    message = (
+        f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try again after the quarantine"
+    )
+    return RefusedError(409, "in_use", message, field, retry_seconds=math.ceil(seconds))
 
 
 def other_size(scope: str, known: int, wanted: int) -> RefusedError:

@@ -11,7 +11,7 @@ from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRec
 from hicache_metadata_server.service.limits import DEFAULTS, Measure, lease_seconds, see_lengths, see_limits
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
-from hicache_metadata_server.service.refused import draining, invalid, mismatch, too_large, unknown_scope
+from hicache_metadata_server.service.refused import draining, in_use, invalid, mismatch, too_large, unknown_scope
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.snapshots.exported import exported
@@ -74,7 +74,12 @@ class MetadataService:
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
         """New or cleared scopes."""
-        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling}
+        self._dropped: list[int] = []
+        self._gone = set[int]()
+        """Numbers of all scopes that were dropped by this process."""
+        self._last_number = 0
+        """Of a scope."""
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0}
         """As they are written down, or would be found by a restart without them."""
 
     # Scopes.
@@ -103,7 +108,7 @@ class MetadataService:
         """Make a scope that is not there."""
         scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
         self.tenants.of_scope[geometry.scope] = tenant
-        number = self._numbers[geometry.scope] = 1 + max(self._by_number, default=0)
+        number = self._numbers[geometry.scope] = self._last_number = self._last_number + 1
         self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
@@ -129,6 +134,26 @@ class MetadataService:
         for name in request.scopes:
             self._made[name] = self._changed[name] = self.scopes[name]
         return p.Cleared(pages=[scope.clear(now) for scope in scopes])
+
+    def drop(self, request: p.Drop, now: float) -> p.Dropped:
+        """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its scope from being made anew."""
+        Measure(self.limits).scopes(request.scopes)
+        self._let_pins_go(self._pins.ended(now), now)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        for i, scope in enumerate(scopes):
+            scope.settle(now)
+            if used := len(scope.recency) + len(scope.leases) + scope.resting:
+                raise in_use(scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]")
+        for name in dict.fromkeys(request.scopes):
+            scope, number = self.scopes.pop(name), self._numbers.pop(name)
+            self._made.pop(name, None)
+            self._changed.pop(name, None)
+            del self.tenants.of_scope[name]
+            # The store may still have blocks of it to fold before it forgets them.
+            self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
+            self._gone.add(number)
+            self._dropped.append(number)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
     # Pages. What may be a long list is checked as a whole, and may then be done piece by piece (`service.slices`).
 
@@ -328,9 +353,11 @@ class MetadataService:
                 changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
                 scope.changed, scope.leased = [], []
         self._made, self._changed = {}, {}
-        for name, numbers in (("lease", self._leases), ("pin", self._pin_numbers)):
-            if numbers.ceiling != self._ceilings[name]:
-                changes.counters[name] = self._ceilings[name] = numbers.ceiling
+        changes.dropped, self._dropped = self._dropped, []
+        ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
+        for name, ceiling in ceilings.items():
+            if ceiling != self._ceilings[name]:
+                changes.counters[name] = self._ceilings[name] = ceiling
         return changes
 
     def scope_of(self, number: int) -> Scope:
@@ -341,15 +368,19 @@ class MetadataService:
         """For who keeps nothing: drop what `take_changes` would give."""
         for scope in self._changed.values():
             scope.changed, scope.leased = [], []
-        self._made, self._changed = {}, {}
+        self._made, self._changed, self._dropped = {}, {}, []
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
 
     def put_back(self, changes: Changes) -> None:
         """Take changes back that could not be written down: they are to be tried again, with what the slots are by then."""
         self.answers.withdraw(changes.answers)
+        self._dropped = changes.dropped + self._dropped
         for record in changes.scopes:
-            self._made[record.geometry.scope] = self._by_number[record.number]
+            if record.number not in self._gone:
+                self._made[record.geometry.scope] = self._by_number[record.number]
         for number, slots in changes.slots.items():
+            if number in self._gone:
+                continue
             scope = self._by_number[number]
             self._changed[scope.geometry.scope] = scope
             scope.changed.append(slots_of(slots.states.slots, len(slots.states.states)))
@@ -359,13 +390,15 @@ class MetadataService:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
-            self._ceilings[name] = 0
+            # Another than any that there is.
+            self._ceilings[name] = -1
 
     def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float) -> None:
         """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
-        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling}
+        self._last_number = max([recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)])
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
         for record in recovered.scopes:
             name = record.geometry.scope
             scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
@@ -374,7 +407,9 @@ class MetadataService:
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
             for number, slots in pin.slots.items():
-                self._by_number[number].pin(pin.pin, slots, pin.until)
+                # A clock that was set back revives a pin, but not its scope.
+                if number in self._by_number:
+                    self._by_number[number].pin(pin.pin, slots, pin.until)
         for number, scope in self._by_number.items():
             problems = restore(scope, rows(number), now, self.limits.most_lease_seconds)
             self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
@@ -447,7 +482,8 @@ class MetadataService:
     def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
         for record in records:
             for number, slots in record.slots.items():
-                self._by_number[number].unpin(record.pin, slots, now)
+                if number in self._by_number and number not in self._gone:
+                    self._by_number[number].unpin(record.pin, slots, now)
 
     def _status(self, scope: Scope) -> p.ScopeStatus:
         geometry = scope.geometry

@@ -11,7 +11,7 @@ from hicache_metadata_server.shared.address import Kind, address_of
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.shared.scripts import Script
 
@@ -95,6 +95,16 @@ class Link:
     async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """What several commands answer, each on its own."""
         return await self._seen(await self._send(commands))
+
+    async def probe_writes(self, keys: Iterable[bytes]) -> None:
+        """Write a key that nothing reads, in a cluster on each node that has one of these keys: a Redis that is full answers reads."""
+        if self.is_cluster:
+            try:
+                await self._learn_nodes()
+                keys = {self._client.get_node_from_key(key).name: key for key in keys}.values()
+            except _errors() as error:
+                raise await self._failed(error) from error
+        await self.commands([("SET", key + b":" + MARK, b"") for key in keys])
 
     async def on_each(self, *parts: str) -> list[Any]:
         """What a command answers on every node that is written to."""
@@ -226,10 +236,17 @@ class Link:
     def _error(self, error: Exception) -> StoreError:
         from redis.exceptions import ResponseError
 
-        if isinstance(error, ResponseError):
-            # It was reached and refuses: out of memory, not allowed, or a script of ours at fault.
+        if isinstance(error, ResponseError) and not _takes_no_writes(error):
+            # It was reached and refuses: not allowed, or a script of ours at fault.
             _log.error("store_refuses", store=self.shown, error=str(error))
         return StoreError(f"{self.shown}: {str(error) or type(error).__name__}")
+
+
+def _takes_no_writes(error: Exception) -> bool:
+    """Whether its memory or its disk is full: a state, which `store_failing` tells once and not for each request."""
+    from redis.exceptions import OutOfMemoryError
+
+    return isinstance(error, OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -164,6 +164,25 @@ class Scopes:
             raise key_reused()
         return replies
 
+    async def used(self, name: str, *, remove: bool = False) -> int:
+        """How many slots of a scope are not free; one that has none can be removed."""
+        (reply,) = await self.link.run([self._call(Task("drop", name, "", [remove]), NOT_ONCE)])
+        used: int = 0 if reply[0] == UNKNOWN else value_of(reply)
+        return used
+
+    async def remove(self, name: str) -> int:
+        """Remove a scope, unless slots of it are in use; how many are."""
+        record = await self.link.command("HGET", SCOPES, name)
+        # Off the list first: another server makes anew what is on it.
+        await self.link.command("HDEL", SCOPES, name)
+        used = await self.used(name, remove=True)
+        if used and record:
+            await self.link.command("HSET", SCOPES, name, record)
+        elif not used:
+            self.known.pop(name, None)
+            self._tenants.of_scope.pop(name, None)
+        return used
+
     async def claim(self, once: Once) -> bool:
         """Hold an idempotency key for a request, where the keys of its scopes may lie on other nodes; whether it was nobody's.
 

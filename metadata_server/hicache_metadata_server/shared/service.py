@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import Measure, lease_seconds, see_lengths, see_limits
-from hicache_metadata_server.service.refused import RefusedError, draining, invalid
+from hicache_metadata_server.service.refused import RefusedError, draining, in_use, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
 from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
@@ -16,6 +16,7 @@ from hicache_metadata_server.service.totals import Totals
 from hicache_metadata_server.shared.answers import NOT_ONCE, value_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
+from hicache_metadata_server.shared.names import SCOPES
 from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.pins import Pins
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Scopes, Task, is_refused, tasks_of
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 TOGETHER: Final = 4
 """Scripts of a long request that are sent together: what others wait for, some milliseconds."""
+PROBE_SECONDS: Final = 1.0
+"""The interval at which a Redis is tried whether it takes writes."""
 
 
 class SharedService:
@@ -65,6 +68,7 @@ class SharedService:
         self._pins = Pins(self.catalog)
         self._statuses: dict[str, p.ScopeStatus] = {}
         self._turn = 0
+        self._next_probe = 0.0
 
     @property
     def scopes(self) -> dict[str, Any]:
@@ -111,6 +115,18 @@ class SharedService:
 
         cleared: p.Cleared = await self._claimed(once, clear, alone=not tasks)
         return cleared
+
+    async def drop(self, request: p.Drop, once: Once = NOT_ONCE) -> p.Dropped:
+        """Remove scopes that are empty: all or none, unless one comes into use meanwhile."""
+        Measure(self.limits).scopes(request.scopes)
+        names, seconds = list(dict.fromkeys(request.scopes)), self.limits.quarantine_seconds
+        found = await self.catalog.find(request.scopes, [f"scopes[{i}]" for i in range(len(request.scopes))])
+        for remove in (False, True):
+            for i, name in enumerate(names):
+                used = await (self.catalog.remove(name) if remove else self.catalog.used(name))
+                if used:
+                    raise in_use(name, used, seconds, f"scopes[{i}]")
+        return p.Dropped(slots=[known.geometry.slots for known in found])
 
     # Pages.
 
@@ -238,6 +254,7 @@ class SharedService:
             some = names[self._turn : self._turn + scopes]
             more = await self._settle(some)
             self._turn += 0 if more else len(some)
+            await self._probe_writes()
         except StoreError as error:
             self.problem = str(error)
             raise
@@ -245,6 +262,13 @@ class SharedService:
         return more
 
     # Helpers.
+
+    async def _probe_writes(self) -> None:
+        # After one that failed the next tick tries again: the problem lasts until Redis takes writes.
+        if time.monotonic() >= self._next_probe:
+            scopes = self.catalog.known.values() if self.link.is_cluster else ()
+            await self.link.probe_writes([SCOPES, *(known.keys.all[0] for known in scopes)])
+            self._next_probe = time.monotonic() + PROBE_SECONDS
 
     async def _settle(self, names: Sequence[str]) -> bool:
         more = False

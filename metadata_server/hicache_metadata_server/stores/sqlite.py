@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -58,10 +59,12 @@ class SqliteStore:
 
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
         self.durability = durability
+        self._file = file
         _see_directory(file)
         self._lock = StoreLock(f"{file}.lock")
         self._folds = Folds()
         self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
+        self._is_replayed = False
         try:
             self._database = _open(file)
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
@@ -69,12 +72,12 @@ class SqliteStore:
             self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
         except (sqlite3.Error, StoreError, OSError, ValueError) as error:
             self._lock.release()
-            raise StoreError(f"cannot open {file}: {error}") from error
+            raise StoreError(f"cannot open {file}: {error}{_fix(error, file)}") from error
 
     def recover(self, now: float) -> Recovered:
         """Everything but slots."""
         database = self._database
-        with _told("read"):
+        with self._told("read"):
             self._replay(now)
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
             database.execute("DELETE FROM answers WHERE until <= ?", (now,))
@@ -96,7 +99,7 @@ class SqliteStore:
     def rows(self, scope: int) -> Iterator[SlotRows]:
         """The slots of a scope, in ascending order, some at a time."""
         first = scope << SCOPE_BITS
-        with _told("read"):
+        with self._told("read"):
             found = self._database.execute(
                 "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
                 (first, first, (scope + 1) << SCOPE_BITS),
@@ -111,10 +114,8 @@ class SqliteStore:
         # The number of a record that could not be written is not used again: a part of it may be there.
         self._last_group += 1
         payload = _ENCODER.encode(changes)
-        try:
+        with self._told("written"):
             self._log.append(self._last_group, payload)
-        except OSError as error:
-            raise StoreError(f"the store cannot be written: {error}") from error
         self._log_bytes += len(payload)
         places = [(scope << SCOPE_BITS) + block for scope, slots in changes.slots.items() for block in touched(slots)]
         self._folds.changed(places, self._last_group, len(payload), changes)
@@ -137,9 +138,9 @@ class SqliteStore:
     def fold(self, piece: Piece, now: float) -> None:
         """One transaction."""
         try:
-            with _told("written"):
+            with self._told("written"):
                 self._fold(piece, now)
-        except StoreError:
+        except BaseException:
             self._folds.put_back(piece)
             raise
         self._log_bytes -= piece.log_bytes
@@ -156,7 +157,7 @@ class SqliteStore:
     def checkpoint(self) -> None:
         """Move SQLite's own log into the file, and delete what of ours is in the file then."""
         self._since_checkpoint, folded = 0, self._folded_group
-        with _told("written"):
+        with self._told("written"):
             # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
             for _ in range(CHECKPOINT_PASSES):
                 _, pages, moved = self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
@@ -168,8 +169,9 @@ class SqliteStore:
     def close(self) -> None:
         """Let go of the files; where all is folded, only the database remains."""
         try:
-            with contextlib.suppress(StoreError, OSError):
-                if not self._log_bytes:
+            # What stays in the log is replayed by the next start.
+            with contextlib.suppress(StoreError, OSError, sqlite3.Error):
+                if self._is_replayed and not self._log_bytes:
                     self._settle_log()
             self._log.close()
             self._checkpoints.close()
@@ -183,6 +185,7 @@ class SqliteStore:
         for piece in replayed(self._log.groups(self._last_group), self._read):
             self._fold(piece, now)
             self._last_group = piece.last_group
+        self._is_replayed = True
         self._settle_log()
 
     def _settle_log(self) -> None:
@@ -198,6 +201,13 @@ class SqliteStore:
         if blocked:
             raise StoreError("another program is reading the database; end that, and start again")
         self._log.forget_all()
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Generator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
+            raise StoreError(f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}") from error
 
     def _read(self, place: int) -> Block | None:
         found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
@@ -229,6 +239,10 @@ class SqliteStore:
                     record.cleared_until, record.tenant,
                 ),
             )  # fmt: skip
+        for number in changes.dropped:
+            # After what was written of it before: no number is given twice.
+            run("DELETE FROM scopes WHERE number = ?", (number,))
+            run("DELETE FROM blocks WHERE place >= ? AND place < ?", (number << SCOPE_BITS, (number + 1) << SCOPE_BITS))
         run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
         run("DELETE FROM pins WHERE until <= ?", (now,))
@@ -247,12 +261,13 @@ class SqliteStore:
         )
 
 
-@contextlib.contextmanager
-def _told(done: str) -> Generator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
-        raise StoreError(f"the store cannot be {done}: {error}") from error
+def _fix(error: Exception, file: str) -> str:
+    """The end of a message about a disk that has no room, or ""."""
+    # SQLite's text is the same for a full disk and a full quota.
+    no_room = isinstance(error, sqlite3.Error) and "disk is full" in str(error)
+    if no_room or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return f"; free space in {Path(file).absolute().parent}"
+    return ""
 
 
 def _see_directory(file: str) -> None:
@@ -318,8 +333,10 @@ class StoreLock:
             holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
             os.close(self._descriptor)
             raise StoreError(f"another server has this store: {file} is locked by process {holder or 'unknown'}") from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        # Its content is for messages only: a full disk is no reason to have no lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         """Let it go; the file stays, or two servers could hold two of the same name."""

@@ -27,7 +27,7 @@ LONG_BODY: Final = 16_384
 
 OF_NO_SCOPE: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others are about the whole server."""
-NAMED: Final = (p.Clear, p.Fsck)
+NAMED: Final = (p.Clear, p.Drop, p.Fsck)
 """Messages that have names of scopes where others have parts."""
 
 Do = Callable[[Any, float], Any]
@@ -217,7 +217,7 @@ class Desk:
     def problem(self) -> str:
         """Why it is not ready, or ""."""
         if self.journal is not None and self.journal.error is not None:
-            return f"the last changes could not be written: {self.journal.error}"
+            return f"changes are refused: {self.journal.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
@@ -315,12 +315,12 @@ class Desk:
             "/v2/unpin": service.unpin,
         }
         do = fixed.get(path) or getattr(service, name)
-        changes = route.changes or path == "/v2/unpin"
+        changes = route.changes or path in ("/v2/unpin", "/v2/drop")
         checked: Do | None = getattr(service, f"do_{name}", None)
         return Endpoint(
             path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes,
             names=_names_in(route.request) if route.request else None, do_as=as_caller.get(path),
-            audited=route.token is p.Token.ADMIN or name == "clear",
+            audited=route.token is p.Token.ADMIN or name in ("clear", "drop"),
         )  # fmt: skip
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:

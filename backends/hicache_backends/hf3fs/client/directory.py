@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sized
@@ -124,6 +125,18 @@ class Directory(ABC):
             request = p.Clear(scopes=list(scopes[start : start + most]))
             gone += self._with_scopes("/v2/clear", request, request.scopes, p.Cleared, call).pages
         return gone
+
+    def drop(self, scopes: Sequence[str], call: Call) -> None:
+        """Remove empty scopes; one that is not there is no error.
+
+        Raises:
+            InUseError: a slot is live, leased or quarantined.
+        """
+        for scope in scopes:
+            with contextlib.suppress(UnknownScopeError):
+                self.send("/v2/drop", p.Drop(scopes=[scope]), p.Dropped, call)
+            with self._lock:
+                self._made.discard(scope)
 
     # How.
 

@@ -23,6 +23,12 @@ class ScopeMismatchError(MetadataError):
     code = "metadata-mismatch"
 
 
+class InUseError(MetadataError):
+    """A scope that is to be dropped has slots that are not free."""
+
+    code = "metadata-in-use"
+
+
 class PassingError(MetadataError):
     """Asked again, the server may answer; or another one of its store."""
 
@@ -60,6 +66,8 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return UnknownScopeError(text)
     if code == "mismatch":
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
+    if code == "in_use":
+        return InUseError(text)
     if status == 429:
         return TooManyError(text)
     if status == 408:

@@ -81,6 +81,13 @@ class SlotFile:
             if self._handle is handle:
                 self._handle = None
 
+    def remove(self) -> None:
+        """Remove it and what tells of it; who has it open makes it anew."""
+        self.close()
+        for path in (self.path, f"{self.path.removesuffix(SUFFIX)}.json"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
     def close(self) -> None:
         """Close it, when nobody uses it any more."""
         with self._lock:

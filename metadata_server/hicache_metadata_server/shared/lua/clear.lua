@@ -3,7 +3,10 @@ local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 settle()
-local epoch, till, pages = call('HINCRBY', META, 'epoch', 1), NOW + QUARANTINE, call('HLEN', LIVE)
+local pages = call('HLEN', LIVE)
+-- First, since it makes room: out of memory, Redis takes this and what follows it.
+call('UNLINK', LIVE, LEASED, LEASES, CHILDREN)
+local epoch, till = call('HINCRBY', META, 'epoch', 1), NOW + QUARANTINE
 call('HSET', META, 'cleared', whole(till))
 for number, set in ipairs({ORDER, ASIDE, EXPIRING}) do
   if call('EXISTS', set) == 1 then
@@ -12,7 +15,6 @@ for number, set in ipairs({ORDER, ASIDE, EXPIRING}) do
     call('ZADD', DETACHED, till, name)
   end
 end
-call('UNLINK', LIVE, LEASED, LEASES, CHILDREN)
 take_apart(BUDGET)
 if QUARANTINE == 0 then end_rests(BUDGET) end
 return answer(pages)

@@ -13,9 +13,16 @@ for i, slot in ipairs(found) do
     slots[i], generations[i], pages[i] = tonumber(slot), records[at][LEASE], records[at][PAGE]
   end
 end
-call('HINCRBY', META, 'hits', #live)
-call('HINCRBY', META, 'misses', #keys - #live)
-if touch then use(live) end
+local counted = redis.pcall('HINCRBY', META, 'hits', #live)
+local refused = type(counted) == 'table' and counted.err
+-- Out of memory or disk, Redis takes no writes: pages can be found all the same, and are neither counted nor used. A pin is a promise, and a
+-- replica (READONLY) is not to be asked.
+local full = refused and (refused:find('OOM', 1, true) or refused:find('MISCONF', 1, true))
+if refused and (pin ~= '' or not full) then return counted end
+if not refused then
+  call('HINCRBY', META, 'misses', #keys - #live)
+  if touch then use(live) end
+end
 if pin ~= '' and #live > 0 then
   -- A slot that was asked for twice is held once.
   local names, seen, holds = {}, {}, {}

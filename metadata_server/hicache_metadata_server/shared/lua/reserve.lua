@@ -7,6 +7,8 @@ local meta = call('HMGET', META, 'slots', 'fresh', 'lease', 'epoch')
 if not meta[1] then return {UNKNOWN} end
 local keys, prefixes, owner, lasts, draining = unpack(cmsgpack.unpack(ARGV[3]), 1, 5)
 if draining then return {REFUSED} end
+-- Changes nothing, and is refused when Redis is out of memory: once a script has removed something, Redis lets it write beyond the limit.
+call('HINCRBY', META, 'use', 0)
 settle()
 local slots, fresh, epoch = tonumber(meta[1]), tonumber(meta[2]), tonumber(meta[4])
 

@@ -1,0 +1,293 @@
+"""A store without room: what is answered, logged and measured meanwhile, and that it serves by itself when there is room again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from hicache_metadata_server import journal
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.serve import restored_service
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.shared import service as shared
+from hicache_metadata_server.stores import sqlite
+from hicache_metadata_server.stores.store import StoreError, open_store
+from tests.metadata_server.full_disks import small_disk
+from tests.metadata_server.http_calls import Caller, run, running, running_shared
+from tests.metadata_server.redis_servers import redis_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+PATIENCE = 20.0
+NOW = 1_700_000_000.0
+SCOPE = {"scopes": [{"scope": "0:kv", "slots": 10_000}]}
+SERVE = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metadata", "serve", "--port", "0"]
+
+
+@dataclass
+class Store:
+    """One that can be full, as a server is started with it."""
+
+    fill: Callable[[], None]
+    empty: Callable[[], None]
+    serving: Callable[[], Any]
+    """A running server, as a context manager."""
+    keeps: bool = True
+
+
+@contextmanager
+def memory_store(_: Path) -> Iterator[Store]:
+    yield Store(lambda: None, lambda: None, running, keeps=False)
+
+
+@contextmanager
+def sqlite_store(directory: Path, durability: Durability = Durability.PROCESS) -> Iterator[Store]:
+    with small_disk(directory) as disk:
+        yield Store(disk.fill, disk.empty, lambda: on_disk(disk.path, durability))
+
+
+@contextmanager
+def synchronous_sqlite_store(directory: Path) -> Iterator[Store]:
+    with sqlite_store(directory, Durability.MACHINE) as store:
+        yield store
+
+
+@contextmanager
+def redis_store(directory: Path) -> Iterator[Store]:
+    with redis_server(directory, maxmemory_policy="noeviction") as redis:
+        client = redis.client()
+
+        def bound(limit: int) -> None:
+            client.config_set("maxmemory", limit)
+
+        yield Store(lambda: bound(1), lambda: bound(0), lambda: running_shared(redis.url, DEFAULTS))
+
+
+STORES = {"memory": memory_store, "sqlite": sqlite_store, "sqlite, machine": synchronous_sqlite_store, "redis": redis_store}
+
+
+@asynccontextmanager
+async def on_disk(directory: Path, durability: Durability = Durability.PROCESS) -> AsyncIterator[Caller]:
+    store = open_store(f"sqlite:///{directory}/m.db", durability)
+    async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
+        yield caller
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(journal, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(shared, "PROBE_SECONDS", 0.1)
+
+
+def keys(count: int, name: str = "k") -> list[str]:
+    return [f"{name}{i:060d}" for i in range(count)]
+
+
+async def becomes(caller: Caller, status: int) -> str:
+    """Ask /readyz alone, as a load balancer does; returns what it says."""
+    deadline = time.monotonic() + PATIENCE
+    while (reply := await caller.send("GET", "/readyz")).status != status:
+        assert time.monotonic() < deadline, f"/readyz stays {reply.status}: {reply.body!r}"
+        await asyncio.sleep(0.01)
+    return reply.json.get("message", "")
+
+
+async def measured(caller: Caller) -> dict[str, float]:
+    lines = (await caller.send("GET", "/metrics")).body.decode().splitlines()
+    return {
+        name: float(value) for name, value in (line.split() for line in lines if line.startswith("hicache") and "{" not in line)
+    }
+
+
+async def found(caller: Caller, names: list[str]) -> int:
+    reply = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": names}]})
+    assert reply.status == 200, reply
+    return sum(slot >= 0 for slot in reply.json["scopes"][0]["slots"])
+
+
+async def reserves(caller: Caller, name: str, count: int = 100) -> tuple[int, str]:
+    reply = await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(count, name)}]})
+    return reply.status, reply.json.get("code", "")
+
+
+def events(said: list[Any]) -> list[str]:
+    return [line["event"] for line in said]
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_store_without_room(tmp_path, name):
+    """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go on."""
+
+    async def scenario(store: Store) -> None:
+        async with store.serving() as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            assert (await caller.store("0:kv", keys(100))).status == 200
+            await becomes(caller, 200)
+            store.fill()
+            if not store.keeps:
+                assert await reserves(caller, "a") == (200, "")
+                await becomes(caller, 200)
+                return
+            with structlog.testing.capture_logs() as said:
+                assert await reserves(caller, "a") == (503, "unavailable")
+                await becomes(caller, 503)
+                for turn in range(20):
+                    assert await reserves(caller, f"a{turn}") == (503, "unavailable")
+                    assert (await caller.send("GET", "/readyz")).status == 503
+                    await asyncio.sleep(0.02)
+            assert events(said) == ["store_failing"], "one line for the episode"
+            assert (await caller.send("GET", "/healthz")).status == 200
+            assert await found(caller, keys(100)) == 100
+            told = await measured(caller)
+            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (0, 1)
+            store.empty()
+            with structlog.testing.capture_logs() as said:
+                await becomes(caller, 200)
+            assert events(said) == ["store_serving"]
+            told = await measured(caller)
+            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (1, 0)
+            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+        async with store.serving() as caller:
+            assert await found(caller, keys(100) + keys(10, "new")) == 110
+            assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+
+    with STORES[name](tmp_path) as store:
+        run(scenario(store))
+
+
+def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
+    """What makes room is done: otherwise an operator has nothing to make it with."""
+
+    async def scenario(store):
+        async with store.serving() as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            assert (await caller.store("0:kv", keys(100))).status == 200
+            store.fill()
+            assert await reserves(caller, "a") == (503, "unavailable")
+            deleted = await caller.post("/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(10)}]})
+            assert deleted.json["scopes"][0]["done"] == [True] * 10
+            assert (await caller.post("/v2/clear", {"scopes": ["0:kv"]})).json == {"pages": [90]}
+            assert await found(caller, keys(100)) == 0
+
+    with redis_store(tmp_path) as store:
+        run(scenario(store))
+
+
+@pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.MACHINE])
+def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
+    """The log still has room, the database has not: changes are refused, and what was acknowledged is there afterwards."""
+
+    async def scenario(disk):
+        async with on_disk(disk.path, durability) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            assert (await caller.store("0:kv", keys(2000))).status == 200
+            disk.fill(leave=8192)
+            with structlog.testing.capture_logs() as said:
+                why = await becomes(caller, 503)
+                log_bytes = sum(file.stat().st_size for file in disk.path.glob("m.db.log-*"))
+                for turn in range(30):
+                    assert await reserves(caller, f"a{turn}", 3) == (503, "unavailable")
+            assert sum(file.stat().st_size for file in disk.path.glob("m.db.log-*")) < log_bytes + 8192
+            assert events(said) == ["store_failing"]
+            assert said[0]["step"] == "fold"
+            assert f"free space in {disk.path}" in why
+            assert (await measured(caller))["hicache_metadata_store_failing"] == 1
+            disk.empty()
+            await becomes(caller, 200)
+            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+        async with on_disk(disk.path, durability) as caller:
+            assert await found(caller, keys(2000) + keys(10, "new")) == 2010
+
+    with small_disk(tmp_path) as disk:
+        run(scenario(disk))
+
+
+def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
+    async def scenario():
+        async with on_disk(tmp_path) as caller:
+            await caller.post("/v2/initialize", SCOPE)
+            with monkeypatch.context() as full:
+                full.setattr(sqlite, "IDLE_CHECKPOINT_BLOCKS", -1)
+                full.setattr(sqlite.SqliteStore, "checkpoint", refuse)
+                assert (await caller.store("0:kv", keys(100))).status in (200, 503)
+                await becomes(caller, 503)
+                assert await reserves(caller, "a") == (503, "unavailable")
+            await becomes(caller, 200)
+            assert await reserves(caller, "b") == (200, "")
+
+    def refuse(_):
+        raise StoreError("no room")
+
+    run(scenario())
+
+
+def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path):
+    async def scenario(disk):
+        with structlog.testing.capture_logs() as said:
+            async with on_disk(disk.path) as caller:
+                await caller.post("/v2/initialize", SCOPE)
+                assert (await caller.store("0:kv", keys(100))).status == 200
+                disk.fill()
+                assert await reserves(caller, "a") == (503, "unavailable")
+        assert events(said) == ["store_failing", "unwritten", "stopped"]
+        disk.empty()
+        async with on_disk(disk.path) as caller:
+            assert await found(caller, keys(100)) == 100
+
+    with small_disk(tmp_path) as disk:
+        run(scenario(disk))
+
+
+def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
+    with small_disk(tmp_path) as disk:
+        address = f"sqlite:///{disk.path}/m.db"
+
+        store = open_store(address)
+        service = restored_service(store, ServerSettings(), NOW)
+        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=10_000)]), NOW)
+        part = p.ReserveScope(scope="0:kv", keys=keys(2000))
+        leases = service.reserve(p.Reserve(scopes=[part]), NOW).scopes[0].leases
+        part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1] * 2000, checksums=[7] * 2000)
+        service.commit(p.Commit(scopes=[part]), NOW)
+        store.write(service.take_changes())
+        # Not closed: as after kill -9, but for the lock.
+        store._lock.release()
+        disk.fill()
+        started = subprocess.run([*SERVE, "--store", address], capture_output=True, text=True, timeout=60, check=False)
+        assert started.returncode == 2, started.stderr
+        assert len(started.stderr.strip().splitlines()) == 1, started.stderr
+        assert f"{disk.path}/m.db" in started.stderr
+        assert f"free space in {disk.path}" in started.stderr
+        disk.empty()
+
+        async def look():
+            async with on_disk(disk.path) as caller:
+                assert await found(caller, keys(2000)) == 2000
+
+        run(look())
+
+
+def test_a_log_that_could_not_be_replayed_is_kept(tmp_path):
+    """Whatever the start has failed of: closing a store that was not replayed once deleted its log."""
+    address = f"sqlite:///{tmp_path}/m.db"
+    store = open_store(address)
+    store.recover(NOW)
+    store._log.append(1, b"no group")
+    store._lock.release()
+    store = open_store(address)
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.recover(NOW)
+    store.close()
+    assert list(tmp_path.glob("m.db.log-*"))
