@@ -42,11 +42,6 @@ class WritesBeforeItChecks(Plain):
         return answer
 
 
-class DeletesLetters(Plain):
-    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
-        return [self.pages.pop(self.place(self.pools[PoolName(pool)], key), None) is not None for key in keys]
-
-
 class CountsMisuse(Plain):
     """Takes five calls in a row that were refused for a store that does not work."""
 

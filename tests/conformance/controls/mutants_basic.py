@@ -152,12 +152,6 @@ CONTROLS = {
                 field_fault="D18", breaks=("FT-2",), told="raised KeyError, which is no HiCacheError", where=("Misuse",)
             ),
             "WritesBeforeItChecks": Control(field_fault="D5", breaks=("FT-2",), told="before it raised", where=("Misuse",)),
-            "DeletesLetters": Control(
-                breaks=("FT-2",),
-                told="delete of keys with one-text raised nothing",
-                where=("Misuse",),
-                cases=("test_bad_keys_of_delete",),
-            ),
             "CountsMisuse": Control(
                 breaks=("FT-2",),
                 told="and a get answers False",
