@@ -10,7 +10,7 @@ from hicache_conformance import crowding
 from hicache_conformance.catalogue import covers
 from hicache_conformance.crowding import BATCH, capacity_of, shares
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, check_hits
+from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, check_hits, hurry
 from hicache_conformance.manifest import Level
 from hicache_conformance.pages import short
 from hicache_conformance.pending import Pending
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
-STALLS: Final = {"disk": (("write",), 1), "network": (("request", "reply"), 6), "objects": (("write",), 1)}
-"""Where the set of each ground is held up: sorts of requests, and how many of them, one in each round."""
+STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
+    # A file system that lets one write at a time into a file holds up the other writer, too: the opening is held up as well.
+    "disk": ((("create",), 0), (("write",), 0)),
+    "network": tuple((("request", "reply"), number) for number in range(6)),
+    "objects": ((("write",), 0),),
+}
+"""Where a set is held up on each ground: a sort of requests, and how many of them pass; another one in each round."""
 STORE_PAGES: Final = 2 * BATCH
 """What the small store holds: the pages of the writer that is held up, and those of another one."""
 CLEARING_SECONDS: Final = 0.6
@@ -65,10 +70,9 @@ def _configs(lab: Lab) -> list[Mapping[str, object]]:
 
 def _plans(ground: Ground) -> list[FaultPlan]:
     """One for each request of a set that is held up; none where no single request can be."""
-    operations, count = STALLS.get(ground.name, ((), 0))
     return [
         FaultPlan(ground.name, (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),))
-        for number in range(count)
+        for operations, number in STALLS.get(ground.name, ())
     ]
 
 
@@ -108,10 +112,12 @@ def _meet(
         time.sleep(0.001)
     remove(other, held)
     stored = list[str]()
+    hurry(other, most)
     while not stored and time.monotonic() < began + most:
         stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
     time.sleep(max(0.0, began + least - time.monotonic()))
     ground.heal()
+    hurry(other, None)
     if not setting.comes_back(PATIENCE_SECONDS):
         raise Violation(
             "FT-4", f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it could go on"
