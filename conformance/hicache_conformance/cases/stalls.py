@@ -51,15 +51,15 @@ class StallCases:
         """One storage is held up in a set, another one clears and sets: the late writer spoils no page of the other one."""
         for config in _configs(lab):
             for plan in _plans(ground):
-                _meet(lab, ground, config, plan, lambda other, _: other.call("clear", other.storage.clear), CLEARING_SECONDS)
+                _meet(lab, ground, config, plan, lambda other, _: other.call("clear", other.storage.clear))
 
     @covers("SET-1", "GET-1", levels=FAULTS)
     def test_a_writer_that_is_held_up(self, lab: Lab, ground: Ground) -> None:
         """A storage is held up in a set for longer than a lease, while another one deletes and sets: its pages stay right."""
-        least = LEASE_SECONDS.get(ground.name, BRIEF_SECONDS)
+        after = LEASE_SECONDS.get(ground.name, BRIEF_SECONDS)
         for config in _configs(lab)[-1:]:
             for plan in _plans(ground):
-                _meet(lab, ground, config, plan, partial(_delete, lab), CLEARING_SECONDS, least=least)
+                _meet(lab, ground, config, plan, partial(_delete, lab), after=after)
 
 
 def _configs(lab: Lab) -> list[Mapping[str, object]]:
@@ -82,9 +82,8 @@ def _meet(
     config: Mapping[str, object],
     plan: FaultPlan,
     remove: Callable[[Subject, Sequence[str]], object],
-    most: float,
     *,
-    least: float = 0.0,
+    after: float = 0.0,
 ) -> None:
     """Hold up a set, let another storage remove and set pages meanwhile, and look at those afterwards.
 
@@ -94,8 +93,7 @@ def _meet(
         config: of both storages.
         plan: what holds it up.
         remove: done by the other storage first.
-        most: seconds that it tries to set pages for.
-        least: seconds that the set is held up at least.
+        after: seconds that the set was held up before.
     """
     writer = _joined(lab, config)
     if not shares(lab):
@@ -106,16 +104,15 @@ def _meet(
         other = _joined(lab, config, writer.identity)
     held, keys = lab.keys(BATCH), lab.keys(BATCH)
     ground.strike(plan)
-    began = time.monotonic()
     setting = Pending(partial(writer.set, held))
     while not ground.struck() and setting.seconds is None:
         time.sleep(0.001)
+    time.sleep(after)
     remove(other, held)
-    stored = list[str]()
-    hurry(other, most)
-    while not stored and time.monotonic() < began + most:
+    stored, until = list[str](), time.monotonic() + CLEARING_SECONDS
+    hurry(other, CLEARING_SECONDS)
+    while not stored and time.monotonic() < until:
         stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
-    time.sleep(max(0.0, began + least - time.monotonic()))
     ground.heal()
     hurry(other, None)
     if not setting.comes_back(PATIENCE_SECONDS):
