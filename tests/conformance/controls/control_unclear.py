@@ -209,6 +209,7 @@ class FileSlots(Slots):
         pairs = list(zip(slots, batch.writes, strict=False))
         done = list[bool]()
         try:
+            self.look()
             with self.file.open("r+b", buffering=0) as file:
                 for slot, write in pairs:
                     done.append(os.pwrite(file.fileno(), write.tobytes(), slot * SLOT_BYTES) > 0 and not call.expired())
@@ -218,6 +219,11 @@ class FileSlots(Slots):
                     self.medium.reserved.pop(slot, None)
                     self.settle(slot, (write.namespace.name, write.key), ok=ok)
         return [*done, *[False] * (len(batch.writes) - len(done))]
+
+    def look(self) -> None:
+        """Make sure that the file is there, after places were given and before they are written."""
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
 
     def settle(self, slot: int, place: Place, *, ok: bool) -> None:
         """A writer has done with its place: it holds a page now, or nobody's."""
