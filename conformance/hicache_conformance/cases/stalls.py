@@ -110,6 +110,11 @@ def _meet(
     setting = Pending(partial(writer.set, held))
     while not ground.struck() and setting.seconds is None:
         time.sleep(0.001)
+    if not ground.struck():
+        # A set makes no such request.
+        ground.heal()
+        setting.answer()
+        return
     time.sleep(after)
     remove(other, held)
     stored, until = list[str](), time.monotonic() + CLEARING_SECONDS
