@@ -9,11 +9,10 @@ import pytest
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
+from hicache_conformance.faults.scene import UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
 from hicache_conformance.manifest import Level
 from hicache_conformance.needs import declares
 from hicache_conformance.pages import short
-from hicache_conformance.pending import Pending
 from hicache_conformance.violation import Violation
 
 if TYPE_CHECKING:
@@ -67,44 +66,6 @@ class AppliedCases:
         wait_until_serving(lab, writer, plan)
         for subject in (writer, reader, lab.storage(writer.identity, options=UNGUARDED) if shared else writer):
             _check_there(subject, stored)
-
-    @covers("SET-1", "GET-1", "FT-6", levels=FAULTS, needs=["sharing>=process"])
-    def test_a_failure_takes_no_page_of_another_writer(self, lab: Lab, ground: Ground) -> None:
-        """Two storages set the same pages at the same time, and a request of one fails: what the other one acknowledged stays."""
-        writer, _ = working(lab, ground, pages=2)
-        other = lab.storage(writer.identity, options=UNGUARDED)
-        for step in range(MOST_STEPS):
-            plan = _failing(ground, step)
-            keys = lab.keys(2)
-            ground.strike(plan)
-            setting = Pending(partial(writer.set, keys))
-            answers = [False]
-            while not all(answers) and setting.seconds is None:
-                answers = bounded(ground, plan, "batch_set_v2", partial(other.set, keys))
-            if not setting.comes_back(PATIENCE_SECONDS):
-                raise Violation("FT-3", f"batch_set_v2 has not come back for {PATIENCE_SECONDS:.0f} s; {plan}")
-            stored = {key: plan for key, ok in zip(keys, answers, strict=False) if ok}
-            reached = ground.struck()
-            ground.heal()
-            setting.answer()
-            for subject in (other, lab.storage(writer.identity, options=UNGUARDED)):
-                _check_there(subject, stored)
-            if not reached:
-                break
-
-
-def _failing(ground: Ground, step: int) -> FaultPlan:
-    """Changes are slow, so that others see them halfway, and one of them fails."""
-    operations = tuple(sort for sort in MUTATING.get(ground.name, ()) if sort != "reply")
-    if not operations:
-        return FaultPlan(ground.name, ())
-    return FaultPlan(
-        ground.name,
-        (
-            Fault(kind=FaultKind.DELAY, operations=operations, seconds=0.003),
-            Fault(kind=FaultKind.ERROR, operations=operations, first=step, count=1, error="ENOSPC"),
-        ),
-    )
 
 
 def _plan(ground: Ground, error: str, step: int) -> FaultPlan:

@@ -29,6 +29,8 @@ class BoundedFiles(SharedFiles):
     """Evicts the least recently used files of the whole directory. Files' times tell all processes what was used."""
 
     promises: ClassVar[Capabilities] = replace(BETWEEN_PROCESSES, evicts=True)
+    moment: ClassVar[int] = 0
+    """Of the last use by this process; no two have the same, however coarse the clock."""
 
     def __init__(self, identity: StorageIdentity, config: BoundedFilesConfig) -> None:
         super().__init__(identity, config)
@@ -49,9 +51,16 @@ class BoundedFiles(SharedFiles):
 
     def touch(self, namespace: Namespace, keys: Sequence[str]) -> None:
         """Note a use, the last key first, so that tails are older than heads."""
+        BoundedFiles.moment = max(BoundedFiles.moment, self.now())
         for key in reversed(keys):
+            BoundedFiles.moment += 1
             with contextlib.suppress(FileNotFoundError):
-                os.utime(self.path(namespace, key), ns=(0, time.time_ns()))
+                os.utime(self.path(namespace, key), ns=(0, BoundedFiles.moment))
+
+    def now(self) -> int:
+        """The time by the file system's clock, which all processes share."""
+        (self.root / "clock").touch()
+        return _mtime(self.root / "clock")
 
     def make_room(self, namespace: Namespace, wanted: int) -> None:
         excess = sum(map(_size, self.counted())) + wanted - self.limit
@@ -236,6 +245,11 @@ class LookupsAreNoUse(BoundedFiles):
 class ReadsAreNoUse(BoundedFiles):
     def use_read(self, batch: ReadBatch, call: Call) -> None:
         pass
+
+
+class BelievesItsClock(BoundedFiles):
+    def now(self) -> int:
+        return time.time_ns()
 
 
 class EvictsEverything(BoundedFiles):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from control_plain import Plain
+from control_plain import Plain, PlainConfig
 
 from hicache_storage.spec import (
     PoolName,
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.objects.requests import RegisteredPool
-    from hicache_storage.spec import PoolTransfer
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, PoolTransferResult, StorageIdentity
 
 
 class SwallowsMisuse(Plain):
@@ -40,6 +40,28 @@ class WritesBeforeItChecks(Plain):
             for name, done in super().batch_set_v2([transfer]).items():
                 answer.setdefault(name, []).extend(done)
         return answer
+
+
+class CountsMisuse(Plain):
+    """Takes five calls in a row that were refused for a store that does not work."""
+
+    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+        super().__init__(identity, config)
+        self.row = 0
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        self.row += 1
+        found = super().batch_exists_v2(keys, pool_transfers, extra_info)
+        self.row = 0
+        return found
+
+    def take(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
+        return self.row < 5 and super().take(pool, key, page)
 
 
 class LogsMisses(Plain):

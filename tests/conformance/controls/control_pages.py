@@ -144,6 +144,11 @@ class Rewrites(Plain):
         return True
 
 
+class RaisesWhatThePoolRaises(Plain):
+    def read(self, request: PoolRequest) -> list[bool]:
+        return self.deliver(request)
+
+
 class AllOrNothing(Plain):
     """Refuses a batch of which some pages exist and some do not."""
 

@@ -74,6 +74,13 @@ class Plain(HiCacheStorage):
         return True
 
     def read(self, request: PoolRequest) -> list[bool]:
+        try:
+            return self.deliver(request)
+        except RuntimeError:
+            # The engine's pool failed.
+            return [False] * len(request.keys)
+
+    def deliver(self, request: PoolRequest) -> list[bool]:
         targets = request.pool.access.targets(request.slots)
         done = [self.take(request.pool, key, page) for key, page in zip(request.keys, targets, strict=True)]
         request.pool.access.deliver(request.slots, targets, done)
@@ -82,7 +89,10 @@ class Plain(HiCacheStorage):
     def write(self, request: PoolRequest) -> list[bool]:
         if not self._identity.is_writer(request.pool.name):
             return [self.there(request.pool, key) for key in request.keys]
-        sources = request.pool.access.sources(request.slots)
+        try:
+            sources = request.pool.access.sources(request.slots)
+        except RuntimeError:
+            return [False] * len(request.keys)
         return [self.put(request.pool, key, page) for key, page in zip(request.keys, sources, strict=True)]
 
     def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
@@ -137,6 +147,7 @@ class Plain(HiCacheStorage):
             return super().delete(keys, pool=pool)
         if PoolName(pool) not in self.pools:
             raise UnknownPoolError(f"pool {pool!r} is not registered")
+        check_keys(keys)
         registered = self.pools[PoolName(pool)]
         return [self.pages.pop(self.place(registered, key), None) is not None for key in keys]
 

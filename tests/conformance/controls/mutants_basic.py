@@ -51,6 +51,12 @@ CONTROLS = {
             "Rewrites": Control(breaks=("SET-3",), told="a set wrote it anew", where=("Writing",)),
             "SharesAScratchBuffer": Control(breaks=("CC-1",), told="holds bytes of key", where=("Concurrency",)),
             "FlattensPages": Control(field_fault="D11", breaks=("GET-8",), told="was not written", where=("HostPool",)),
+            "RaisesWhatThePoolRaises": Control(
+                breaks=("FT-1",),
+                told="the host pool raised, and so did the call",
+                where=("HostPool",),
+                cases=("test_a_pool_that_fails",),
+            ),
             "AllOrNothing": Control(
                 breaks=("SET-6",), told="of a batch of existing, repeated and new pages was refused", where=("Writing",)
             ),
@@ -146,6 +152,12 @@ CONTROLS = {
                 field_fault="D18", breaks=("FT-2",), told="raised KeyError, which is no HiCacheError", where=("Misuse",)
             ),
             "WritesBeforeItChecks": Control(field_fault="D5", breaks=("FT-2",), told="before it raised", where=("Misuse",)),
+            "CountsMisuse": Control(
+                breaks=("FT-2",),
+                told="and a get answers False",
+                where=("Misuse",),
+                cases=("test_misuse_is_no_fault_of_the_store",),
+            ),
             "LogsMisses": Control(breaks=("GET-6",), told="logged WARNING", where=("Reading",)),
         },
     ),

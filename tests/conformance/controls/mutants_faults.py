@@ -17,6 +17,7 @@ SERVER = (sys.executable, "-P", str(Path(__file__).with_name("control_server.py"
 
 
 _BELOW = ("Fault", "Deadline", "Plan", "Rot")
+_UNCLEAR = ("Applied", "FailedClear", "Stall")
 
 
 def _files(
@@ -70,8 +71,8 @@ def _networked(
 
 CONTROLS = dict(
     [
-        _files("SteadyFiles", where=(*_BELOW, "Process"), grounds=("disk",)),
-        _networked("Networked", where=(*_BELOW, "Sharing", "Budget"), grounds=("network", "services")),
+        _files("SteadyFiles", where=(*_BELOW, *_UNCLEAR, "Directory", "Process"), grounds=("disk",)),
+        _networked("Networked", where=(*_BELOW, *_UNCLEAR, "Sharing", "Budget"), grounds=("network", "services")),
         _files(
             "RaisesWhatTheDiskRaises",
             "FT-1",
