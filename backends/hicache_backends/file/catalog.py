@@ -266,7 +266,7 @@ class Catalog:
             return
         logged = dict[tuple[str, int], dict[BundleName, Bundle]]()
         for bundle in list(self._unread):
-            if (segment := segment_of(bundle.name.id)) in segments:
+            if (segment := segment_of(bundle.id)) in segments:
                 logged.setdefault(segment, {})[bundle.name.plain] = bundle
         self._logged = logged
 
@@ -316,6 +316,9 @@ class Catalog:
         self._insert(bundle)
 
     def _insert(self, bundle: Bundle) -> None:
+        if len(bundle.keys) == 1 and bundle.keys[0] not in self.pages:
+            self.pages[bundle.keys[0]] = bundle, 0
+            return
         places = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
         known = self.pages.keys() & bundle.keys
         if not known:

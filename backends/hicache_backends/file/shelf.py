@@ -42,10 +42,14 @@ def never() -> bool:
 class Bundle:
     """A bundle as this process knows it."""
 
-    __slots__ = ("checked", "envelopes", "gone", "keys", "modified", "name", "namespace", "path", "touched", "useless")
+    # There is one for each file of a store: what can be computed is not kept.
+    __slots__ = (
+        "checked", "directory", "envelopes", "gone", "id", "keys", "modified", "name", "namespace", "touched", "useless",
+    )  # fmt: skip
 
-    def __init__(self, namespace: str, name: BundleName, path: str) -> None:
-        self.namespace, self.name, self.path = namespace, name, path
+    def __init__(self, namespace: str, name: BundleName, directory: str, id: BundleId | None = None) -> None:
+        self.namespace, self.name, self.directory = namespace, name, directory
+        self.id = name.id if id is None else id
         self.keys: list[str] = []
         """The pages, once the index has been read."""
         self.envelopes = b""
@@ -58,6 +62,11 @@ class Bundle:
         self.gone = False
         self.useless = False
         """It is no bundle, whatever its name says."""
+
+    @property
+    def path(self) -> str:
+        """Where the file is, by its present name."""
+        return f"{self.directory}/{self.name}"
 
     @property
     def recency(self) -> int:
@@ -109,6 +118,7 @@ class Shelf:
         self._listed_since = False
         """Since others were last made to list: then more may be known here than everyone was told of."""
         self._tree, self._board, self._asks_server = tree, board, asks_server
+        self._directory = tree.bundles(namespace)
         self._listeners: list[ShelfListener] = []
         self._arriving: dict[BundleId, Bundle] = {}
         """Being added: not empty only where that was interrupted."""
@@ -191,8 +201,11 @@ class Shelf:
             self._hand_over()
         distrusts, markers = self._distrusts, notices.of(self.namespace)
         seen = {writer: marker.sequence for writer, marker in markers.items()}
-        if self._epoch == notices.epoch and (events := self._events(markers)) is not None:
-            return _Plan(self._apply(events), seen, distrusts)
+        if self._epoch == notices.epoch:
+            events = self._events(markers)
+            removed = None if events is None else self._apply(events)
+            if removed is not None:
+                return _Plan(removed, seen, distrusts)
         self._listed_since = True
         names = self._listed()
         if not last and (untold := self._untold(names, markers) - told):
@@ -221,17 +234,17 @@ class Shelf:
     def expect(self, bundle: Bundle) -> None:
         """Note a bundle that is there and that `arrive` will add, unless it has been removed until then."""
         with self.lock:
-            self._expected[bundle.name.id] = bundle
+            self._expected[bundle.id] = bundle
 
     def arrive(self, bundle: Bundle) -> bool:
         """Whether an expected bundle is still there; the lock is held until it has been added."""
-        del self._expected[bundle.name.id]
+        del self._expected[bundle.id]
         return not bundle.gone
 
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Note bundles that were published."""
         with self.lock:
-            self._arriving.update({bundle.name.id: bundle for bundle in bundles if bundle.name.id not in self.bundles})
+            self._arriving.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -247,7 +260,7 @@ class Shelf:
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles whose files are gone."""
-        self._remove({bundle.name.id for bundle in bundles})
+        self._remove({bundle.id for bundle in bundles})
 
     def _remove(self, ids: Iterable[BundleId]) -> None:
         with self.lock:
@@ -277,7 +290,7 @@ class Shelf:
 
     def bundle(self, name: BundleName) -> Bundle:
         """A bundle of that name, not yet on the shelf."""
-        return Bundle(self.namespace, name, self._tree.bundle(self.namespace, name))
+        return Bundle(self.namespace, name, self._directory)
 
     def _events(self, markers: Mapping[str, Marker]) -> list[Event] | None:
         """What is new; None where that cannot be told, because a writer's log has a gap or its marker has disappeared."""
@@ -303,35 +316,57 @@ class Shelf:
             if missed is None or rest is None:
                 return False
             missed += rest
-        if any(isinstance(event, Unlisted) for event in missed):
-            return False
         events += missed
         return True
 
-    def _apply(self, events: Sequence[Event]) -> list[BundleId]:
-        """Add what is new, and tell what is gone."""
+    def _apply(self, events: Sequence[Event]) -> list[BundleId] | None:
+        """Add what is new, and tell what is gone; None, and nothing is done, where that takes a listing."""
         # By all writers together: one's bundle may have been removed by another, whose marker came first.
         removed = {event.bundle for event in events if isinstance(event, Removed)}
         added = list[Bundle]()
         for event in events:
-            if isinstance(event, (Added, Found)) and (id := event.bundle.id) not in self.bundles and id not in removed:
-                bundle = self.bundle(event.bundle)
-                if isinstance(event, Added) and event.index is not None:
-                    bundle.keys, bundle.envelopes = event.index.keys, event.index.envelopes
-                added.append(bundle)
+            if isinstance(event, Unlisted):
+                return None
+            if isinstance(event, Removed):
+                continue
+            bundle = Bundle(self.namespace, event.bundle, self._directory)
+            if bundle.id in self.bundles or bundle.id in removed:
+                continue
+            if isinstance(event, Added) and event.index is not None:
+                bundle.keys, bundle.envelopes = event.index.keys, event.index.envelopes
+            added.append(bundle)
         self.add(added)
         return list(removed)
 
-    def _listed(self) -> list[BundleName]:
+    def _listed(self) -> dict[BundleId, BundleName]:
         """The bundles that are there; those that have been replaced, and not yet removed, are removed now."""
-        directory = self._tree.bundles(self.namespace)
-        names = bundles_among(self._settled(directory))
-        there = {name.id for name in names}
-        void = [name for name in names if name.claim is not None and name.claim.replacement in there]
-        for name in void:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{directory}/{name}")
-        return [name for name in names if name not in void] if void else names
+        names, claimed = dict[BundleId, BundleName](), list[BundleName]()
+        for name in bundles_among(self._settled(self._directory)):
+            id = name.id
+            other = names.setdefault(id, name)
+            if other is not name:
+                names[id] = self._one_of(id, other, name)
+            if name.claim is not None:
+                claimed.append(name)
+        for name in claimed:
+            if name.claim is not None and name.claim.replacement in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self._directory}/{name}")
+                if names.get(name.id) == name:
+                    del names[name.id]
+        return names
+
+    def _one_of(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
+        """The one that a number stands for, of two names in a listing."""
+        if one.plain == other.plain:
+            # Listed before and after it was claimed, or before and after it was not any more.
+            return other
+        # Two files under one number, which nothing that works right makes: all storages take the same one.
+        known = self.bundles.get(id)
+        for name in (one, other):
+            if known is not None and known.name.plain == name.plain:
+                return name
+        return min(one, other, key=lambda name: (name.created_us, name.checksum))
 
     def _settled(self, directory: str) -> list[str]:
         """The names in a directory.
@@ -349,14 +384,14 @@ class Shelf:
                 break
         return names
 
-    def _untold(self, names: Sequence[BundleName], markers: Mapping[str, Marker]) -> set[BundleName]:
+    def _untold(self, names: Mapping[BundleId, BundleName], markers: Mapping[str, Marker]) -> set[BundleName]:
         """Bundles that are new here, and later than all that their writers have announced."""
-        fresh = [name.plain for name in names if name.id not in self.bundles]
-        untold = {name for name in fresh if name.writer not in markers or markers[name.writer].sequence < name.sequence}
-        if untold:
-            retired = self._board.retired(self.namespace)
-            untold = {name for name in untold if name.writer not in retired or retired[name.writer].sequence < name.sequence}
-        return untold
+        announced = {writer: marker.sequence for writer, marker in markers.items()}
+        fresh = [name for id, name in names.items() if announced.get(id[0], 0) < id[1] and id not in self.bundles]
+        if not fresh:
+            return set()
+        retired = self._board.retired(self.namespace)
+        return {name.plain for name in fresh if name.writer not in retired or retired[name.writer].sequence < name.sequence}
 
     def _tell(self, events: Sequence[Event]) -> None:
         try:
@@ -368,25 +403,18 @@ class Shelf:
         except OSError as error:
             logger.debug("cannot tell others what was found in namespace %s: %s", self.namespace, error)
 
-    def _take(self, names: Sequence[BundleName]) -> list[BundleId]:
+    def _take(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
         """Add the bundles that are there, and tell which are not any more."""
-        fresh, there = dict[BundleId, BundleName](), set[BundleId]()
-        for name in names:
-            id = name.id
-            known = self.bundles.get(id)
-            if known is None:
-                # Of two files under one number, which nothing that works right makes, all storages take the same one.
-                fresh[id] = min(name, fresh.get(id, name), key=lambda name: (name.created_us, name.checksum))
-            elif known.name.plain == name.plain:
-                there.add(id)
-                if known.name != name:
-                    # It is being replaced, or whoever wanted to has been killed.
-                    known.name, known.path = name, self._tree.bundle(self.namespace, name)
-        # A name that differs in more than a claim is another file's, whose bytes are never read as the known bundle's.
-        impostors = [name for name in names if name.id in self.bundles and name.id not in there]
-        if impostors:
-            self._remove([name.id for name in impostors])
-            fresh.update({name.id: name for name in impostors})
-        gone = [id for id in (*self.bundles, *self._expected) if id not in there and id not in fresh]
-        self.add([self.bundle(name) for name in fresh.values()])
+        for id in names.keys() & self.bundles.keys():
+            known, name = self.bundles[id], names[id]
+            if known.name == name:
+                continue
+            if known.name.plain == name.plain:
+                # It is being replaced, or whoever wanted to has been killed.
+                known.name = name
+            else:
+                # Another file's, whose bytes are never read as the known bundle's: that one is gone.
+                self._remove([id])
+        gone = [id for id in (*self.bundles, *self._expected) if id not in names]
+        self.add([Bundle(self.namespace, name, self._directory, id) for id, name in names.items() if id not in self.bundles])
         return gone

@@ -1,0 +1,165 @@
+"""Stores of a hundred thousand small files: what a call takes beside a writer, at the first call, and within a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_storage.objects import Call, LookupBatch
+from tests.backends.file.harness import Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.hostile
+
+SETS = 100_000
+MANY_BUNDLES = 25_000
+PAGE_BYTES = (64,)
+ROOT = Path(__file__).parents[2]
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.backends.file.harness import Rig
+path, count, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rig = Rig(path, components=(64,))
+assert rig.put(["first"]) == [True]
+print("ready", flush=True)
+for number in range(count):
+    assert rig.put([f"page {number * batch + page}" for page in range(batch)]) == [True] * batch
+    if number % 1000 == 999:
+        print(number + 1, flush=True)
+rig.storage.close()
+"""
+
+
+def writing(path: Path, count: int, batch: int = 1) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", WRITER, str(path), str(count), str(batch)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def read_lines(writer: subprocess.Popen[str]) -> Iterator[str]:
+    assert writer.stdout is not None
+    yield from writer.stdout
+
+
+def percentile(sorted_times: list[float], share: float) -> float:
+    return sorted_times[min(len(sorted_times) - 1, int(len(sorted_times) * share))]
+
+
+def elapsed_ms(step) -> float:
+    started = time.perf_counter()
+    step()
+    return (time.perf_counter() - started) * 1e3
+
+
+def lookup(rig: Rig, keys: list[str], seconds: float) -> int:
+    batch = LookupBatch(rig.storage.pools["kv"].namespace, keys)
+    return sum(rig.storage.objects_exist([batch], Call(seconds))[0])
+
+
+@pytest.fixture(scope="module")
+def large_store(tmp_path_factory):
+    """A store that one writer fills, page by page, beside a reader that looks every second."""
+    path = tmp_path_factory.mktemp("scale") / "store"
+    writer = writing(path, SETS)
+    try:
+        lines = read_lines(writer)
+        assert next(lines) == "ready\n"
+        reader, times, seen = Rig(path, components=PAGE_BYTES), list[float](), 0
+        assert reader.hit(["first"]) == 1
+        os.set_blocking(writer.stdout.fileno(), False)
+        started = time.monotonic()
+        while seen < SETS:
+            assert time.monotonic() - started < 170
+            time.sleep(1.0)
+            while line := writer.stdout.readline():
+                seen = int(line)
+            assert writer.poll() in (None, 0)
+            key = f"page {max(0, seen - 1)}"
+            times.append(elapsed_ms(lambda key=key: reader.hit([key])))
+            if seen:
+                # All that was acknowledged before the look is found.
+                assert reader.hit([key]) == 1
+        seconds = time.monotonic() - started
+        assert writer.wait(60) == 0
+        reader.storage.close()
+        yield path, times, seconds
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_a_reader_beside_a_hundred_thousand_sets(large_store):
+    _, times, seconds = large_store
+    times = sorted(times)
+    p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
+    print(f"\n{SETS} one-page sets in {seconds:.0f} s; exists of a reader that looks every second ({len(times)} looks):")
+    print(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, max {times[-1]:.1f} ms")
+    assert p50 < 20
+
+
+def test_opening_a_store_of_a_hundred_thousand_small_files(large_store):
+    path, _, _ = large_store
+    reader = Rig(path, components=PAGE_BYTES)
+    taken = elapsed_ms(lambda: reader.hit([f"page {SETS - 1}"]))
+    print(f"\nopening a store of {SETS} small files, with the first exists: {taken:.0f} ms")
+    assert reader.hit([f"page {number}" for number in range(SETS)]) == SETS
+    reader.storage.close()
+    assert taken < 5000
+
+
+def test_opening_it_with_a_deadline_and_without_logs(large_store):
+    path, _, _ = large_store
+    reader = Rig(path, components=PAGE_BYTES)
+    reader.storage.open()
+    for log in Path(reader.store.tree.events(reader.namespace)).iterdir():
+        log.unlink()
+    keys, calls, found, taken = [f"page {number}" for number in range(SETS)], 0, 0, list[float]()
+    while found < SETS:
+        started = time.perf_counter()
+        found = lookup(reader, keys, 0.2)
+        taken.append(time.perf_counter() - started)
+        calls += 1
+        assert calls < 500
+    print(f"\nwithout logs, deadline 0.2 s: first call {taken[0]:.2f} s, the longest of the others {max(taken[1:]):.2f} s,")
+    print(f"all {SETS} pages found after {calls} calls and {sum(taken):.1f} s")
+    reader.storage.close()
+    assert max(taken) < 1.2
+
+
+@pytest.mark.parametrize("batch", [1, 40], ids=["one-page", "forty-pages"])
+def test_the_first_call_into_many_bundles_keeps_its_deadline(tmp_path, batch):
+    path = tmp_path / "store"
+    writer = writing(path, MANY_BUNDLES, batch)
+    try:
+        for _ in read_lines(writer):
+            pass
+        assert writer.wait(120) == 0
+    finally:
+        writer.kill()
+        writer.wait()
+    reader = Rig(path, components=PAGE_BYTES)
+    reader.storage.open()
+    pages = MANY_BUNDLES * batch
+    keys = [f"page {number}" for number in range(0, pages, batch)]
+    started = time.perf_counter()
+    found = lookup(reader, keys, 0.2)
+    first = time.perf_counter() - started
+    calls = 1
+    while found < len(keys):
+        found = lookup(reader, keys, 0.2)
+        calls += 1
+        assert calls < 200
+    total = time.perf_counter() - started
+    print(f"\n{MANY_BUNDLES} bundles, {pages} pages, deadline 0.2 s: the first call took {first:.2f} s")
+    print(f"all found after {calls} calls and {total:.1f} s")
+    reader.storage.close()
+    assert first < 1.2
