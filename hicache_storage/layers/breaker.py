@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import StorageClosedError
 
 if TYPE_CHECKING:
@@ -42,11 +43,16 @@ class CircuitBreaker:
 
     def __init__(self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._threshold, self._cooldown, self._clock = threshold, cooldown_seconds, clock
-        self._lock = threading.Lock()
         self._failures = 0
         self._open_until = 0.0
         self._state = BreakerState.CLOSED
         self.refusals = 0
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock; the state is the parent's."""
+        self._lock = threading.Lock()
 
     @property
     def state(self) -> BreakerState:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import PoolStats, StorageStats
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ class StatsRecorder:
         self.failovers = 0
         """Servers that were left for others so far."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock; a child goes on from its parent's counts."""
         self._lock = threading.Lock()
 
     def count(self, pool: PoolName, **increments: int) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
@@ -86,11 +87,16 @@ class ObjectStorage(HiCacheStorage):
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._damaged_lock = threading.Lock()
         self._faulty = set[str]()
         """Operations that have failed in the present episode of faults."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock for a process that was forked while another thread held it (`objects.forks`)."""
+        self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
     """`write_objects` leaves out by itself what exists, and says so (`ObjectWrite.existed`): the SDK does not ask before."""
