@@ -23,6 +23,7 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageTimeoutError,
     StuckReads,
+    note_fault,
 )
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class DeadlineLayer(AnsweringLayer):
         # From here on nothing is written to the caller's memory, and nothing of it is published.
         caller.leave()
         self._missed += 1
+        note_fault()
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
 from hicache_storage.objects.forks import begin_in_children
-from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, note_fault
 from hicache_storage.spec.arguments import check_list, check_seconds
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class FaultLayer(AnsweringLayer):
         began = time.monotonic()
         if draw.hangs:
             self._relents.wait(self._options.hang_seconds)
+            note_fault()
             return miss()
         if draw.delay_seconds:
             self._relents.wait(draw.delay_seconds)
@@ -202,6 +203,7 @@ class FaultLayer(AnsweringLayer):
                 info = replace(info, deadline_seconds=left)
         if not draw.fails:
             return ask(info)
+        note_fault()
         if draw.answers:
             ask(info)
         return miss()

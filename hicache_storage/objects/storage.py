@@ -30,6 +30,7 @@ from hicache_storage.spec import (
     PoolTransfer,
     PoolTransferResult,
     StorageIdentity,
+    StorageRefusedError,
     StorageStats,
     StorageTimeoutError,
     StorageUnavailableError,
@@ -165,13 +166,17 @@ class ObjectStorage(HiCacheStorage):
         """Faults that a batch met in some of its pages, which it answers as missed or not stored.
 
         Where others of its pages were served, a fault is counted here; else the first is raised, for the SDK to count and log.
+        A refusal (`StorageRefusedError`) is no fault.
         """
         if not faults:
             return
+        real = [fault for fault in faults if not isinstance(fault, StorageRefusedError)]
+        first = (real or faults)[0]
         if not served:
-            raise faults[0]
-        self.recorder.count_fault()
-        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, faults[0])
+            raise first
+        if real:
+            self.recorder.count_fault()
+        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, first)
 
     # The contract ------------------------------------------------------------------------------------------------
 
@@ -280,7 +285,7 @@ class ObjectStorage(HiCacheStorage):
                 self._lifecycle.ensure_connected(insist=True)
                 self.clear_namespaces(namespaces, call)
             except Exception as error:
-                self.recorder.count_fault()
+                self._count_fault(error)
                 if isinstance(error, HiCacheError):
                     raise
                 kind = StorageTimeoutError if isinstance(error, TimeoutError) else StorageUnavailableError
@@ -294,6 +299,10 @@ class ObjectStorage(HiCacheStorage):
 
     def fault_count(self) -> int:
         return self.recorder.faults
+
+    @property
+    def notes_faults(self) -> bool:
+        return True
 
     def health(self) -> Health:
         try:
@@ -479,8 +488,12 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
+    def _count_fault(self, error: Exception) -> None:
+        if not isinstance(error, StorageRefusedError):
+            self.recorder.count_fault()
+
     def _note_fault(self, operation: str, error: Exception) -> None:
-        self.recorder.count_fault()
+        self._count_fault(error)
         expected = isinstance(error, (StorageUnavailableError, OSError))
         begins = not self._faulty
         self._faulty.add(operation)
