@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class Refusals:
         self.count = 0
         self._engine = engine
         self._reasons: set[tuple[str, str, str]] = set()
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock."""
         self._lock = threading.Lock()
 
     def note(self, call: str, pool: str, error: BaseException) -> None:
@@ -67,6 +73,11 @@ class Meter:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._batches: dict[bool, list[Batch]] = {False: [], True: []}
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock."""
         self._lock = threading.Lock()
 
     @contextmanager

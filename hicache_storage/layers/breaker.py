@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.spec import StorageClosedError
+from hicache_storage.objects.forks import begin_in_children
+from hicache_storage.spec import FaultScope, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class BreakerState(StrEnum):
-    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one call is on its way to find out."""
+    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one call at a time is on its way to find out."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -42,11 +43,16 @@ class CircuitBreaker:
 
     def __init__(self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._threshold, self._cooldown, self._clock = threshold, cooldown_seconds, clock
-        self._lock = threading.Lock()
         self._failures = 0
         self._open_until = 0.0
         self._state = BreakerState.CLOSED
         self.refusals = 0
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock; the state is the parent's."""
+        self._lock = threading.Lock()
 
     @property
     def state(self) -> BreakerState:
@@ -54,14 +60,20 @@ class CircuitBreaker:
         return self._state
 
     def admits(self) -> bool:
-        """Whether a call may pass now. In half-open, one caller is told yes until it has reported back."""
+        """Whether a call may pass now.
+
+        In half-open, one caller at a time is told yes, until it has reported back; one that has not for as long as the cooldown
+        may hang for ever, and another may try.
+        """
         if not self._failures:  # closed for sure, without taking the lock
             return True
         with self._lock:
-            if self._state is BreakerState.OPEN and self._clock() >= self._open_until:
-                self._state = BreakerState.HALF_OPEN
-                return True
             if self._state is BreakerState.CLOSED:
+                return True
+            now = self._clock()
+            if now >= self._open_until:
+                self._state = BreakerState.HALF_OPEN
+                self._open_until = now + self._cooldown
                 return True
             self.refusals += 1
             return False
@@ -75,10 +87,21 @@ class CircuitBreaker:
                 logger.info("circuit breaker closed: the store answers again")
             self._failures, self._state = 0, BreakerState.CLOSED
 
+    def undecided(self) -> None:
+        """A call ended without having asked the store: in half-open, the next one tries."""
+        if not self._failures:
+            return
+        with self._lock:
+            if self._state is BreakerState.HALF_OPEN:
+                self._state, self._open_until = BreakerState.OPEN, self._clock()
+
     def failed(self) -> None:
         """A call met a fault."""
         with self._lock:
             self._failures += 1
+            if self._state is BreakerState.OPEN:
+                # Of a call that began before: the store is tried again when it was to be.
+                return
             if self._state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
                 if self._state is BreakerState.CLOSED:
                     logger.warning("circuit breaker open after %d faults in a row", self._failures)
@@ -103,20 +126,25 @@ class CircuitBreakerLayer(AnsweringLayer):
         return self._guard(
             lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
             lambda: self._misses.exists(keys, pool_transfers),
+            extra_info,
         )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         return self._guard(
-            lambda: self.inner.batch_get_v2(transfers, extra_info), lambda: self._misses.pages(transfers, reads=True)
+            lambda: self.inner.batch_get_v2(transfers, extra_info),
+            lambda: self._misses.pages(transfers, reads=True),
+            extra_info,
         )
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         return self._guard(
-            lambda: self.inner.batch_set_v2(transfers, extra_info), lambda: self._misses.pages(transfers, reads=False)
+            lambda: self.inner.batch_set_v2(transfers, extra_info),
+            lambda: self._misses.pages(transfers, reads=False),
+            extra_info,
         )
 
     def get_stats(self) -> StorageStats:
@@ -126,23 +154,27 @@ class CircuitBreakerLayer(AnsweringLayer):
         self._closed = True
         super().close()
 
-    def _guard(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT]) -> AnswerT:
+    def _guard(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo | None) -> AnswerT:
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
+        if info is not None and info.deadline_seconds is not None and info.deadline_seconds <= 0:
+            # A miss that asks nobody, and finds nothing out about the store.
+            return ask()
         if not self.breaker.admits():
             return miss()
-        faults = self.inner.fault_count()
+        # A storage that does not tell each call of its faults has a count, which other threads' calls raise as well.
+        before = None if self.inner.notes_faults else self.inner.fault_count()
+        raised = True
         try:
-            answer = ask()
-        except BaseException:
-            # Misuse says nothing about the store; without a report a half-open breaker would wait for ever.
-            self._report(faults)
-            raise
-        self._report(faults)
+            with FaultScope() as faults:
+                answer = ask()
+            raised = False
+        finally:
+            if faults.count or (before is not None and self.inner.fault_count() != before):
+                self.breaker.failed()
+            elif raised:
+                # Misuse says nothing about the store.
+                self.breaker.undecided()
+            else:
+                self.breaker.succeeded()
         return answer
-
-    def _report(self, faults_before: int) -> None:
-        if self.inner.fault_count() == faults_before:
-            self.breaker.succeeded()
-        else:
-            self.breaker.failed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from contextvars import copy_context
@@ -12,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.namespace import check_keys
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
@@ -23,6 +23,7 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageTimeoutError,
     StuckReads,
+    note_fault,
 )
 
 if TYPE_CHECKING:
@@ -55,8 +56,13 @@ class DeadlineLayer(AnsweringLayer):
         self._workers = _Workers(type(inner).__name__)
         self._missed = 0
         self._answers = True
-        self._closing = threading.Lock()
         self._closes = False
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """New locks: whoever closes in the parent does not do it here."""
+        self._closing = threading.Lock()
         self._closed = threading.Event()
 
     def batch_exists_v2(
@@ -189,6 +195,7 @@ class DeadlineLayer(AnsweringLayer):
         # From here on nothing is written to the caller's memory, and nothing of it is published.
         caller.leave()
         self._missed += 1
+        note_fault()
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(
@@ -234,17 +241,21 @@ class _Workers:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._closed = False
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock and no threads: the parent's are not in the child."""
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Job[object] | None]] = []
         self._threads: dict[SimpleQueue[_Job[object] | None], threading.Thread] = {}
         self._stuck = 0
-        self._closed = False
-        self._pid = os.getpid()
 
     def run(self, job: _Job[AnswerT], seconds: float, *, last: bool = False) -> bool:
         """Run a job in a worker; whether it came back in time. The last one gets a worker however many hang."""
-        if self._closed or self._pid != os.getpid():
-            # After close and in a forked child the storage below refuses at once: the caller's own thread may ask.
+        if self._closed:
+            # The storage below refuses at once: the caller's own thread may ask.
             job.run()
             return True
         inbox = self._acquire(last)
@@ -267,10 +278,9 @@ class _Workers:
             threads = list(self._threads.values())
         for inbox in idle:
             inbox.put(None)
-        if self._pid == os.getpid():
-            until = time.monotonic() + JOIN_SECONDS
-            for thread in threads:
-                thread.join(timeout=max(0.0, until - time.monotonic()))
+        until = time.monotonic() + JOIN_SECONDS
+        for thread in threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def _acquire(self, last: bool) -> SimpleQueue[_Job[object] | None] | None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from hicache_storage.spec import ConfigError
@@ -45,6 +46,7 @@ class Exporter:
 
         from hicache_storage.layers.prometheus import StorageCollector
 
+        self._pid = os.getpid()
         registry = CollectorRegistry()
         registry.register(StorageCollector(storage, labels))
         self.port = 0
@@ -57,10 +59,13 @@ class Exporter:
             self.port = self._server.server_port
 
     def close(self) -> None:
-        """Listen no more, and end the thread. Idempotent."""
+        """Listen no more, and end the thread. Idempotent; in a forked child, which has no such thread, the parent listens on."""
         if not self.port:
             return
         self.port = 0
+        if self._pid != os.getpid():
+            self._server.server_close()
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -19,7 +19,8 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.objects.forks import begin_in_children
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, note_fault
 from hicache_storage.spec.arguments import check_list, check_seconds
 
 if TYPE_CHECKING:
@@ -74,10 +75,18 @@ class FaultLayer(AnsweringLayer):
         super().__init__(inner)
         self._options = options
         self._random = Random(options.seed)
-        self._lock = threading.Lock()
-        self._relents = threading.Event()
         self.struck: Counter[str] = Counter()
         """Faults so far, by the names of the options."""
+        self._relented = False
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """New locks."""
+        self._lock = threading.Lock()
+        self._relents = threading.Event()
+        if self._relented:
+            self._relents.set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,6 +94,7 @@ class FaultLayer(AnsweringLayer):
 
     def relent(self) -> None:
         """No more faults; what hangs goes on."""
+        self._relented = True
         self._relents.set()
 
     def batch_exists_v2(
@@ -182,6 +192,7 @@ class FaultLayer(AnsweringLayer):
         began = time.monotonic()
         if draw.hangs:
             self._relents.wait(self._options.hang_seconds)
+            note_fault()
             return miss()
         if draw.delay_seconds:
             self._relents.wait(draw.delay_seconds)
@@ -192,6 +203,7 @@ class FaultLayer(AnsweringLayer):
                 info = replace(info, deadline_seconds=left)
         if not draw.fails:
             return ask(info)
+        note_fault()
         if draw.answers:
             ask(info)
         return miss()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -26,13 +26,25 @@ class Lifecycle:
     def __init__(self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]) -> None:
         self._name = name
         self._connect, self._disconnect = connect, disconnect
+        self._closed = False
+        self._connected = False
+        self._forked = False
+        """A child whose parent had connected, or was connecting when it forked."""
+        self._retry_at = 0.0
+        self._begin()
+        begin_in_children(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._connecting = threading.Lock()
         self._calls = 0
-        self._closed = False
-        self._connected_pid: int | None = None
-        self._retry_at = 0.0
+
+    def begin_in_child(self) -> None:
+        """New locks and no calls; a driver that is connected, or half connected, belongs to the parent."""
+        self._forked = self._forked or self._connected or self._connecting.locked()
+        self._connected = False
+        self._begin()
 
     def __enter__(self) -> Self:
         """Begin a call.
@@ -61,7 +73,7 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
-        if self._connected_pid is not None:
+        if self._connected:
             return
         with self._connecting:
             if self._is_connected():
@@ -73,7 +85,7 @@ class Lifecycle:
             except BaseException:
                 self._retry_at = time.monotonic() + OPEN_RETRY_SECONDS
                 raise
-            self._connected_pid = os.getpid()
+            self._connected = True
 
     def close(self, timeout_seconds: float | None) -> None:
         """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers wait for the first."""
@@ -81,9 +93,9 @@ class Lifecycle:
             first, self._closed = not self._closed, True
             self._idle.wait_for(lambda: not self._calls, timeout_seconds)
         with self._connecting:
-            if first and self._connected_pid == os.getpid():
+            if first and self._connected:
                 self._disconnect()
-            self._connected_pid = None
+            self._connected = False
 
     @property
     def closed(self) -> bool:
@@ -91,10 +103,10 @@ class Lifecycle:
         return self._closed
 
     def _is_connected(self) -> bool:
-        return self._connected_pid is not None
+        return self._connected
 
     def _refuse_unusable(self) -> None:
         if self._closed:
             raise StorageClosedError(f"{self._name}: the storage is closed")
-        if self._connected_pid is not None and self._connected_pid != os.getpid():
+        if self._forked:
             raise StorageForkedError(f"{self._name}: opened before a fork; create a storage of its own in the child process")

@@ -7,7 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hicache_storage.spec import PoolStats, StorageStats
+from hicache_storage.objects.forks import begin_in_children
+from hicache_storage.spec import PoolStats, StorageStats, note_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +26,11 @@ class StatsRecorder:
         self.failovers = 0
         """Servers that were left for others so far."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock; a child goes on from its parent's counts."""
         self._lock = threading.Lock()
 
     def count(self, pool: PoolName, **increments: int) -> None:
@@ -37,7 +43,11 @@ class StatsRecorder:
                 setattr(stats, name, getattr(stats, name) + increment)
 
     def count_fault(self) -> None:
-        """Count a driver call that failed; faults are counted even where metrics are off, because they hide otherwise."""
+        """Count a driver call that failed, and tell the call that it was made for.
+
+        Faults are counted even where metrics are off, because they hide otherwise.
+        """
+        note_fault()
         with self._lock:
             self.faults += 1
 

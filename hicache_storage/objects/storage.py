@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
@@ -29,6 +30,7 @@ from hicache_storage.spec import (
     PoolTransfer,
     PoolTransferResult,
     StorageIdentity,
+    StorageRefusedError,
     StorageStats,
     StorageTimeoutError,
     StorageUnavailableError,
@@ -86,11 +88,16 @@ class ObjectStorage(HiCacheStorage):
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._damaged_lock = threading.Lock()
         self._faulty = set[str]()
         """Operations that have failed in the present episode of faults."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """A new lock for a process that was forked while another thread held it (`objects.forks`)."""
+        self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
     """`write_objects` leaves out by itself what exists, and says so (`ObjectWrite.existed`): the SDK does not ask before."""
@@ -167,13 +174,17 @@ class ObjectStorage(HiCacheStorage):
         """Faults that a batch met in some of its pages, which it answers as missed or not stored.
 
         Where others of its pages were served, a fault is counted here; else the first is raised, for the SDK to count and log.
+        A refusal (`StorageRefusedError`) is no fault.
         """
         if not faults:
             return
+        real = [fault for fault in faults if not isinstance(fault, StorageRefusedError)]
+        first = (real or faults)[0]
         if not served:
-            raise faults[0]
-        self.recorder.count_fault()
-        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, faults[0])
+            raise first
+        if real:
+            self.recorder.count_fault()
+        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, first)
 
     # The contract ------------------------------------------------------------------------------------------------
 
@@ -282,7 +293,7 @@ class ObjectStorage(HiCacheStorage):
                 self._lifecycle.ensure_connected(insist=True)
                 self.clear_namespaces(namespaces, call)
             except Exception as error:
-                self.recorder.count_fault()
+                self._count_fault(error)
                 if isinstance(error, HiCacheError):
                     raise
                 kind = StorageTimeoutError if isinstance(error, TimeoutError) else StorageUnavailableError
@@ -309,6 +320,10 @@ class ObjectStorage(HiCacheStorage):
 
     def fault_count(self) -> int:
         return self.recorder.faults
+
+    @property
+    def notes_faults(self) -> bool:
+        return True
 
     def health(self) -> Health:
         try:
@@ -494,8 +509,12 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
+    def _count_fault(self, error: Exception) -> None:
+        if not isinstance(error, StorageRefusedError):
+            self.recorder.count_fault()
+
     def _note_fault(self, operation: str, error: Exception) -> None:
-        self.recorder.count_fault()
+        self._count_fault(error)
         expected = isinstance(error, (StorageUnavailableError, OSError))
         begins = not self._faulty
         self._faulty.add(operation)

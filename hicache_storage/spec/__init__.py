@@ -22,6 +22,7 @@ from hicache_storage.spec.errors import (
     SlotError,
     StorageClosedError,
     StorageForkedError,
+    StorageRefusedError,
     StorageTimeoutError,
     StorageUnavailableError,
     UnknownPoolError,
@@ -30,7 +31,7 @@ from hicache_storage.spec.errors import (
 from hicache_storage.spec.host_pool import HostPool, PageGeometry
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
 from hicache_storage.spec.policies import PoolPresence, common_hit, covered_pages, leading_pages, legal_endpoints
-from hicache_storage.spec.scopes import CallInfoScope, current_call_info
+from hicache_storage.spec.scopes import CallInfoScope, FaultScope, current_call_info, note_fault
 from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
@@ -59,6 +60,7 @@ __all__ = [
     "DriverNotFoundError",
     "DriverUnavailableError",
     "Durability",
+    "FaultScope",
     "Health",
     "HiCacheError",
     "HiCacheStorage",
@@ -80,6 +82,7 @@ __all__ = [
     "StorageClosedError",
     "StorageForkedError",
     "StorageIdentity",
+    "StorageRefusedError",
     "StorageStats",
     "StorageTimeoutError",
     "StorageUnavailableError",
@@ -91,6 +94,7 @@ __all__ = [
     "current_call_info",
     "leading_pages",
     "legal_endpoints",
+    "note_fault",
     "parse_bytes",
     "parse_config",
 ]

@@ -17,6 +17,7 @@ HiCacheError
 +-- StorageClosedError               used after close() (RuntimeError)
 +-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
 +-- StorageUnavailableError          the outside world failed: raised inside drivers, by open() and clear(), never by the data path
+    +-- StorageRefusedError          it works, and refuses: a quota, a limit of requests
     +-- StorageTimeoutError          it did not answer in time (TimeoutError)
 ```
 
@@ -125,6 +126,16 @@ class StorageUnavailableError(HiCacheError):
     """
 
     code = "unavailable"
+
+
+class StorageRefusedError(StorageUnavailableError):
+    """The store works and refuses this caller: a quota is used up, or requests come too fast.
+
+    A driver raises it instead of a plain `StorageUnavailableError`: the pages are missed or refused all the same, but it is
+    no fault, and opens no circuit breaker.
+    """
+
+    code = "refused"
 
 
 class StorageTimeoutError(StorageUnavailableError, TimeoutError):

@@ -6,11 +6,12 @@ Both are context variables. A thread that works for a call runs in a copy of the
 from __future__ import annotations
 
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from hicache_storage.spec.transfers import HiCacheStorageExtraInfo
 
+_faults: Final[ContextVar[FaultScope | None]] = ContextVar("hicache_call_faults", default=None)
 _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar("hicache_call_info", default=None)
 
 
@@ -32,3 +33,26 @@ class CallInfoScope:
 
     def __exit__(self, *_: object) -> None:
         _info.reset(self._token)
+
+
+class FaultScope:
+    """`with FaultScope() as faults:` counts the faults that the calls within tell of, and those of no other thread's calls."""
+
+    __slots__ = ("_token", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._token: Token[FaultScope | None] = _faults.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _faults.reset(self._token)
+
+
+def note_fault() -> None:
+    """Tell the call that runs in this context that the store has failed it; what opens a circuit breaker."""
+    scope = _faults.get()
+    if scope is not None:
+        scope.count += 1

@@ -141,6 +141,11 @@ class HiCacheStorage(ABC):
         """How many calls have failed below so far; cheap enough to be asked around each call."""
         return self.get_stats().faults
 
+    @property
+    def notes_faults(self) -> bool:
+        """Whether a fault is told to the call that met it (`note_fault`); otherwise only the count tells that one has failed."""
+        return False
+
     @abstractmethod
     def health(self) -> Health:
         """Whether the storage can serve now; never raises for a fault of the outside world."""

@@ -6,8 +6,17 @@ import threading
 
 import pytest
 
-from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerLayer
-from hicache_storage.spec import InvalidTransferError, PoolTransfer, StorageClosedError, StorageUnavailableError, UnknownPoolError
+from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerLayer, DeadlineLayer, StorageLayer
+from hicache_storage.spec import (
+    Capabilities,
+    HiCacheStorageExtraInfo,
+    InvalidTransferError,
+    PoolTransfer,
+    StorageClosedError,
+    StorageRefusedError,
+    StorageUnavailableError,
+    UnknownPoolError,
+)
 
 
 class Clock:
@@ -137,3 +146,150 @@ def test_closed_is_told_while_open(broken):
     layer.close()
     with pytest.raises(StorageClosedError):
         layer.batch_exists_v2(["a"])
+
+
+PATIENCE_SECONDS = 60.0
+CALLERS = 8
+
+
+@pytest.mark.parametrize("may_hang", [False, True])
+def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
+    """With a count of all threads, eight calls that were all served made one fault nine, and opened the breaker."""
+    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=may_hang))
+    storage.open()
+    all_in, go_on = threading.Barrier(CALLERS + 1), threading.Event()
+
+    def before(operation):
+        if operation == "exist":
+            all_in.wait(PATIENCE_SECONDS)
+            go_on.wait(PATIENCE_SECONDS)
+        if operation == "read":
+            raise OSError(5, "I/O error")
+
+    storage.before = before
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, PATIENCE_SECONDS), CircuitBreaker(2, 10.0))
+    layer.register_mem_host_pool_v2(pool, "kv")
+    threads = [threading.Thread(target=layer.batch_exists_v2, args=(["a"],)) for _ in range(CALLERS)]
+    for thread in threads:
+        thread.start()
+    all_in.wait(PATIENCE_SECONDS)
+    assert layer.batch_get_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert layer.breaker.state is BreakerState.CLOSED
+    # Two in a row are two, also where they are met in the deadline layer's threads.
+    for _ in range(2):
+        layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
+    assert layer.breaker.state is BreakerState.OPEN
+    layer.close()
+
+
+def test_a_missed_deadline_is_a_fault_of_its_call(kit):
+    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True))
+    storage.open()
+    release = threading.Event()
+    storage.before = lambda operation: release.wait(PATIENCE_SECONDS)
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), CircuitBreaker(1, 10.0))
+    layer.register_mem_host_pool_v2(pool, "kv")
+    layer.batch_exists_v2(["a"])
+    assert layer.breaker.state is BreakerState.OPEN
+    release.set()
+    layer.close()
+
+
+class Foreign(StorageLayer):
+    """A storage that counts its faults and tells them to nobody, as one that is not an `ObjectStorage` may."""
+
+    notes_faults = False
+
+
+def test_a_storage_that_only_counts_faults_opens_it_too(kit):
+    storage, _pool = kit.dict_storage()
+
+    def fail(operation):
+        raise OSError("down")
+
+    storage.before = fail
+    layer = CircuitBreakerLayer(Foreign(storage), CircuitBreaker(2, 10.0))
+    for _ in range(2):
+        layer.batch_exists_v2(["a"])
+    assert layer.breaker.state is BreakerState.OPEN
+
+
+def test_a_probe_that_hangs_lets_another_try():
+    """A get that is waited for may never come back, and kept all others out for as long."""
+    clock = Clock()
+    breaker = CircuitBreaker(1, 5.0, clock)
+    breaker.failed()
+    clock.now = 5.0
+    assert [breaker.admits() for _ in range(3)] == [True, False, False]
+    clock.now = 9.9
+    assert not breaker.admits()
+    clock.now = 10.0
+    assert [breaker.admits() for _ in range(3)] == [True, False, False]
+    breaker.succeeded()
+    assert breaker.state is BreakerState.CLOSED
+    # The first one comes back in the end.
+    breaker.succeeded()
+    assert breaker.admits()
+
+
+def test_calls_that_began_before_it_opened_do_not_keep_it_open():
+    clock = Clock()
+    breaker = CircuitBreaker(1, 5.0, clock)
+    breaker.failed()
+    clock.now = 4.0
+    breaker.failed()
+    clock.now = 5.0
+    assert breaker.admits()
+
+
+def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
+    layer, storage, pool, down, clock = broken
+    down.set()
+    for _ in range(3):
+        layer.batch_exists_v2(["a"])
+    clock.now = 10.0
+    with pytest.raises(UnknownPoolError):
+        layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
+    assert layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=-1.0)).kv_hit_pages == 0
+    assert layer.breaker.state is BreakerState.OPEN
+    asked = len(storage.asked)
+    layer.batch_exists_v2(["a"])
+    assert len(storage.asked) == asked + 1, "the next call tries"
+
+
+def test_a_refusal_is_no_fault(kit, caplog):
+    """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays closed, no alert of faults."""
+    storage, pool = kit.dict_storage()
+    storage.open()
+
+    def refuse(operation):
+        raise StorageRefusedError("429 too_many")
+
+    storage.before = refuse
+    layer = CircuitBreakerLayer(storage, CircuitBreaker(1, 10.0))
+    layer.register_mem_host_pool_v2(pool, "kv")
+    for _ in range(3):
+        assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+        assert layer.batch_get_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    stats = layer.get_stats()
+    assert (stats.faults, stats.breaker_state) == (0, "closed")
+    assert (stats.pools["kv"].pages_refused, stats.pools["kv"].pages_missed) == (3, 3)
+    assert caplog.text.count("429 too_many") == 1
+    with pytest.raises(StorageRefusedError):
+        layer.clear()
+    assert layer.fault_count() == 0
+
+
+def test_refusals_of_some_pages_are_no_fault_and_faults_beside_them_are(kit):
+    storage, _pool = kit.dict_storage()
+    refused, fault = StorageRefusedError("quota"), OSError("down")
+    storage.note_partial_faults([refused], served=True)
+    assert storage.fault_count() == 0
+    storage.note_partial_faults([refused, fault], served=True)
+    assert storage.fault_count() == 1
+    with pytest.raises(OSError, match="down"):
+        storage.note_partial_faults([refused, fault], served=False)

@@ -41,7 +41,7 @@ from hicache_conformance.metadata.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote
 from hicache_storage.objects import Call
-from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.listening import listening, reply
@@ -397,6 +397,9 @@ def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
         (413, "too_large", MetadataError, 1),
         (422, "invalid", MetadataError, 1),
         (429, "too_many", TooManyError, 1),
+        # No faults of the store, which open no breaker.
+        (429, "too_many", StorageRefusedError, 1),
+        (403, "quota", StorageRefusedError, 1),
         (408, "late", BusyError, ATTEMPTS + 1),
     ],
 )

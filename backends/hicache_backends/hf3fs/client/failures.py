@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 
 
 class MetadataError(StorageUnavailableError):
@@ -53,10 +53,16 @@ class DrainingError(MetadataError):
     code = "metadata-draining"
 
 
-class TooManyError(MetadataError):
+class TooManyError(MetadataError, StorageRefusedError):
     """The tenant sends more requests than it may: asked again at once, the server would refuse again."""
 
     code = "metadata-too-many"
+
+
+class QuotaError(MetadataError, StorageRefusedError):
+    """The tenant has as many scopes, slots or bytes as it may have."""
+
+    code = "metadata-quota"
 
 
 def refusal(status: int, code: str, message: str) -> MetadataError:
@@ -70,6 +76,8 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return InUseError(text)
     if status == 429:
         return TooManyError(text)
+    if code == "quota":
+        return QuotaError(text)
     if status == 408:
         return BusyError(text)
     if code == "draining":
