@@ -58,6 +58,7 @@ class _State:
             "/v2/touch": service.touch,
             "/v2/delete": service.delete,
             "/v2/clear": service.clear,
+            "/v2/inspect": service.inspect,
         }
 
     @property
