@@ -46,6 +46,9 @@ class ServerSettings(BaseSettings):
     """A token that may look and write."""
     admin_token: SecretStr | None = None
     """A token that may do everything."""
+    allowed_hosts: str = ""
+    """Names by which clients call a server without tokens, separated by commas: beside addresses, names without a dot and the machine's own
+    name. Pages of these hosts may send requests."""
     body_bytes: Annotated[int, Field(ge=65_536)] = DEFAULTS.body_bytes
     """Of one request, told to clients by `GET /v2`, as the next three are."""
     keys: Annotated[int, Field(ge=384)] = DEFAULTS.keys

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QUARANTINE = 2.0
+LONGEST_LEASE = 8
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -43,6 +44,8 @@ class History:
     blocks: dict[int, Block] = field(default_factory=dict)
     rested: dict[int, float] = field(default_factory=dict)
     """Slots that were let go, and when at the latest they may still be written or read."""
+    written: dict[int, float] = field(default_factory=dict)
+    """Slots whose lease a clear has ended, and until when their writers, whom nobody has asked, take it for theirs."""
     generations: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class History:
             case "unpin" if self.pins:
                 self.unpin(chance.choice(list(self.pins)))
             case "renew" if self.held:
-                lease, end = chance.choice(list(self.held)), self.now + chance.choice((3, 8))
+                lease, end = chance.choice(list(self.held)), self.now + chance.choice((3, LONGEST_LEASE))
                 if self.scope.renew([lease], self.now, end) == [True]:
                     self.held[lease] = (*self.held[lease][:2], end)
             case "wait":
@@ -105,6 +108,8 @@ class History:
                     self.scope.settle(self.now)
                     self.see_nothing_overdue()
             case "clear" if chance.random() < 0.3:
+                self.scope.settle(self.now, 10**6)
+                self.written |= {slot: self.scope.table.until[slot] for slot in self.leased_slots()}
                 self.scope.clear(self.now)
             case "crash" if chance.random() < 0.5:
                 self.crash()
@@ -115,6 +120,9 @@ class History:
             if slot < len(self.scope.table) and self.scope.table.states[slot] in (QUARANTINED, FREE):
                 self.rested.setdefault(slot, min(self.now, end))
         self.see()
+
+    def leased_slots(self) -> list[int]:
+        return [slot for slot, state in enumerate(self.scope.table.states) if state == LEASED]
 
     def key(self) -> str:
         return f"k{self.chance.randrange(self.keys)}"
@@ -136,6 +144,7 @@ class History:
                 assert key not in keys[:i], "the first of several gets the lease"
                 assert self.scope.table.generations[slot] > self.generations.get(slot, 0)
                 assert slot not in self.rested or self.rested[slot] + QUARANTINE <= self.now, "a slot is given out that rests"
+                assert self.written.pop(slot, 0.0) <= self.now, "a slot is given out that its writer may write into"
                 pinned = [pin for pin, (slots_, until) in self.pins.items() if slot in slots_ and until > self.now]
                 assert not pinned, "a slot is given out that is pinned"
                 self.generations[slot] = self.scope.table.generations[slot]
@@ -197,7 +206,7 @@ class History:
         held = [old.table.leases[slot] for slot, state in enumerate(old.table.states) if state == LEASED]
         assert list(scope.leases.slots(held)) == list(old.leases.slots(held))
         assert all(
-            until <= self.now + QUARANTINE
+            until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
             for slot, until in enumerate(scope.table.until)
             if scope.table.states[slot] == QUARANTINED
         )
@@ -221,7 +230,7 @@ class History:
         self.scope.clear(self.now)
         for pin in list(self.pins):
             self.unpin(pin)
-        self.now += QUARANTINE + 1
+        self.now += max(QUARANTINE, LONGEST_LEASE) + 1
         self.scope.settle(self.now, 10**6)
         states, slots, _ = self.scope.reserve(
             [f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1

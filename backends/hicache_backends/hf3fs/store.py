@@ -77,7 +77,9 @@ class Store:
             scope = self._scopes.get(namespace.name)
             if scope is None:
                 scope = ScopeOfSlots.of(namespace, self.files, self._id, self.config.file_bytes)
-                self.directory.declare(scope.geometry)
+                # Without a server, the lock of the directory tells that no other process writes.
+                lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
+                self.directory.declare(scope.geometry, lease_seconds, scope.file.is_written)
                 self._scopes[namespace.name] = scope
             return scope
 

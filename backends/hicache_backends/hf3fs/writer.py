@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.scopes import metadata_key, metadata_keys
+from hicache_backends.hf3fs.slots.checking import MISFITS, CheckedFile, Claim
 from hicache_backends.hf3fs.slots.engine import SlotWrite
-from hicache_metadata_server.protocol import CommitScope, DeleteScope, LeaseScope, LookupScope, Reserved, ReserveScope
-from hicache_storage.objects import ObjectWrite
+from hicache_metadata_server.protocol import (
+    CommitScope,
+    DeleteScope,
+    LeaseScope,
+    LookupScope,
+    Reserved,
+    ReserveScope,
+    SlotState,
+)
+from hicache_storage.objects import Call, ObjectWrite
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, stored_checksum
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hicache_backends.hf3fs.scopes import ScopeOfSlots
     from hicache_backends.hf3fs.store import Store
-    from hicache_storage.objects import Call, Namespace, WriteBatch
+    from hicache_storage.objects import Namespace, WriteBatch
+
+logger = logging.getLogger(__name__)
 
 STRETCH_BYTES: Final = 64 << 20
 """Written at a time; before each stretch, leases that are half over are renewed."""
@@ -119,17 +131,18 @@ class PageWriter:
         asked = [ReserveScope(scope=name, keys=keys, prefixes=_prefixes(keys, call)) for name, keys in named]
         begin = time.monotonic()
         answer = self._store.directory.reserve(asked, call, owner=self._owner, lease_seconds=config.lease_seconds)
-        until = begin + LEASE_SHARE * answer.lease_seconds
+        until, ends = begin + LEASE_SHARE * answer.lease_seconds, begin + answer.lease_seconds
         for share, part in zip(shares, answer.scopes, strict=True):
             share.leases, share.jobs, share.waiting, share.existing = [], [], [], []
             if part.evicted:
                 self._evicted(share.scope.namespace, part.evicted)
             # Pages of this call do not make room for others of it.
             room = share.scope.file.geometry.slots - share.stored - sum(state is Reserved.LEASED for state in part.states)
-            for write, state, slot, lease in zip(share.left, part.states, part.slots, part.leases, strict=True):
+            columns = zip(share.left, part.states, part.slots, part.generations, part.leases, strict=True)
+            for write, state, slot, generation, lease in columns:
                 if state is Reserved.LEASED:
                     share.leases.append(lease)
-                    share.jobs.append(SlotWrite(write, share.scope.file, slot, until))
+                    share.jobs.append(SlotWrite(write, share.scope.file, slot, until, ends=ends, generation=generation))
                 elif state is Reserved.EXISTS:
                     share.existing.append(write)
                 elif state is Reserved.BUSY or room > 0:
@@ -143,6 +156,7 @@ class PageWriter:
         for stretch in _stretches([job for share in shares for job in share.jobs]):
             self._renew(shares, call)
             self._store.engine.write(stretch, call)
+        self._see_overruns(shares)
         outcome.faults += [job.fault for share in shares for job in share.jobs if job.fault is not None]
         if call.expired():
             self._give_back(shares, set())
@@ -179,9 +193,49 @@ class PageWriter:
         for share, flags in zip(shares, held, strict=True):
             for job, flag in zip(share.jobs, flags, strict=True):
                 job.until = begin + LEASE_SHARE * seconds if flag else 0.0
+                job.ends = begin + seconds if flag else job.ends
 
     def _give_back(self, shares: Sequence[_Share], settled: set[int]) -> None:
         self._store.directory.abort([LeaseScope(scope=share.scope.name, leases=share.given_back(settled)) for share in shares])
+
+    # Writes that came back too late.
+
+    def _see_overruns(self, shares: Sequence[_Share]) -> None:
+        """Delete pages that a write has damaged which stalled past the end of its lease: their slots are somebody else's by then.
+
+        No file system refuses such a write. A reader would find the damage, but a set would take the page for stored until then.
+        """
+        now = time.monotonic()
+        for share in shares:
+            late = {job.slot: job for job in share.jobs if now >= job.ends and not job.in_doubt}
+            if not late:
+                continue
+            try:
+                damaged = self._delete_damaged(share.scope, late)
+            except StorageUnavailableError as error:
+                logger.warning(
+                    "hf3fs: %d writes ended after their leases, and what they damaged is not known: %s", len(late), error
+                )
+            else:
+                logger.warning("hf3fs: %d writes ended after their leases; %d pages of others were damaged", len(late), damaged)
+
+    def _delete_damaged(self, scope: ScopeOfSlots, late: Mapping[int, SlotWrite]) -> int:
+        # The call's own time is over by now.
+        call = Call(self._store.config.timeout_seconds)
+        file = CheckedFile(scope.file.path, scope.geometry, bytes.fromhex(scope.namespace.name))
+        keys, generations = list[str](), list[int]()
+        try:
+            for status in self._store.directory.inspect(scope.name, list(late), call):
+                if status.state is not SlotState.LIVE or status.generation == late[status.slot].generation:
+                    continue
+                if file.verdict(Claim(status.slot, status.key, status.length, status.checksum)) in MISFITS:
+                    keys.append(status.key)
+                    generations.append(status.generation)
+        finally:
+            file.close()
+        if keys:
+            self._store.directory.delete([DeleteScope(scope=scope.name, keys=keys, generations=generations)], call)
+        return len(keys)
 
     # Pages that are there already.
 

@@ -40,6 +40,10 @@ class Initialize(Request, frozen=True, kw_only=True):
     """`POST /v2/initialize`: make scopes, or see that they are what this client takes them for. All or none."""
 
     scopes: list[ScopeGeometry]
+    earlier_lease_seconds: list[Annotated[float, Meta(ge=0)]] = field(default_factory=list[float])
+    """How long writers may still hold leases of each scope that a server has given which this one knows nothing of; 0 for a file that
+    nobody has written yet. A scope that is made with it gives no slot before they and a quarantine are over, counted from the start of
+    the server at the earliest. The whole column may be left out; of a scope that is there, it says nothing."""
 
 
 class Initialized(Answer, frozen=True, kw_only=True):

@@ -148,6 +148,21 @@ def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
             raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
 
+def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
+    """How long leases of an earlier server may last, by scope; of one that is named twice, the longest.
+
+    Raises:
+        RefusedError: the column is not as long as that of the scopes.
+    """
+    found = dict[str, float]()
+    if request.earlier_lease_seconds and len(request.earlier_lease_seconds) != len(request.scopes):
+        message = f"{len(request.earlier_lease_seconds)} entries for {len(request.scopes)}"
+        raise invalid(message, "earlier_lease_seconds")
+    for part, seconds in zip(request.scopes, request.earlier_lease_seconds, strict=False):
+        found[part.scope] = max(seconds, found.get(part.scope, 0.0))
+    return found
+
+
 def lease_seconds(limits: Limits, wish: float | None) -> float:
     """How long a lease lasts that is wished so."""
     return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)

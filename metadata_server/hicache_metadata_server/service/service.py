@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.answers import AnswerBook
 from hicache_metadata_server.service.changes import Changes, PinRecord, ScopeRecord
-from hicache_metadata_server.service.limits import DEFAULTS, Measure, lease_seconds, see_lengths, see_limits
+from hicache_metadata_server.service.limits import (
+    DEFAULTS,
+    Measure,
+    lease_seconds,
+    see_earlier_leases,
+    see_lengths,
+    see_limits,
+)
 from hicache_metadata_server.service.numbers import Numbers
 from hicache_metadata_server.service.pin_book import PinBook
 from hicache_metadata_server.service.refused import draining, in_use, invalid, mismatch, too_large, unknown_scope
@@ -79,6 +86,8 @@ class MetadataService:
         """Numbers of all scopes that were dropped by this process."""
         self._last_number = 0
         """Of a scope."""
+        self._started: float | None = None
+        """Since when it knows of every lease that is given."""
         self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0}
         """As they are written down, or would be found by a restart without them."""
 
@@ -88,6 +97,7 @@ class MetadataService:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
+        earlier = see_earlier_leases(request)
         wanted: dict[str, p.ScopeGeometry] = {}
         created = list[bool]()
         for i, part in enumerate(request.scopes):
@@ -100,8 +110,12 @@ class MetadataService:
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
         self.see_room(new, caller, "scopes")
+        self._started = now if self._started is None else self._started
         for part in new:
-            self.add_scope(part, caller.tenant)
+            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
+            until = self._started + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds
+            if seconds > 0 and until > now:
+                scope.close_until(until)
         return p.Initialized(created=created)
 
     def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
@@ -122,7 +136,7 @@ class MetadataService:
         scopes = self.scopes.values()
         return Totals(
             live=sum(len(scope.recency) for scope in scopes), leased=sum(len(scope.leases) for scope in scopes),
-            quarantined=sum(scope.resting for scope in scopes), free=sum(len(scope.free) for scope in scopes),
+            quarantined=sum(scope.quarantined for scope in scopes), free=sum(scope.available for scope in scopes),
             hits=sum(scope.hits for scope in scopes), misses=sum(scope.misses for scope in scopes),
             evicted=sum(scope.evicted for scope in scopes),
         )  # fmt: skip
@@ -395,6 +409,7 @@ class MetadataService:
 
     def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float) -> None:
         """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
+        self._started = now
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
         self._last_number = max([recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)])
@@ -403,6 +418,8 @@ class MetadataService:
             name = record.geometry.scope
             scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
+            if not record.epoch and record.cleared_until > now:
+                scope.close_until(min(record.cleared_until, now + self.limits.most_lease_seconds))
             self.tenants.of_scope[name] = record.tenant
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
@@ -489,8 +506,8 @@ class MetadataService:
         geometry = scope.geometry
         return p.ScopeStatus(
             scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
-            identity=geometry.identity, free=len(scope.free), leased=len(scope.leases), live=len(scope.recency),
-            quarantined=scope.resting, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
+            identity=geometry.identity, free=scope.available, leased=len(scope.leases), live=len(scope.recency),
+            quarantined=scope.quarantined, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
             tenant=self.tenants.of_scope[geometry.scope],
             expired_leases=scope.expired,
         )  # fmt: skip

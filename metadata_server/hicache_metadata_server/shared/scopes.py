@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
@@ -32,6 +33,7 @@ FIELDS: Final = ("slots", "slot_bytes", "geometry", "identity")
 MICROSECONDS: Final = 1_000_000
 BEYOND_QUOTA: Final = 5
 """In the place of a field that differs."""
+NO_LEASES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Known(NamedTuple):
@@ -65,6 +67,8 @@ class Scopes:
         self.clock_offset = 0
         """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
         self._quarantine = round(limits.quarantine_seconds * MICROSECONDS)
+        self._lease = limits.lease_seconds
+        self._most_lease = limits.most_lease_seconds
         self._once_milliseconds = max(1, round(limits.idempotency_seconds * 1000))
 
     async def refresh(self) -> None:
@@ -95,7 +99,13 @@ class Scopes:
             self._know({name: self._known(name, record) for name, record in zip(missing, records, strict=True) if record})
 
     async def register(
-        self, parts: Sequence[p.ScopeGeometry], once: Once, most: int, caller: Caller = ANYBODY, quota: Quota = NO_QUOTA
+        self,
+        parts: Sequence[p.ScopeGeometry],
+        once: Once,
+        most: int,
+        caller: Caller = ANYBODY,
+        quota: Quota = NO_QUOTA,
+        earlier: Mapping[str, float] = NO_LEASES,
     ) -> list[bool]:
         """Make scopes of the caller's, or see that they are as they are said to be: all or none; which of them are new.
 
@@ -127,11 +137,16 @@ class Scopes:
             raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
         new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
-        await self.make(new, tenant)
+        await self.make(new, tenant, earlier)
         return created
 
-    async def make(self, parts: Sequence[p.ScopeGeometry], tenant: str = "") -> None:
+    async def make(self, parts: Sequence[p.ScopeGeometry], tenant: str = "", earlier: Mapping[str, float] = NO_LEASES) -> None:
         """See that scopes are there that the list has, or will have.
+
+        Args:
+            parts: the scopes.
+            tenant: whose they are.
+            earlier: how long leases of a scope last that nobody knows of here, by its name: it gives no slot before.
 
         Raises:
             RefusedError: one is there, and is another.
@@ -140,7 +155,8 @@ class Scopes:
         if not new:
             return
         self._know({name: Known(part, ScopeKeys(name), tenant) for name, part in new.items()})
-        tasks = [Task("make", name, "", _record(part, tenant)) for name, part in new.items()]
+        lasts = {name: round(min(earlier.get(name, 0.0), self._most_lease) * MICROSECONDS) for name in new}
+        tasks = [Task("make", name, "", [*_record(part, tenant), lasts[name]]) for name, part in new.items()]
         made = await self.link.run([self._call(task, NOT_ONCE) for task in tasks])
         for part, reply in zip(new.values(), made, strict=True):
             if value_of(reply) != _record(part, tenant):
@@ -206,7 +222,8 @@ class Scopes:
             self.known.pop(name, None)
         found = await self.find([task.scope for task in tasks], [task.field for task in tasks])
         for one in found:
-            await self.make([one.geometry], one.tenant)
+            # Or Redis has lost what was in them, leases as well.
+            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._lease})
         replies = await self.link.run([self._call(task, once) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
             if reply[0] == UNKNOWN:

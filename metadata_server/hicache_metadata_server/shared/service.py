@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure, lease_seconds, see_lengths, see_limits
+from hicache_metadata_server.service.limits import Measure, lease_seconds, see_earlier_leases, see_lengths, see_limits
 from hicache_metadata_server.service.refused import RefusedError, draining, in_use, invalid
 from hicache_metadata_server.service.service import MOST_SCOPES
 from hicache_metadata_server.service.slices import groups_of, joined
@@ -19,13 +19,13 @@ from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.names import SCOPES
 from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.pins import Pins
-from hicache_metadata_server.shared.scopes import MICROSECONDS, Scopes, Task, is_refused, tasks_of
+from hicache_metadata_server.shared.scopes import MICROSECONDS, NO_LEASES, Scopes, Task, is_refused, tasks_of
 from hicache_metadata_server.snapshots.exported import exported
 from hicache_metadata_server.snapshots.parts import Counters
 from hicache_metadata_server.stores.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_metadata_server.service.limits import Columns
     from hicache_metadata_server.shared.answers import Once
@@ -83,16 +83,24 @@ class SharedService:
         measure.scopes(request.scopes)
         for i, part in enumerate(request.scopes):
             measure.geometry(part, f"scopes[{i}]")
+        earlier = see_earlier_leases(request)
 
         async def register() -> p.Initialized:
-            return p.Initialized(created=await self.register(request.scopes, caller, once))
+            return p.Initialized(created=await self.register(request.scopes, caller, once, earlier))
 
         initialized: p.Initialized = await self._claimed(once, register)
         return initialized
 
-    async def register(self, parts: Sequence[p.ScopeGeometry], caller: Caller, once: Once = NOT_ONCE) -> list[bool]:
+    async def register(
+        self,
+        parts: Sequence[p.ScopeGeometry],
+        caller: Caller,
+        once: Once = NOT_ONCE,
+        earlier: Mapping[str, float] = NO_LEASES,
+    ) -> list[bool]:
         """Make scopes that were measured."""
-        return await self.catalog.register(parts, once, self.most_scopes, caller, self.tenants.quotas.of(caller.tenant))
+        quota = self.tenants.quotas.of(caller.tenant)
+        return await self.catalog.register(parts, once, self.most_scopes, caller, quota, earlier)
 
     async def see_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there (`Tenants.see`)."""

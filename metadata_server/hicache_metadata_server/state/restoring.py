@@ -129,7 +129,8 @@ class _Restoring:
         table.generations[slot], table.leases[slot] = row.generation, row.lease
         state, until = row.state, row.until
         if state in (LEASED, LIVE) and row.epoch != scope.epoch:
-            state, until = QUARANTINED, scope.cleared_until
+            # Its writer was not asked by the clear.
+            state, until = QUARANTINED, max(scope.cleared_until, until if state == LEASED else 0.0)
         elif state == LEASED and until <= self.now:
             state, until = QUARANTINED, until + scope.quarantine_seconds
         elif state in (LEASED, LIVE) and self._is_contradiction(row):

@@ -51,20 +51,24 @@ class Scope:
         self.epoch = 0
         """Times that it was cleared. What was written down in an earlier epoch is live or leased no more."""
         self.cleared_until = 0.0
-        """When the quarantine of the last clear ends."""
+        """When the quarantine of the last clear ends; of a scope that was never cleared, when it gives its first slot."""
+        self.closed_until = 0.0
+        """No slot is given before: writers may hold leases of an earlier server. 0 once that is over."""
         self.evicted = 0
         """Pages evicted since the start."""
         self.hits = self.misses = 0
         """Keys that were asked for since the start, by whether they were live."""
         self.expired = 0
         """Leases that ended by themselves since the start."""
-        self._detached: list[tuple[float, dict[str, int]]] = []
-        """What clears have left to be taken apart, and when its quarantine ends."""
+        self._detached: list[tuple[float, bytes, dict[str, int]]] = []
+        """What clears have left to be taken apart, when its quarantine ends, and the states before: a leased slot rests longer."""
 
     # What time does.
 
     def settle(self, now: float, most: int = STEP) -> int:
         """End the leases and quarantines whose time has come, at most so many; returns how many slots were looked at."""
+        if 0 < self.closed_until <= now:
+            self.closed_until = 0.0
         done = self._take_apart(most) if self._detached else 0
         next_time = self.timers.next_time()
         # What a clear has left does not know the end of its quarantine before it was taken apart.
@@ -96,7 +100,24 @@ class Scope:
 
     def next_time(self) -> float | None:
         """When `settle` has something to do, if it has."""
-        return 0.0 if self._detached else self.timers.next_time()
+        if self._detached:
+            return 0.0
+        due = self.timers.next_time()
+        return self.closed_until if self.closed_until and (due is None or self.closed_until < due) else due
+
+    def close_until(self, until: float) -> None:
+        """Give no slot of a new scope before then: its file has been written under leases of a server that is gone."""
+        self.closed_until = self.cleared_until = until
+
+    @property
+    def available(self) -> int:
+        """Slots that can be leased now."""
+        return 0 if self.closed_until else len(self.free)
+
+    @property
+    def quarantined(self) -> int:
+        """Slots that nobody may be given yet."""
+        return self.resting + len(self.free) - self.available
 
     def is_pinned(self, slot: int, now: float) -> bool:
         """Whether any pin on it lasts."""
@@ -113,15 +134,15 @@ class Scope:
         """
         self.settle(now)
         places = self._places_of_new(keys)
-        if places:
+        if places and not self.closed_until:
             self._make_room(len(places), now)
-        if len(keys) == len(places) <= len(self.free):
+        if len(keys) == len(places) <= self.available:
             # Nearly always: nothing in the batch is known, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
             return [Reserved.LEASED] * len(given), list(given), list(range(first_lease, first_lease + len(given)))
         # Looked up only now: a page of this batch may have gone to make room for another.
         slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.table.by_key
-        places = places[: len(self.free)]
+        places = places[: self.available]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
         states = [
@@ -217,13 +238,20 @@ class Scope:
         return done
 
     def clear(self, now: float) -> int:
-        """Make all that is live or leased go; returns the number of pages. Takes no longer for more of them."""
+        """Make all that is live or leased go; returns the number of pages. Takes no longer for more of them.
+
+        A writer is not asked: it may write into its slot until its lease would have ended.
+        """
         self.settle(now)
+        if self.closed_until:
+            # There is nothing in it yet, and a restart is to know that it is closed.
+            return 0
         pages = len(self.recency)
         self.resting += pages + len(self.leases)
         self.epoch += 1
         self.cleared_until = now + self.quarantine_seconds
-        self._detached.append((self.cleared_until, self.table.let_all_go()))
+        before = bytes(self.table.states) if self.leases.held else b""
+        self._detached.append((self.cleared_until, before, self.table.let_all_go()))
         self.leases.forget_all()
         self.recency.forget_all()
         self.chains.waiting = {}
@@ -250,9 +278,11 @@ class Scope:
     def status(self, slot: int, now: float) -> SlotStatus:
         """All about a slot."""
         table = self.table
+        state = table.states[slot] if slot < len(table) else FREE
+        if self.closed_until and state == FREE:
+            return SlotStatus(slot=slot, state=NAMES[QUARANTINED], generation=0, seconds_left=max(0.0, self.closed_until - now))
         if slot >= len(table):
             return SlotStatus(slot=slot, state=NAMES[FREE], generation=0)
-        state = table.states[slot]
         owned, live, timed = state in (LEASED, LIVE), state == LIVE, state in (LEASED, QUARANTINED)
         return SlotStatus(
             slot=slot, state=NAMES[state], generation=table.generations[slot], key=table.keys[slot] if owned else "",
@@ -372,13 +402,20 @@ class Scope:
         """Slots of clears get the end of their quarantine, and what held them is freed bit by bit."""
         done, table = 0, self.table
         while self._detached and done < most:
-            until, index = self._detached[0]
+            until, before, index = self._detached[0]
             slots = [index.popitem()[1] for _ in range(min(len(index), most - done))]
+            later = list[int]()
             for slot in slots:
                 table.keys[slot] = table.prefixes[slot] = ""
-                table.until[slot], table.children[slot], table.stamps[slot] = until, 0, 0
+                table.children[slot] = table.stamps[slot] = 0
+                if before and before[slot] == LEASED and table.until[slot] > until:
+                    later.append(slot)
+                else:
+                    table.until[slot] = until
             if slots:
                 self.timers.add(until, slots)
+            for slot in later:
+                self.timers.add(table.until[slot], [slot])
             done += len(slots)
             if not index:
                 self._detached.pop(0)

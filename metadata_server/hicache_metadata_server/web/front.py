@@ -71,6 +71,7 @@ class Front:
         self._app, self.server = app, server
         self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
         self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
+        self._see_browser = server.security.see_browser
         self._recorder, self._slowest = server.recorder, server.recorder.slowest
         self._reading = asyncio.Lock()
         self.most_body = server.service.limits.body_bytes
@@ -111,6 +112,7 @@ class Front:
             return OTHER
 
     def _see_page(self, path: str, headers: dict[bytes, bytes]) -> None:
+        self._see_browser(headers)
         caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
         if caller.tenant and path not in OPEN_PAGES:
             message = f"{path} tells of all tenants, and needs a token without one"
@@ -125,6 +127,7 @@ class Front:
             RefusedError: nobody answers that, or not for this token.
         """
         request_id, authorization = adopt(headers.get(REQUEST_ID)), headers.get(b"authorization", b"")
+        self._see_browser(headers)
         try:
             endpoint = self._desk.endpoint(path)
         except RefusedError:
@@ -263,11 +266,9 @@ def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
 
 def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     """How a body is written, and how its answer will be."""
+    # Who does not say, as some clients of the compatible part, writes JSON.
     said = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
-    if not path.startswith("/v2"):
-        # SGLang's client does not always say.
-        return p.JSON, p.JSON
-    return said, p.MSGPACK if said == p.MSGPACK else p.JSON
+    return said, p.MSGPACK if said == p.MSGPACK and path.startswith("/v2") else p.JSON
 
 
 async def _send(send: Send, said: Said, request_id: str) -> None:

@@ -9,6 +9,7 @@ import structlog
 from hicache_metadata_server.service.tenants import Holding
 from hicache_metadata_server.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.web.audit import Audit
+from hicache_metadata_server.web.origins import Origins
 from hicache_metadata_server.web.rates import Rates
 from hicache_metadata_server.web.reloads import Reloads, Watched
 from hicache_metadata_server.web.tls import ServerTls
@@ -18,7 +19,7 @@ from hicache_storage.observability.families import scalar, scalars
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from prometheus_client.core import Metric
@@ -50,6 +51,7 @@ class Security:
         self._service = service
         self.tokens = tokens or Tokens()
         self.audit = audit or Audit()
+        self.origins = Origins()
         self.rates = Rates(service.tenants)
         self.tls: ServerTls | None = None
         self.reloads = Reloads([], self.audit)
@@ -69,6 +71,15 @@ class Security:
             made.audit.close()
             raise
         return made
+
+    def see_browser(self, headers: Mapping[bytes, bytes]) -> None:
+        """See that no page of another site has sent a request: where there are tokens, it has none.
+
+        Raises:
+            RefusedError: one has, or may have.
+        """
+        if not self.tokens:
+            self.origins.check(headers)
 
     @property
     def tls_context(self) -> ssl.SSLContext | None:
@@ -116,6 +127,7 @@ class Security:
         yield throttled
 
     def _open(self, settings: ServerSettings) -> None:
+        self.origins = Origins([settings.host, *settings.allowed_hosts.split(",")])
         watched = list[Watched]()
         if (file := settings.token_file) is not None:
             watched.append(Watched("tokens", [file], lambda: self._take_tokens(file)))

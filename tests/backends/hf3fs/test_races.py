@@ -347,7 +347,8 @@ def test_d5_one_key_takes_one_slot(shared, server):
 
 def test_d6_a_commit_after_a_clear_maps_nothing(mine):
     """Meanwhile the slots are other pages' by another writer."""
-    one, other, keys, others = mine(), mine(), chain("a", 8), chain("b", SLOTS)
+    # No slot is given to another page before the lease under which it may be written is over.
+    one, other, keys, others = mine(lease_seconds=1.0), mine(), chain("a", 8), chain("b", SLOTS)
 
     def clear():
         other.storage.clear()

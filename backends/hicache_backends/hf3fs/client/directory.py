@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from hicache_backends.hf3fs.client.failures import MetadataError, UnknownScopeError
 from hicache_backends.hf3fs.client.pieces import joined, pieces
@@ -31,7 +31,7 @@ class Directory(ABC):
     """
 
     def __init__(self) -> None:
-        self._geometries: dict[str, p.ScopeGeometry] = {}
+        self._declared: dict[str, _Declared] = {}
         self._made = set[str]()
         self._lock = threading.Lock()
 
@@ -65,10 +65,17 @@ class Directory(ABC):
 
     # What a driver asks.
 
-    def declare(self, geometry: p.ScopeGeometry) -> None:
-        """Name a scope before the first question about it; asks nobody."""
+    def declare(self, geometry: p.ScopeGeometry, lease_seconds: float = 0.0, is_written: Callable[[], bool] = bool) -> None:
+        """Name a scope before the first question about it; asks nobody.
+
+        Args:
+            geometry: what all clients must agree on.
+            lease_seconds: how long clients lease its slots.
+            is_written: whether anybody may have written into its slots; asked when the scope is made. A server that makes it anew gives
+                no slot then before leases have passed that it knows nothing of.
+        """
         with self._lock:
-            self._geometries[geometry.scope] = geometry
+            self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written)
 
     def lookup(self, scopes: Sequence[p.LookupScope], call: Call, *, pin_seconds: float = 0.0, touch: bool = True) -> Located:
         """Where pages are, pinned for a time if asked for."""
@@ -117,6 +124,14 @@ class Directory(ABC):
         """Make pages go; says which were there."""
         request = p.Delete(scopes=list(scopes))
         return [share.done for share in joined(request, self._ask("/v2/delete", request, p.Marked, call))]
+
+    def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
+        """All about some slots."""
+        most, found = self.about.limits.keys, list[p.SlotStatus]()
+        for start in range(0, len(slots), most):
+            request = p.Inspect(scope=scope, slots=list(slots[start : start + most]))
+            found += filter(None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots)
+        return found
 
     def clear(self, scopes: Sequence[str], call: Call) -> list[int]:
         """Empty scopes; the number of pages that went from each."""
@@ -168,15 +183,30 @@ class Directory(ABC):
 
     def _make(self, scopes: Iterable[str], call: Call) -> None:
         with self._lock:
-            wanted = [self._geometries[name] for name in dict.fromkeys(scopes) if name not in self._made]
+            wanted = [self._declared[name] for name in dict.fromkeys(scopes) if name not in self._made]
         if wanted:
-            self.send("/v2/initialize", p.Initialize(scopes=wanted), p.Initialized, call)
+            geometries = [one.geometry for one in wanted]
+            earlier = [one.lease_seconds if one.was_made or one.is_written() else 0.0 for one in wanted]
+            # A server that does not know the column yet is not shown an empty one.
+            request = p.Initialize(scopes=geometries, earlier_lease_seconds=earlier if any(earlier) else [])
+            self.send("/v2/initialize", request, p.Initialized, call)
             with self._lock:
-                self._made.update(geometry.scope for geometry in wanted)
+                self._made.update(geometry.scope for geometry in geometries)
+                self._declared |= {one.geometry.scope: one._replace(was_made=True) for one in wanted}
 
     def _see_slots(self, scope: str, slots: Sequence[int]) -> None:
-        if slots and not -1 <= min(slots) <= max(slots) < self._geometries[scope].slots:
+        if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:
             raise MetadataError(f"the metadata server names a slot outside of scope {scope!r}")
+
+
+class _Declared(NamedTuple):
+    """A scope that may be asked about."""
+
+    geometry: p.ScopeGeometry
+    lease_seconds: float
+    is_written: Callable[[], bool]
+    was_made: bool = False
+    """A server has known it: others may have written since."""
 
 
 class Located:

@@ -59,6 +59,7 @@ class _State:
             "/v2/delete": service.delete,
             "/v2/clear": service.clear,
             "/v2/drop": service.drop,
+            "/v2/inspect": service.inspect,
         }
 
     @property

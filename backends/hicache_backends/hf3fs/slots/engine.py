@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class SlotWrite:
     until: float
     """When the lease ends, by `time.monotonic()`: nothing is begun after that."""
     whole: bool = False
+    ends: float = math.inf
+    """When the lease ends indeed: what is written after that may lie in somebody else's page."""
+    generation: int = 0
+    """Of the slot, as it was leased."""
     fault: OSError | None = None
     in_doubt: bool = False
     """It may still be written, some time: its slot is not to be given back before its lease ends."""

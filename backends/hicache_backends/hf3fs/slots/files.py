@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hicache_backends.posix.descriptors import Handle
 
 SUFFIX: Final = ".slots"
+# A link in its place would lead the pages of all tenants to wherever its maker wants them.
+FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 LOOK_SECONDS: Final = 0.3
 """How often it is asked whether somebody has removed an open file."""
 
@@ -49,10 +51,25 @@ class SlotFile:
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._look_at = 0.0
+        self._untouched = False
+        """This process has made it, and has not handed it out yet."""
 
     def offset(self, slot: int) -> int:
         """Where a slot begins."""
         return slot * self.geometry.slot_bytes
+
+    def is_written(self) -> bool:
+        """Whether anybody may have written to it, or be writing; makes it if it is missing, so that others see that it is there."""
+        with self._lock:
+            if self._untouched:
+                return False
+            try:
+                os.close(os.open(self.path, FLAGS | os.O_EXCL, 0o666))
+            except OSError:
+                # It exists, or that cannot be found out.
+                return True
+            self._untouched = True
+            return False
 
     def borrow(self) -> Handle:
         """The open file, which stays open as long as the handle is referenced.
@@ -61,6 +78,7 @@ class SlotFile:
             OSError: it cannot be opened or made long enough.
         """
         with self._lock:
+            self._untouched = False
             handle, now = self._handle, time.monotonic()
             if handle is not None and now < self._look_at:
                 return handle
@@ -69,7 +87,7 @@ class SlotFile:
                 return handle
             # New, or somebody has removed it: what is written there from now on would be seen by nobody else.
             self._handle = None
-            handle = self._adopt(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            handle = self._adopt(os.open(self.path, FLAGS, 0o666))
             self._lengthen(handle.descriptor)
             self._describe()
             self._handle = handle

@@ -10,7 +10,9 @@ local uses, aside = each('ZMSCORE', ORDER, names), each('ZMSCORE', ASIDE, names)
 for i, record in ipairs(records) do
   local state, till = record[STATE], record[UNTIL]
   -- A clear has not come to it yet.
-  if record[EPOCH] < epoch and (state == IS_LEASED or state == IS_LIVE) then state, till = IS_RESTING, tonumber(meta[4]) end
+  if record[EPOCH] < epoch and (state == IS_LEASED or state == IS_LIVE) then
+    state, till = IS_RESTING, state == IS_LEASED and math.max(till, tonumber(meta[4])) or tonumber(meta[4])
+  end
   local left = state == IS_LEASED and most or state == IS_RESTING and math.max(1, till - NOW) or 0
   if pins[i] and state == IS_RESTING then left = most end
   local is_live = state == IS_LIVE

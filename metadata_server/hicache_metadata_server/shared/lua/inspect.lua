@@ -1,5 +1,5 @@
 -- All about some slots, then about the live or leased slots of some keys: false where there is none.
-local meta = call('HMGET', META, 'slots', 'epoch', 'cleared')
+local meta = call('HMGET', META, 'slots', 'epoch', 'cleared', 'closed')
 if not meta[1] then return {UNKNOWN} end
 settle()
 local slots, keys = unpack(cmsgpack.unpack(ARGV[3]), 1, 2)
@@ -13,7 +13,8 @@ for i, record in ipairs(records) do
   if record then
     -- A clear has not come to it yet.
     if record[EPOCH] < epoch and (record[STATE] == IS_LEASED or record[STATE] == IS_LIVE) then
-      record[STATE], record[UNTIL], record[KEY], record[PREFIX], record[OWNER] = IS_RESTING, tonumber(meta[3]), '', '', ''
+      local till = record[STATE] == IS_LEASED and math.max(record[UNTIL], tonumber(meta[3])) or tonumber(meta[3])
+      record[STATE], record[UNTIL], record[KEY], record[PREFIX], record[OWNER] = IS_RESTING, till, '', '', ''
     end
     if record[STATE] == IS_LIVE then pages[i] = record[PAGE] end
     rows[i] = {
@@ -21,7 +22,8 @@ for i, record in ipairs(records) do
       tonumber(pins[i] or 0),
     }
   elseif names[i] ~= '' then
-    rows[i] = {tonumber(names[i]), IS_FREE, 0, 0, '', '', '', 0}
+    local closed = tonumber(meta[4] or 0)
+    rows[i] = {tonumber(names[i]), closed > NOW and IS_RESTING or IS_FREE, 0, math.max(0, closed - NOW), '', '', '', 0}
   end
 end
 return {OK, cmsgpack.pack(rows), table.concat(pages)}

@@ -132,10 +132,11 @@ for i, key in ipairs(keys) do
   end
 end
 use(used)
-answers[5] = #places > 0 and make_room(#places) or 0
+local closed = is_closed()
+answers[5] = #places > 0 and not closed and make_room(#places) or 0
 -- A page of this batch may have gone to make room for another.
 if answers[5] > 0 and #used > 0 then live = call('HMGET', LIVE, unpack(keys)) end
-local room = count_free(slots, fresh)
+local room = closed and 0 or count_free(slots, fresh)
 while #places > room do places[#places] = nil end
 lease(places)
 

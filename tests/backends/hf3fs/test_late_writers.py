@@ -1,0 +1,171 @@
+"""Writers that come too late: no slot is another page's while its writer may still write, and what a stalled write damages goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from hicache_backends.hf3fs.client.failures import UnknownScopeError
+from hicache_backends.hf3fs.client.local import LocalDirectory
+from hicache_conformance.metadata.server import Served
+from hicache_metadata_server import protocol as p
+from hicache_storage.objects import Call
+from tests.backends.hf3fs.harness import chain
+
+SLOTS, SLOT_BYTES = 4, 4608
+PATIENCE_SECONDS = 60.0
+MEMORY = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --quarantine-seconds 0.05'
+SCOPE = "0:kv-test"
+
+
+@pytest.fixture(params=["local", "memory"])
+def mine(request, rig):
+    """Storages of four slots on one store, without a server and with one."""
+    options = {"file_size": SLOTS * SLOT_BYTES, "wait_seconds": 0.0}
+    if request.param == "local":
+        yield lambda **more: rig(**(options | more))
+        return
+    with Served(command=MEMORY) as served:
+        yield lambda **more: rig(**(options | {"metadata_url": served.url} | more))
+
+
+@contextmanager
+def held_up(one, keys, *, renews=True):
+    """A set that has leased its slots and not written yet; what is yielded lets it go on."""
+    engine, reached, goes_on = one.store.engine, threading.Event(), threading.Event()
+    real = engine.write
+
+    def slow(jobs, call):
+        reached.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        if not renews:
+            # The system call has begun in time, and is what stalls.
+            for job in jobs:
+                job.until = float("inf")
+        real(jobs, Call(None))
+
+    engine.write = slow
+    writing = threading.Thread(target=lambda: one.put(keys, seconds=PATIENCE_SECONDS))
+    writing.start()
+    assert reached.wait(PATIENCE_SECONDS)
+
+    def go_on():
+        goes_on.set()
+        writing.join(PATIENCE_SECONDS)
+        assert not writing.is_alive()
+
+    try:
+        yield go_on
+    finally:
+        go_on()
+        engine.write = real
+
+
+def stored(other, keys, seconds):
+    """Those of some pages that can be stored within that time."""
+    until, done = time.monotonic() + seconds, set()
+    while time.monotonic() < until and len(done) < len(keys):
+        done |= {key for key, ok in zip(keys, other.put(keys), strict=True) if ok}
+        time.sleep(0.05)
+    return done
+
+
+def test_a_clear_gives_nobody_a_slot_that_is_being_written(mine):
+    one, other, keys = mine(lease_seconds=1.5), mine(), chain("b", SLOTS)
+    with held_up(one, chain("a", 2)) as go_on:
+        other.storage.clear()
+        done = stored(other, keys, 0.5)
+        go_on()
+    assert len(done) == SLOTS - 2
+    assert [page is not None for page in other.get(keys)] == [key in done for key in keys]
+    assert not other.storage.get_stats().pools["kv"].pages_damaged
+
+
+def test_a_server_that_lost_its_memory_gives_no_slot_that_is_being_written(rig):
+    options = {"file_size": SLOTS * SLOT_BYTES, "wait_seconds": 0.0, "lease_seconds": 2.5}
+    with Served(command=MEMORY) as server:
+        one, keys = rig(metadata_url=server.url, **options), chain("b", SLOTS)
+        assert all(one.put(chain("c", 1))), "a store that is new waits for nobody"
+        with held_up(one, chain("a", 2)) as go_on:
+            server.kill()
+            server.start()
+            other = rig(metadata_url=server.url, **options)
+            assert stored(other, keys, 0.3) == set()
+            go_on()
+        assert stored(other, keys, PATIENCE_SECONDS) == set(keys)
+        other.expect(keys)
+
+
+def test_what_a_stalled_write_damages_is_deleted_when_it_comes_back(mine, caplog):
+    """Its lease and the quarantine are over, and no file system refuses it."""
+    one, other, keys = mine(lease_seconds=0.3), mine(lease_seconds=5.0), chain("b", SLOTS)
+    assert other.hits(keys) == 0
+    with held_up(one, chain("a", 2), renews=False) as go_on:
+        assert stored(other, keys, PATIENCE_SECONDS) == set(keys)
+        go_on()
+    found = [slot >= 0 for slot in map(other.slot, keys)]
+    assert found.count(False) == 2, "those in whose slots it has written, and no others"
+    assert [page is not None for page in other.get(keys)] == found
+    assert not other.storage.get_stats().pools["kv"].pages_damaged
+    assert "2 pages of others were damaged" in caplog.text
+    assert stored(other, keys, PATIENCE_SECONDS) == set(keys)
+    other.expect(keys)
+
+
+class Forgetful(LocalDirectory):
+    """Knows no scope when it is told so, and keeps what it was sent."""
+
+    def __init__(self, path):
+        super().__init__(path, quarantine_seconds=0.0)
+        self.sent, self.forgets = [], False
+
+    def send(self, path, request, kind, call):
+        if path == "/v2/initialize":
+            self.sent.append(request.earlier_lease_seconds)
+        elif self.forgets:
+            self.forgets = False
+            raise UnknownScopeError("no such scope")
+        return super().send(path, request, kind, call)
+
+
+def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(tmp_path):
+    directory = Forgetful(str(tmp_path))
+    try:
+        for number, is_written in enumerate((lambda: False, lambda: True)):
+            geometry = p.ScopeGeometry(scope=f"{number}:kv", slots=4)
+            directory.declare(geometry, 7.0, is_written)
+            directory.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
+        assert directory.sent == [[], [7.0]]
+        # Others may have written since a server knew the scope.
+        directory.forgets = True
+        directory.lookup([p.LookupScope(scope="0:kv", keys=["a"])], Call(5))
+        assert directory.sent[2:] == [[7.0]]
+    finally:
+        directory.close()
+
+
+def test_a_file_is_new_until_it_is_handed_out(rig, tmp_path):
+    one, other = rig(), rig()
+    mine = one.scope.file
+    assert not mine.is_written()
+    assert not mine.is_written()
+    assert os.path.exists(mine.path), "so that others see it"
+    assert all(one.put(chain("a", 1)))
+    assert mine.is_written()
+    assert other.scope.file.is_written()
+
+
+def test_slots_are_not_written_through_a_link(rig, tmp_path):
+    one, elsewhere = rig(), tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not yours")
+    path = one.scope.file.path
+    os.symlink(elsewhere, path)
+    assert one.put(chain("a", 2)) == [False, False]
+    assert elsewhere.read_bytes() == b"not yours"
+    os.unlink(path)
+    assert all(one.put(chain("a", 2)))

@@ -1,0 +1,254 @@
+"""A slot changes hands only when no earlier holder of a lease may still write into it: after a clear, and after a restart that lost all."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.shared.scopes import MICROSECONDS
+from hicache_metadata_server.shared.service import SharedService
+from hicache_metadata_server.shared.starting import open_link
+from hicache_metadata_server.stores.store import open_store
+from tests.metadata_server.http_calls import run
+from tests.metadata_server.redis_servers import redis_server
+
+NOW = 1_800_000_000.0
+SLOTS, LEASE, QUARANTINE = 6, 10.0, 5.0
+LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=QUARANTINE, most_lease_seconds=20.0)
+GEOMETRY = p.ScopeGeometry(scope="0:kv", slots=SLOTS)
+
+
+class OneServer:
+    """A server alone; started again, it loses what its store does not keep."""
+
+    def __init__(self, address):
+        self.address, self.now, self.store = address, NOW, None
+        self.start()
+
+    def start(self):
+        if self.store is not None:
+            self.store.close()
+        self.store = open_store(self.address)
+        self.service = MetadataService(LIMITS, durability=self.store.durability)
+        self.service.restore(self.store.recover(self.now), self.store.rows, self.now)
+
+    async def ask(self, name, request):
+        self.service.settle(self.now, 10**6)
+        answer = getattr(self.service, name)(request, self.now)
+        self.store.write(self.service.take_changes())
+        return answer
+
+    async def counts(self):
+        self.service.settle(self.now, 10**6)
+        [status] = self.service.list_scopes().scopes
+        return status.free, status.leased, status.live, status.quarantined
+
+    async def close(self):
+        self.store.close()
+
+
+class OneOfSeveral:
+    """A server on a Redis."""
+
+    def __init__(self, redis):
+        redis.client().flushall()
+        self.now = NOW
+        self.service = SharedService(open_link(redis.url), LIMITS, durability=p.Durability.NONE)
+
+    async def ask(self, name, request):
+        self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
+        return await getattr(self.service, name)(request)
+
+    async def counts(self):
+        self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
+        await self.service.look()
+        [status] = self.service.list_scopes().scopes
+        return status.free, status.leased, status.live, status.quarantined
+
+    async def close(self):
+        await self.service.link.close()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("late")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def server(request, tmp_path):
+    """What makes a server of each kind."""
+    if request.param == "redis":
+        redis = request.getfixturevalue("redis")
+        return lambda: OneOfSeveral(redis)
+    address = "memory:" if request.param == "memory" else f"sqlite:///{tmp_path}/m.db"
+    return lambda: OneServer(address)
+
+
+async def initialize(one, *earlier):
+    return await one.ask("initialize", p.Initialize(scopes=[GEOMETRY], earlier_lease_seconds=list(earlier)))
+
+
+async def reserve(one, *keys, seconds=LEASE):
+    request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=list(keys))], lease_seconds=seconds)
+    return (await one.ask("reserve", request)).scopes[0]
+
+
+async def commit(one, leases):
+    part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[1] * len(leases))
+    return (await one.ask("commit", p.Commit(scopes=[part]))).scopes[0].states
+
+
+def free(leased):
+    return {slot for slot, state in zip(leased.slots, leased.states, strict=True) if state is p.Reserved.LEASED}
+
+
+def scenario(server, steps):
+    async def go():
+        one = server()
+        try:
+            await steps(one)
+        finally:
+            await one.close()
+
+    run(go())
+
+
+def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(server):
+    async def steps(one):
+        await initialize(one)
+        mine = await reserve(one, "a", "b")
+        stored = await reserve(one, "c", "d")
+        await commit(one, stored.leases)
+        one.now += 0.3
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        assert await one.counts() == (2, 0, 0, 4)
+        assert await commit(one, mine.leases) == [p.Settled.STALE] * 2
+        one.now = NOW + 0.3 + QUARANTINE + 0.1
+        others = await reserve(one, *"uvwxyz", seconds=1.0)
+        assert free(others) == set(range(SLOTS)) - free(mine), "pages that were live rest no longer than a quarantine"
+        one.now = NOW + LEASE - 0.1
+        assert not free(mine) & free(await reserve(one, *"mnopqr", seconds=60.0))
+        one.now = NOW + LEASE + 0.5
+        assert free(mine) <= free(await reserve(one, *"ghijkl", seconds=60.0))
+
+    scenario(server, steps)
+
+
+def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(server):
+    async def steps(one):
+        await initialize(one)
+        mine, short = await reserve(one, "a"), await reserve(one, "b", seconds=1.0)
+        one.now += 5
+        renewal = p.Renew(scopes=[p.LeaseScope(scope="0:kv", leases=mine.leases)], lease_seconds=15.0)
+        await one.ask("renew", renewal)
+        last = await reserve(one, "c", seconds=1.0)
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        one.now = NOW + 5 + QUARANTINE - 0.1
+        assert not (free(last) | free(mine)) & free(await reserve(one, *"uvwxyz", seconds=0.2))
+        one.now = NOW + 5 + 15 - 0.5
+        others = free(await reserve(one, *"mnopqr", seconds=0.2))
+        assert free(last) | free(short) <= others
+        assert not free(mine) & others
+        one.now = NOW + 5 + 15 + QUARANTINE + 1
+        assert free(mine) <= free(await reserve(one, *"ghijkl", seconds=60.0))
+
+    scenario(server, steps)
+
+
+def test_a_cleared_lease_rests_over_a_restart_too(tmp_path):
+    async def steps(one):
+        await initialize(one)
+        mine = await reserve(one, "a", "b")
+        one.now += 1
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        one.start()
+        one.now = NOW + 1 + QUARANTINE + 1
+        one.start()
+        assert free(await reserve(one, *"uvwxyz", seconds=0.2)) == set(range(SLOTS)) - free(mine)
+        one.now = NOW + LEASE + 10
+        assert free(mine) <= free(await reserve(one, *"mnopqr"))
+
+    scenario(lambda: OneServer(f"sqlite:///{tmp_path}/m.db"), steps)
+
+
+def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(server):
+    async def steps(one):
+        await initialize(one, LEASE)
+        assert await one.counts() == (0, 0, 0, SLOTS)
+        answer = await reserve(one, "a")
+        assert (answer.states, answer.slots, answer.evicted) == ([p.Reserved.FULL], [-1], 0)
+        [status] = (await one.ask("inspect", p.Inspect(scope="0:kv", slots=[3]))).slots
+        assert (status.state, round(status.seconds_left)) == (p.SlotState.QUARANTINED, round(LEASE + QUARANTINE))
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        # Who comes later cannot open it.
+        assert (await initialize(one)).created == [False]
+        one.now += LEASE + QUARANTINE - 0.5
+        assert not free(await reserve(one, "a"))
+        one.now += 1
+        assert await one.counts() == (SLOTS, 0, 0, 0)
+        assert len(free(await reserve(one, *"abcdef"))) == SLOTS
+
+    scenario(server, steps)
+
+
+def test_a_scope_whose_file_is_new_and_one_that_is_there_are_open(server):
+    async def steps(one):
+        assert (await initialize(one, 0.0)).created == [True]
+        assert len(free(await reserve(one, *"abc"))) == 3
+        assert (await initialize(one, LEASE)).created == [False]
+        assert len(free(await reserve(one, *"def"))) == 3
+
+    scenario(server, steps)
+
+
+def test_longest_leases_bound_the_wait(server):
+    async def steps(one):
+        await initialize(one, 1e9)
+        one.now += LIMITS.most_lease_seconds + QUARANTINE + 0.5
+        assert free(await reserve(one, "a"))
+
+    scenario(server, steps)
+
+
+@pytest.mark.parametrize("kind", ["memory:", "sqlite:///{}/m.db"])
+def test_a_server_that_serves_for_long_opens_new_scopes_at_once(kind, tmp_path):
+    """It has given all leases since its start, and those of an earlier server are over."""
+    one = OneServer(kind.format(tmp_path))
+
+    async def steps():
+        one.now += LEASE + QUARANTINE
+        await initialize(one, LEASE)
+        assert free(await reserve(one, "a"))
+        await one.close()
+
+    run(steps())
+
+
+def test_a_closed_scope_stays_closed_over_a_restart(tmp_path):
+    one = OneServer(f"sqlite:///{tmp_path}/m.db")
+
+    async def steps():
+        await initialize(one, LEASE)
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        one.now += 3
+        one.start()
+        assert await one.counts() == (0, 0, 0, SLOTS)
+        one.now = NOW + LEASE + QUARANTINE + 0.1
+        assert free(await reserve(one, "a"))
+        await one.close()
+
+    run(steps())
+
+
+def test_the_column_is_as_long_as_that_of_the_scopes(server):
+    async def steps(one):
+        with pytest.raises(RefusedError) as caught:
+            await initialize(one, 1.0, 1.0)
+        assert (caught.value.status, caught.value.problem.field) == (422, "earlier_lease_seconds")
+
+    scenario(server, steps)
