@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_api(page, server):
     page.shows(".health", "Ready")
     about = page.facts()
     assert about["Instance"] == page.run("return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)")
-    assert (about["Durability"], about["Leases last"], about["Slots rest"]) == ("process", "600 s", "900 s")
+    assert (about["Durability"], about["Leases last"], about["Quarantine"]) == ("process", "600 s", "900 s")
     page.until(lambda: page.all(TABLE))
     shown = {row[0]: row[1:6] for row in table(page)}
     status = scopes(client)[SCOPE]
@@ -330,7 +330,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
         assert not page.all(".token [role=alert]")[0].is_displayed()
         assert page.run("return document.activeElement.id") == "token"
         page.enter("#token", f"wrong{Keys.ENTER}")
-        page.shows(".token [role=alert]", "this server wants a bearer token that it knows")
+        page.shows(".token [role=alert]", "this server needs a bearer token that it knows")
         page.enter("#token", f"look{Keys.ENTER}")
         page.shows("h1", SCOPE)
         page.until(lambda: len(page.all(ROWS)) == 50)

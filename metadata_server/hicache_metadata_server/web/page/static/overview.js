@@ -74,7 +74,7 @@ export class Overview {
         ["Durability", about.durability],
         ["Up for", this.up],
         ["Leases last", `${figure(limits.lease_seconds)} s`],
-        ["Slots rest", `${figure(limits.quarantine_seconds)} s`],
+        ["Quarantine", `${figure(limits.quarantine_seconds)} s`],
       ]));
     }
     setText(this.up, past.offered ? span(past.now - past.started) : NONE);
