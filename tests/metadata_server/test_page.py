@@ -105,6 +105,19 @@ def test_figures_are_those_of_the_api(page, server):
     assert widths == [pytest.approx(max(2, share * whole), abs=1) for share in shares]
 
 
+def test_the_overview_names_the_fullest_scope(page, server):
+    """All together are nearly empty here; one scope is not."""
+    place, client = server
+    page.open(place.url)
+    page.shows(".fullest", "Fullest scope:")
+    most = max(scopes(client).values(), key=lambda one: (one.slots - one.free) / one.slots)
+    assert most.scope == SCOPE
+    used = most.slots - most.free
+    page.shows(".fullest", f"Fullest scope: {SCOPE}, {100 * used / most.slots:.1f}% of {most.slots} slots in use")
+    page.click(".fullest a")
+    page.shows("h1", SCOPE)
+
+
 def table(page):
     return page.run(
         "return [...document.querySelectorAll(arguments[0])].map((row) => [...row.cells].map((cell) => cell.textContent))", TABLE
