@@ -30,9 +30,17 @@ def show_dashboard(output: Output = None) -> None:
 
 
 @metrics.command("alerts")
-def show_alerts(output: Output = None) -> None:
+def show_alerts(
+    output: Output = None,
+    page: Annotated[
+        str,
+        typer.Option(
+            "--runbook", metavar="URL", help="Where you publish the page `observability`: each alert links to its section."
+        ),
+    ] = "",
+) -> None:
     """The alert rules for Prometheus, as YAML for `rule_files`."""
-    _tell(rules(), output)
+    _tell(rules(page), output)
 
 
 @metrics.command("write", hidden=True)

@@ -35,6 +35,8 @@ class Metric:
     """Field of the statistics that this one exports."""
     tag: tuple[str, str] = ("", "")
     """A label with the value that is meant for `source`, where several fields share a metric."""
+    of_store: bool = False
+    """Kept in the store: several servers of one store export the same series, which are to be counted once."""
 
     def __post_init__(self) -> None:
         if self.name.endswith("_total") != (self.kind is Kind.COUNTER):

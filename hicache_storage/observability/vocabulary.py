@@ -23,12 +23,16 @@ OTHER_SCOPES: Final = "other"
 REQUEST_BOUNDS_SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 
-def _counter(name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", "")) -> Metric:
-    return Metric(name, Kind.COUNTER, text, labels, unit, source=source, tag=tag)
+def _counter(
+    name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
+) -> Metric:
+    return Metric(name, Kind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store)
 
 
-def _gauge(name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", "")) -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels, unit, source=source, tag=tag)
+def _gauge(
+    name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
+) -> Metric:
+    return Metric(name, Kind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store)
 
 
 def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
@@ -106,11 +110,11 @@ REQUEST_SECONDS: Final = Metric(
     "hicache_metadata_request_seconds", Kind.HISTOGRAM, "From the last byte of a request to its answer.", ("route",), "seconds", REQUEST_BOUNDS_SECONDS,
 )  # fmt: skip
 SLOW_REQUESTS: Final = _counter("hicache_metadata_slow_requests_total", "Requests that took longer than the setting slow_seconds; none where that is 0.", "route")  # fmt: skip
-SLOTS: Final = _gauge("hicache_metadata_slots", "Slots by state: free, leased, live or quarantined.", "scope", "state")
-SCOPE_EVICTED_PAGES: Final = _counter("hicache_metadata_evicted_pages_total", "Pages evicted to make room.", "scope", source="evicted")  # fmt: skip
-LOOKED_UP_KEYS: Final = _counter("hicache_metadata_lookup_keys_total", "Keys that clients have asked for, by whether they were live: hit or miss.", "scope", "result")  # fmt: skip
-EXPIRED_LEASES: Final = _counter("hicache_metadata_expired_leases_total", "Leases that were neither committed nor given back in time: their writers are dead or slow.", "scope", source="expired_leases")  # fmt: skip
-QUARANTINE_SECONDS: Final = _gauge("hicache_metadata_quarantine_seconds", "How long a slot rests before it is used again.", unit="seconds")  # fmt: skip
+SLOTS: Final = _gauge("hicache_metadata_slots", "Slots by state: free, leased, live or quarantined.", "scope", "state", of_store=True)  # fmt: skip
+SCOPE_EVICTED_PAGES: Final = _counter("hicache_metadata_evicted_pages_total", "Pages evicted to make room.", "scope", source="evicted", of_store=True)  # fmt: skip
+LOOKED_UP_KEYS: Final = _counter("hicache_metadata_lookup_keys_total", "Keys that clients have asked for, by whether they were live: hit or miss.", "scope", "result", of_store=True)  # fmt: skip
+EXPIRED_LEASES: Final = _counter("hicache_metadata_expired_leases_total", "Leases that were neither committed nor given back in time: their writers are dead or slow.", "scope", source="expired_leases", of_store=True)  # fmt: skip
+QUARANTINE_SECONDS: Final = _gauge("hicache_metadata_quarantine_seconds", "How long a slot stays in quarantine before it is used again.", unit="seconds")  # fmt: skip
 READY: Final = _gauge("hicache_metadata_ready", "1 while the server is ready, as /readyz says it.")
 DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are given.")
 RECOVERY_PROBLEMS: Final = _gauge("hicache_metadata_recovery_problems", "Contradictions in the store that the last start has left out.")  # fmt: skip
@@ -118,14 +122,17 @@ TRANSACTIONS: Final = _counter("hicache_metadata_transactions_total", "Groups of
 TRANSACTION_SECONDS: Final = Metric(
     "hicache_metadata_transaction_seconds", Kind.HISTOGRAM, "How long a group took to write.", (), "seconds", LATENCY_BOUNDS_SECONDS,
 )  # fmt: skip
-STORE_FAILING: Final = _gauge("hicache_metadata_store_failing", "1 while the store cannot be written, or a shared one does not answer.")  # fmt: skip
+STORE_FAILING: Final = _gauge("hicache_metadata_store_failing", "1 while the store cannot be written, or a shared one does not answer or takes no writes.")  # fmt: skip
+STORE_BYTES: Final = _gauge("hicache_metadata_store_bytes", "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log.", "part", unit="bytes")  # fmt: skip
+BUILD_INFO: Final = _gauge("hicache_metadata_build_info", "Always 1; the server's version, its protocol, and the version of Python.", "version", "protocol", "python")  # fmt: skip
+CERTIFICATE_EXPIRY: Final = _gauge("hicache_metadata_certificate_expiry_timestamp_seconds", "When a certificate of a file that is in use expires, the first of several, since unix epoch in seconds.", "file", unit="seconds")  # fmt: skip
 TOKENS: Final = _gauge("hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", "state")
 NEXT_TOKEN_EXPIRY: Final = _gauge("hicache_metadata_next_token_expiry_timestamp_seconds", "When the next token expires, since unix epoch in seconds.", unit="seconds")  # fmt: skip
 AUDIT_FAILURES: Final = _counter("hicache_metadata_audit_failures_total", "Audit lines that went to the log for want of a file.")
 RELOADS: Final = _counter("hicache_metadata_reloads_total", "Times a file of tokens, tenants or certificates was taken, the first included.", "what")  # fmt: skip
 RELOAD_FAILING: Final = _gauge("hicache_metadata_reload_failing", "1 while such a file is bad, and what it held before counts.", "what")  # fmt: skip
-TENANT_HOLDS: Final = _gauge("hicache_metadata_tenant_holds", "What the scopes of a tenant are together: scopes, slots or bytes.", "tenant", "what")  # fmt: skip
-TENANT_QUOTA: Final = _gauge("hicache_metadata_tenant_quota", "The most of it that the tenant may have.", "tenant", "what")
+TENANT_HOLDS: Final = _gauge("hicache_metadata_tenant_holds", "What the scopes of a tenant are together: scopes, slots or bytes.", "tenant", "what", of_store=True)  # fmt: skip
+TENANT_QUOTA: Final = _gauge("hicache_metadata_tenant_quota", "The most of it that the tenant may have.", "tenant", "what", of_store=True)  # fmt: skip
 THROTTLED: Final = _counter("hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant")
 
 # Of the metadata server's process, in the words of prometheus_client, which exports them; Linux only.
@@ -153,7 +160,7 @@ CACHE: Final = (
 )  # fmt: skip
 SERVER: Final = (
     REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, QUARANTINE_SECONDS, READY,
-    DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
+    DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
     RELOAD_FAILING, TENANT_HOLDS, TENANT_QUOTA, THROTTLED,
 )  # fmt: skip
 PROCESS: Final = (

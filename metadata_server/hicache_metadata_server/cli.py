@@ -60,7 +60,8 @@ def serve(
         float | None, typer.Option(show_default="30", help="How long a writer has a slot, if it asks for nothing else.")
     ] = None,
     quarantine_seconds: Annotated[
-        float | None, typer.Option(show_default="5", help="How long a slot rests before somebody else gets it.")
+        float | None,
+        typer.Option(show_default="5", help="How long a freed slot stays in quarantine before it is given out again."),
     ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; the server speaks https then.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
@@ -71,6 +72,9 @@ def serve(
     audit_file: Annotated[Path | None, typer.Option(show_default="the log", help="File for audit lines, appended to.")] = None,
     log_format: Annotated[str | None, typer.Option(show_default="json", help="json or console.")] = None,
     log_level: Annotated[str | None, typer.Option(show_default="info", help="debug, info, warning or error.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check settings, files and store, start nothing, and write nothing.")
+    ] = False,
 ) -> None:
     """Run a server until SIGTERM or SIGINT.
 
@@ -90,7 +94,12 @@ def serve(
     from hicache_metadata_server.stores.store import StoreError
 
     try:
-        server.serve(ServerSettings(**{name: value for name, value in given.items() if value is not None}))
+        settings = ServerSettings(**{name: value for name, value in given.items() if value is not None})
+        if check:
+            server.check(settings)
+            typer.echo("a server would start with these settings")
+        else:
+            server.serve(settings)
     except (StoreError, ValueError, OSError) as error:
         _fail(_settings_error(error))
 
@@ -116,7 +125,7 @@ def status(
     console.print(f"{len(scopes)} scopes, {sum(s.live for s in scopes):,} live pages of {sum(s.slots for s in scopes):,} slots")
     limits = about.limits
     console.print(
-        f"leases last {limits.lease_seconds:g} s, slots rest {limits.quarantine_seconds:g} s; {limits.keys:,} keys in a request"
+        f"leases last {limits.lease_seconds:g} s, freed slots are quarantined for {limits.quarantine_seconds:g} s; {limits.keys:,} keys in a request"
     )
     console.print("ready" if ready else Text(f"not ready: {why}", "yellow"))
     raise typer.Exit(0 if ready else FOUND_PROBLEMS)

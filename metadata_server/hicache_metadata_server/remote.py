@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="Answer")
 ANSWER_SECONDS: Final = 60.0
+TOKEN: Final = "--token-file FILE, or HICACHE_METADATA_TOKEN"
+CERTIFICATE: Final = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
 
 
 class RemoteError(Exception):
@@ -77,7 +79,10 @@ class Remote:
                 response = connection.getresponse()
                 return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise RemoteError(f"{self._url} does not answer: {error}") from error
+            # A server that asks for a client certificate ends the connection without a word about it.
+            ended = isinstance(error, (http.client.RemoteDisconnected, ConnectionError)) or "CERTIFICATE_REQUIRED" in str(error)
+            hint = f"; if the server asks for a client certificate: {CERTIFICATE}" if self._secure and ended else ""
+            raise RemoteError(f"{self._url} does not answer: {error}{hint}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._secure:
@@ -89,4 +94,5 @@ class Remote:
             problem: Any = decode(body, Problem)
         except (msgspec.DecodeError, UnicodeError):
             return RefusalError(f"{self._url} answers {status}", "")
-        return RefusalError(f"{problem.message} ({status} {problem.code})", problem.code)
+        hint = f"; {TOKEN}" if problem.code == "unauthorized" else ""
+        return RefusalError(f"{problem.message} ({status} {problem.code}){hint}", problem.code)

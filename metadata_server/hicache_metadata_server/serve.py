@@ -21,7 +21,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
-from hicache_metadata_server.stores.store import open_store
+from hicache_metadata_server.stores.store import MEMORY, open_store, see_store
 from hicache_metadata_server.web.app import create_app
 from hicache_metadata_server.web.direct import DirectProtocol
 from hicache_metadata_server.web.security import Security
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SWITCH_SECONDS: Final = 0.0005
 """The thread that writes the store waits no longer than this for the interpreter."""
 
+FORGETS: Final = "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE keeps them"
 NOT_STARTED: Final = 3
 """The exit status of a server that cannot listen."""
 
@@ -56,6 +57,24 @@ def restored_service(store: Store, settings: ServerSettings, now: float) -> Meta
     return service
 
 
+def check(settings: ServerSettings) -> None:
+    """See that a server would start: the settings, the files that they name, and the store. The log tells what it would warn of.
+
+    Raises:
+        StoreError: the store could not be opened.
+        ValueError: a setting is not as it must be.
+        OSError: a file cannot be read.
+    """
+    _begin_log(settings)
+    if is_shared(settings.store):
+        from hicache_metadata_server.shared.starting import see_store as see_shared_store
+
+        see_shared_store(settings.store, settings.durability, settings.store_replicas)
+    else:
+        see_store(settings.store)
+    Security.of(settings, MetadataService(settings.limits)).close()
+
+
 def serve(settings: ServerSettings) -> None:
     """Serve until SIGTERM or SIGINT; requests that were accepted by then are answered.
 
@@ -63,9 +82,7 @@ def serve(settings: ServerSettings) -> None:
         StoreError: the store cannot be opened, or another server has it.
         ValueError: a setting is not as it must be.
     """
-    configure_logs(settings.log_level, settings.log_format)
-    for variable, nearest in misspelt(os.environ):
-        _log.warning("unknown_setting", variable=variable, nearest=nearest)
+    _begin_log(settings)
     if settings.traces:
         _trace()
     keep_large_blocks_apart()
@@ -83,6 +100,14 @@ def serve(settings: ServerSettings) -> None:
         _run(app, settings, security.tls_context)
     finally:
         security.close()
+
+
+def _begin_log(settings: ServerSettings) -> None:
+    configure_logs(settings.log_level, settings.log_format)
+    for variable, nearest in misspelt(os.environ):
+        _log.warning("unknown_setting", variable=variable, nearest=nearest)
+    if settings.store == MEMORY:
+        _log.warning("no_store", store=settings.store, consequence=FORGETS)
 
 
 def _app(settings: ServerSettings) -> tuple[Front, Security]:

@@ -68,7 +68,7 @@ class ServerSettings(BaseSettings):
     most_pin_seconds: Positive = DEFAULTS.most_pin_seconds
     """The longest time that a reader can pin pages for."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
-    """How long a slot rests before somebody else gets it; longer than a reader takes from lookup to the last byte."""
+    """How long a freed slot stays in quarantine before it is given out again; longer than a reader takes from lookup to the last byte."""
     idempotency_seconds: Positive = DEFAULTS.idempotency_seconds
     """How long a repeated request gets its first answer."""
     tls_certificate: Path | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -14,6 +15,8 @@ from hicache_metadata_server.token_file import WRITABLE_BY_OTHERS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pydantic_core import ErrorDetails
 
 
 class TenantQuota(BaseModel):
@@ -58,6 +61,16 @@ class TenantsFile(BaseModel):
         return self
 
 
+def _told(error: ErrorDetails) -> str:
+    """What is wrong with one field; for an unknown one, which may be meant."""
+    where = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['msg']}"
+    known = TenantsFile.model_fields if len(error["loc"]) == 1 else TenantQuota.model_fields
+    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    return f"{where}: there is no such key; " + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}")
+
+
 def read_tenants_file(path: Path) -> Quotas:
     """The quotas in a TOML file.
 
@@ -71,8 +84,7 @@ def read_tenants_file(path: Path) -> Quotas:
         try:
             found = TenantsFile.model_validate(tomllib.load(file))
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors())
-            raise ValueError(f"{path}: {told}") from error
+            raise ValueError(f"{path}: {'; '.join(map(_told, error.errors()))}") from error
         except (tomllib.TOMLDecodeError, UnicodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
     return Quotas({name: one.quota for name, one in found.tenants.items()}, found.default.quota)

@@ -128,6 +128,28 @@ def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
         os.close(directory)
 
 
+@contextlib.contextmanager
+def written_once(path: Path | None, content: bytes) -> Generator[None]:
+    """A new file of mode 600, which is gone again if the block ends with an error; nothing for None.
+
+    Raises:
+        OSError: it is there already, or cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            # The umask may allow more or less than is asked for.
+            os.fchmod(descriptor, 0o600)
+            file.write(content)
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def encoded(records: list[TokenRecord]) -> bytes:
     """The content of a file."""
     return msgspec.json.format(msgspec.json.encode(TokenFile(tokens=records)), indent=1) + b"\n"

@@ -70,7 +70,10 @@ def test_scopes_are_listed_and_emptied(place):
 def test_refusals_are_sentences(place):
     url, token, reader = place
     for arguments, said in (
-        (("scopes", "--url", url), "wants a bearer token"),
+        (
+            ("scopes", "--url", url),
+            "needs a bearer token that it knows (header Authorization: Bearer TOKEN) (401 unauthorized); --token-file FILE",
+        ),
         (("drain", "--url", url, "--token-file", reader), "permits read, and that needs admin"),
         (("inspect", "9:kv", "--url", url, "--token-file", token), "scope '9:kv' is not initialized"),
         (("inspect", "nonsense", "--url", url, "--token-file", token), "422"),
@@ -78,7 +81,7 @@ def test_refusals_are_sentences(place):
         (("status", "--wait", "0.2", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--url", "ftp://x"), "no http or https address"),
         (("fsck", "--store", "memory:"), "nothing is kept"),
-        (("fsck", "--store", "nowhere"), "names no store"),
+        (("fsck", "--store", "nowhere"), "is not the address of a store"),
         (("status", "--url", url, "--token-file", "/nonexistent"), "No such file"),
     ):
         done = hicache(*arguments)
@@ -89,7 +92,7 @@ def test_refusals_are_sentences(place):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--store", "mysql://x"), "names no store"),
+        (("--store", "mysql://x"), "is not the address of a store"),
         (("--store", "redis://127.0.0.1:1"), "redis://127.0.0.1:1: "),
         (("--store", "redis+cluster://x"), "is no HOST:PORT"),
         (("--store", "sqlite:////nonexistent/m.db"), "there is no directory /nonexistent: make it"),
@@ -104,6 +107,33 @@ def test_settings_that_cannot_be(arguments, said):
     done = hicache("serve", *arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
+    tokens, store = write_tokens(tmp_path / "tokens.json", a="read one"), f"sqlite:///{tmp_path}/m.db"
+    monkeypatch.setenv("HICACHE_METADATA_QUARANTINE_SECOND", "1")
+    main = "from hicache_storage.cli.main import main; main()"
+
+    def checked(*arguments):
+        # In a process of its own, whose log is its own, too.
+        command = [sys.executable, "-c", main, "metadata", "serve", "--check", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = checked("--store", store, "--token-file", str(tokens), "--log-format", "json")
+    assert (done.returncode, done.stdout) == (0, "a server would start with these settings\n"), done.stderr
+    [warning] = map(msgspec.json.decode, done.stderr.splitlines())
+    assert (warning["event"], warning["nearest"]) == ("unknown_setting", "HICACHE_METADATA_QUARANTINE_SECONDS")
+    assert list(tmp_path.iterdir()) == [tokens], "nothing was made"
+    warned = [msgspec.json.decode(line)["event"] for line in checked().stderr.splitlines()]
+    assert warned == ["unknown_setting", "no_store"], "memory: is the default, and a restart forgets it"
+    for arguments, said in (
+        (("--store", f"sqlite:///{tmp_path}/nowhere/m.db"), "there is no directory"),
+        (("--store", store, "--token-file", str(tmp_path / "none")), "No such file"),
+        (("--store", f"sqlite:///{tokens}"), "is not a database"),
+    ):
+        done = checked(*arguments)
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.split()), done.stderr
 
 
 def test_settings_from_the_environment(monkeypatch):

@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_api(page, server):
     page.shows(".health", "Ready")
     about = page.facts()
     assert about["Instance"] == page.run("return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)")
-    assert (about["Durability"], about["Leases last"], about["Slots rest"]) == ("process", "600 s", "900 s")
+    assert (about["Durability"], about["Leases last"], about["Quarantine"]) == ("process", "600 s", "900 s")
     page.until(lambda: page.all(TABLE))
     shown = {row[0]: row[1:6] for row in table(page)}
     status = scopes(client)[SCOPE]
@@ -103,6 +103,19 @@ def test_figures_are_those_of_the_api(page, server):
     all_slots = sum(one.slots for one in every)
     shares = [sum(getattr(one, state) for one in every) / all_slots for state in ("live", "leased", "quarantined")]
     assert widths == [pytest.approx(max(2, share * whole), abs=1) for share in shares]
+
+
+def test_the_overview_names_the_fullest_scope(page, server):
+    """All together are nearly empty here; one scope is not."""
+    place, client = server
+    page.open(place.url)
+    page.shows(".fullest", "Fullest scope:")
+    most = max(scopes(client).values(), key=lambda one: (one.slots - one.free) / one.slots)
+    assert most.scope == SCOPE
+    used = most.slots - most.free
+    page.shows(".fullest", f"Fullest scope: {SCOPE}, {100 * used / most.slots:.1f}% of {most.slots} slots in use")
+    page.click(".fullest a")
+    page.shows("h1", SCOPE)
 
 
 def table(page):
@@ -330,7 +343,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
         assert not page.all(".token [role=alert]")[0].is_displayed()
         assert page.run("return document.activeElement.id") == "token"
         page.enter("#token", f"wrong{Keys.ENTER}")
-        page.shows(".token [role=alert]", "this server wants a bearer token that it knows")
+        page.shows(".token [role=alert]", "this server needs a bearer token that it knows")
         page.enter("#token", f"look{Keys.ENTER}")
         page.shows("h1", SCOPE)
         page.until(lambda: len(page.all(ROWS)) == 50)

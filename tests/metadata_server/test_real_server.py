@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import signal
 import time
+from contextlib import closing
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -76,3 +79,24 @@ def test_with_fsync_too():
         judgement = judged(place, seed=4, cases=["restart", "kill", "retry", "history", "histories"])
     assert errors(judgement) == []
     assert broken(judgement) == {}
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+@pytest.mark.parametrize("with_length", [False, True])
+def test_head_is_answered_like_get_without_a_body(place_of_all, path, with_length):
+    """Load balancers ask so; the connection goes on, which a body that nobody expects would spoil."""
+    host = urlsplit(place_of_all.url)
+    with closing(http.client.HTTPConnection(host.hostname, host.port, timeout=30)) as connection:
+        for method in ("HEAD", "GET", "HEAD"):
+            connection.request(method, path, headers={"Content-Length": "0"} if with_length else {})
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == 200
+            assert bool(body) == (method == "GET")
+            assert int(response.headers["content-length"]) > 0
+
+
+@pytest.fixture(scope="module")
+def place_of_all():
+    with served(SERVE) as (place, _):
+        yield place

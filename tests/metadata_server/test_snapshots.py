@@ -189,7 +189,7 @@ def test_what_is_no_target(tmp_path):
         done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / target), "--replace")
         assert (done.exit_code, said in " ".join(done.output.split())) == (2, True), done.output
     assert (tmp_path / "foreign.db").read_bytes() == before
-    assert "names no store that can be filled" in hicache("copy", address(tmp_path / "a.db"), "http://x").output
+    assert "is not the address of a store that can be filled" in hicache("copy", address(tmp_path / "a.db"), "http://x").output
     assert "nothing is kept in memory" in hicache("copy", "memory:", address(tmp_path / "new.db")).output
     assert "there is no store" in hicache("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
     assert not (tmp_path / "typo.db").exists()

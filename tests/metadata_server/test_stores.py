@@ -298,7 +298,12 @@ def test_a_damaged_block_is_refused(tmp_path, blob):
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("mysql://x", "names no store"), ("redis://x", "servers share"), ("sqlite:///", "names no store"), ("", "names no store")],
+    [
+        ("mysql://x", "is not the address of a store"),
+        ("redis://x", "servers share"),
+        ("sqlite:///", "is not the address of a store"),
+        ("", "is not the address of a store"),
+    ],
 )
 def test_addresses_that_name_no_store(url, said):
     with pytest.raises(ValueError, match=said):

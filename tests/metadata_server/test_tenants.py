@@ -275,7 +275,10 @@ def test_a_file_of_quotas(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[default]\nmost_pages = 1", "default.most_pages"),
+        ("[default]\nmost_pages = 1", "default.most_pages: there is no such key; did you mean 'most_scopes'"),
+        ("[tenants.acme]\nmost_slot = 1", "tenants.acme.most_slot: there is no such key; did you mean 'most_slots'?"),
+        ("[defaults]\nmost_slots = 1", "defaults: there is no such key; did you mean 'default'?"),
+        ("zzz = 1", "zzz: there is no such key; there are default, tenants"),
         ("[tenants.a]\nmost_slots = -1", "tenants.a.most_slots"),
         ("[tenants.a]\nmost_bytes = 'much'", "tenants.a.most_bytes"),
         ("[tenants.a]\nrequests_per_second = 0", "requests_per_second"),

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
 import time
 from contextlib import closing
 from urllib.parse import urlsplit
@@ -21,9 +22,10 @@ from hicache_metadata_server.client_tls import client_context
 from hicache_metadata_server.protocol import About
 from hicache_metadata_server.remote import Remote, RemoteError
 from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.web.certificates import first_expiry
 from hicache_metadata_server.web.tls import ServerTls
 from hicache_storage.objects import Call
-from tests.metadata_server.certificates import Authority
+from tests.metadata_server.certificates import Authority, openssl
 from tests.metadata_server.servers import SERVE, Served
 
 
@@ -202,3 +204,64 @@ def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
     ):
         with pytest.raises(ValueError, match=said):
             Hf3fsConfig(path="/x", metadata_url="http://x", **options)
+
+
+@pytest.mark.parametrize("option", ["--tls-certificate", "--tls-key", "--tls-client-ca"])
+def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, option):
+    certificate, key = installed(tmp_path, *authority.sign("first"))
+    files = {"--tls-certificate": certificate, "--tls-key": key, "--tls-client-ca": authority.file, option: tmp_path / "nope.pem"}
+    arguments = [str(argument) for pair in files.items() for argument in pair]
+    with pytest.raises(ValueError, match=f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"):
+        ServerTls(*files.values())
+    told = CliRunner().invoke(app, ["serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments])
+    assert told.exit_code == 2
+    assert f"{option}: {tmp_path}/nope.pem" in told.stderr
+    assert len(told.stderr.strip().splitlines()) == 1
+
+
+def test_the_expiry_of_certificates_is_told(tmp_path, authority):
+    certificate, key = installed(tmp_path, *authority.sign("first"))
+    tls = ServerTls(certificate, key, authority.file)
+    assert list(tls.expiries) == [str(certificate), str(authority.file)]
+    for expiry in tls.expiries.values():
+        assert expiry - time.time() == pytest.approx(2 * 86_400, abs=600)
+    text = openssl_end(certificate)
+    assert tls.expiries[str(certificate)] == text
+    chain = tmp_path / "chain.pem"
+    openssl(
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "9999",
+        "-subj",
+        "/CN=far",
+        "-keyout",
+        tmp_path / "far.key",
+        "-out",
+        chain,
+    )
+    assert first_expiry(chain.read_text()) == openssl_end(chain) > 2_500_000_000, "in the other form of dates, after 2049"
+    assert first_expiry(chain.read_text() + certificate.read_text()) == text, "the first of several"
+
+
+@pytest.mark.parametrize("pem", ["", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
+def test_what_is_no_certificate_has_no_expiry(pem):
+    with pytest.raises(ValueError, match=r"."):
+        first_expiry(pem)
+
+
+def openssl_end(file):
+    told = subprocess.run(
+        ["openssl", "x509", "-enddate", "-noout", "-in", file], capture_output=True, text=True, check=True
+    ).stdout
+    return ssl.cert_time_to_seconds(told.strip().removeprefix("notAfter="))
+
+
+def test_a_client_without_a_certificate_is_told_of_the_option(tmp_path, authority):
+    with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
+        told = CliRunner().invoke(app, ["status", "--url", place.url, "--ca", str(authority.file)])
+        assert told.exit_code == 2
+        assert "if the server asks for a client certificate: --certificate FILE, or HICACHE_METADATA_CERTIFICATE" in told.stderr

@@ -60,6 +60,25 @@ def test_a_token_is_told_once_and_only_its_digest_is_kept(tmp_path):
     assert token not in listed
 
 
+def test_a_token_in_a_file_is_the_owners_alone(tmp_path):
+    file, output = tmp_path / "tokens.json", tmp_path / "engines.token"
+    before = os.umask(0)
+    try:
+        assert made(file, "--right", "write", "--id", "engines", "--output", output) == "", "it is not printed as well"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    token = output.read_text().removesuffix("\n")
+    assert command("check", "--file", file, "--token-file", output).output == "engines: write\n"
+    again = command("new", "--file", file, "--right", "write", "--output", output)
+    assert (again.exit_code, output.read_text()) == (2, f"{token}\n")
+    assert "File exists" in " ".join(again.output.split())
+    assert [record.id for record in read_token_file(file)] == ["engines"], "nothing was added"
+    unmade = command("new", "--file", file, "--right", "write", "--id", "engines", "--output", tmp_path / "other.token")
+    assert unmade.exit_code == 2
+    assert not (tmp_path / "other.token").exists()
+
+
 def test_tokens_are_revoked_at_once_or_after_a_time(tmp_path):
     file = tmp_path / "tokens.json"
     for name in ("a", "b", "c"):

@@ -123,7 +123,8 @@ def test_every_alert_leads_to_a_section_that_says_what_to_do():
     sections = dict(re.findall(r"^### (HiCache\w+)\n(.*?)(?=^#|\Z|<!--)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     assert set(sections) == {alert.name for alert in ALERTS}
     for rule, alert in zip(yaml.safe_load(rules())["groups"][0]["rules"], ALERTS, strict=True):
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert "runbook_url" not in rule["annotations"], "a path is no URL"
         assert (ROOT / page).exists()
         assert anchor == alert.name.lower()
         assert alert.do in sections[alert.name]

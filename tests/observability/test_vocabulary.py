@@ -22,6 +22,7 @@ from hicache_metadata_server.token_file import record_of
 from hicache_metadata_server.web.metrics import Metrics
 from hicache_metadata_server.web.reloads import Watched
 from hicache_metadata_server.web.security import Security
+from hicache_metadata_server.web.tls import ServerTls
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.prometheus import CacheCollector, ControllerCollector
 from hicache_storage.hybrid.stats import ControllerStats
@@ -32,6 +33,7 @@ from hicache_storage.observability.vocabulary import COMPONENTS, MOST_SCOPES, OT
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
+from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +111,10 @@ def test_a_cache_exports_its_vocabulary():
 
 def test_a_server_exports_its_vocabulary(tmp_path):
     store = SlowStore()
+    store.sizes = lambda: {"log": 1}
     service = MetadataService(durability=store.durability)
     security = Security(service)
+    security.tls = ServerTls(*Authority(tmp_path).sign("server"))
     security.tokens.take(
         [
             record_of("root", "admin", name="root", expires=datetime.now(UTC) + timedelta(days=1)),

@@ -90,7 +90,8 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         Seconds, Meta(description="How long the metadata server may take over what has no deadline, such as open.")
     ] = 5.0
     quarantine_seconds: Annotated[
-        float, Meta(ge=0, description="How long slots rest before they are used again, without a metadata server.")
+        float,
+        Meta(ge=0, description="How long freed slots stay in quarantine before they are used again, without a metadata server."),
     ] = 0.1
     verify_checksums: Annotated[
         bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache_storage.observability import vocabulary as v
-from hicache_storage.tools.metrics.queries import grown, quantile, rate, selected, share, summed
+from hicache_storage.tools.metrics.queries import grown, now, quantile, rate, selected, share, summed
 
 PAGE: Final = "docs/observability.md"
 TOKEN_SECONDS: Final = 7 * 24 * 3600
 """So long before a token expires somebody is told."""
+CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
+"""The same of a certificate: what renews them by itself begins a month before the end."""
 SPARE_SHARE: Final = 32
-"""One of so many slots of a full scope is kept free or resting by the server (`hicache_metadata_server.state.scope`)."""
+"""One of so many slots of a full scope is kept free or quarantined by the server (`hicache_metadata_server.state.scope`)."""
 
 MOST_FAILOVERS: Final = 3
 """More in a quarter of an hour are not one restart of each of several servers. Of three `increase` makes 3.2 where Prometheus looks
@@ -52,8 +54,8 @@ _FAILED: Final = summed(
     f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""", "route"
 )
 """A server that drains refuses leases, and its clients ask another: that is meant."""
-_LEASED: Final = summed(selected(v.SLOTS, 'state="leased"'), "scope")
-_SLOTS: Final = summed(selected(v.SLOTS), "scope")
+_LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
+_SLOTS: Final = now(v.SLOTS, by=("scope",))
 _RESTING: Final = f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
 
 ALERTS: Final = (
@@ -61,8 +63,9 @@ ALERTS: Final = (
         "HiCacheStoreFailing", f"{v.STORE_FAILING.name} == 1", "1m", "critical",
         "The metadata server {{ $labels.instance }} cannot write its store.",
         "Changes are answered 503: nothing is stored any more. Lookups go on, and what is stored can be read.",
-        "The server's log has a line `store_failing` with the reason: the disk is full, has failed, or the store does not answer. Repair it; "
-        "the server goes on by itself with the next change and logs `store_serving`. Nothing that was acknowledged is lost.",
+        "The server's log has a line `store_failing` with the reason: the disk is full or has failed, or Redis does not answer or is out of "
+        "memory. Repair it; the server tries again every second, goes on by itself, and logs `store_serving`. Nothing that was acknowledged "
+        "is lost.",
     ),
     Alert(
         "HiCacheServerNotReady", f"{v.READY.name} == 0 and {v.DRAINING.name} == 0", "2m", "critical",
@@ -120,9 +123,9 @@ ALERTS: Final = (
     ),
     Alert(
         "HiCacheQuarantineShort", f"{_RESTING} > {_SLOTS} / {SPARE_SHARE}", "10m", "warning",
-        "{{ $labels.scope }} evicts faster than its slots rest.",
-        f"A full scope keeps one of {SPARE_SHARE} slots free or resting. More are evicted in the time that a slot rests, so that sets "
-        "wait for slots, and some are refused.",
+        "{{ $labels.scope }} evicts faster than its slots leave quarantine.",
+        f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in the time that a slot is quarantined, so "
+        "that sets wait for slots, and some are refused.",
         "Make the file larger (`file_size`), or shorten `QUARANTINE_SECONDS`, which must stay longer than a reader takes from lookup to the "
         "last byte.",
     ),
@@ -146,6 +149,12 @@ ALERTS: Final = (
         "A token of {{ $labels.instance }} expires in {{ $value | humanizeDuration }}.",
         "Whoever sends it is refused then. An engine goes on with misses.",
         "`hicache metadata token list` names it. Make another (`token new`), give it to those who need it, and revoke the old one.",
+    ),
+    Alert(
+        "HiCacheCertificateExpires", f"{v.CERTIFICATE_EXPIRY.name} - time() < {CERTIFICATE_SECONDS}", "0m", "warning",
+        "A certificate in {{ $labels.file }} of {{ $labels.instance }} expires in {{ $value | humanizeDuration }}.",
+        "Every client refuses the server then, or the server its clients, if it is the authority's. Whatever renews it has not done so.",
+        "Put the new certificate in the place of the old one: the server takes it within a second, and connections go on.",
     ),
     Alert(
         "HiCacheAuditFails", f"{grown(v.AUDIT_FAILURES, '15m')} > 0", "0m", "warning",
@@ -207,15 +216,20 @@ ALERTS: Final = (
 )  # fmt: skip
 
 
-def rules() -> str:
-    """A file of rules for Prometheus, in YAML whose texts are quoted as in JSON."""
+def rules(page: str = "") -> str:
+    """A file of rules for Prometheus, in YAML whose texts are quoted as in JSON.
+
+    Args:
+        page: the URL of this project's `observability` page where you publish it; "" for a path in the repository.
+    """
     lines = ["# Made by `make metrics` out of the declared metrics; docs/observability.md says what each means.", "groups:"]
     lines += ["  - name: hicache", "    rules:"]
     for alert in ALERTS:
         annotations = {
             "summary": alert.summary,
             "description": f"{alert.means} {alert.do}",
-            "runbook_url": f"{PAGE}#{alert.anchor}",
+            # A path is no URL: what shows alerts makes a link of `runbook_url`.
+            "runbook_url" if page else "runbook": f"{page or PAGE}#{alert.anchor}",
         }
         lines += [
             f"      - alert: {alert.name}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_storage.observability import vocabulary as v
 from hicache_storage.observability.metric import Kind
-from hicache_storage.tools.metrics.queries import quantile, rate, selected, share, summed
+from hicache_storage.tools.metrics.queries import now, quantile, rate, selected, share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +72,8 @@ def dashboard() -> str:
 def _overview() -> list[Panel]:
     """What tells whether the cache is of use, and whether something is wrong."""
     by = ("driver", "pool")
+    used, every = now(v.SLOTS, JOB, 'state!="free"', by=("scope",)), now(v.SLOTS, JOB, by=("scope",))
+    full = f"topk(5, {used} / {every})"
     hits = share(rate(v.HIT_PAGES, WINDOW, JOB, by=by), rate(v.ABSENT_PAGES, WINDOW, JOB, by=by))
     live, missing = (rate(v.LOOKED_UP_KEYS, WINDOW, JOB, f'result="{result}"', by=("scope",)) for result in ("hit", "miss"))
     moved = {
@@ -86,7 +88,7 @@ def _overview() -> list[Panel]:
         f"{metric.name.removeprefix('hicache_metadata_')} {{{{instance}}}}": selected(metric, JOB)
         for metric in (v.READY, v.DRAINING, v.STORE_FAILING, v.RECOVERY_PROBLEMS)
     }
-    slots = summed(selected(v.SLOTS, JOB), "state")
+    slots = now(v.SLOTS, JOB, by=("state",))
     return [
         Panel("Hit ratio of drivers", {"{{driver}} {{pool}}": hits}, "percentunit", "Pages found of those that an exists asked for."),
         Panel("Hit ratio of scopes", {"{{scope}}": share(live, missing)}, "percentunit", "Of the metadata server's lookups."),
@@ -95,6 +97,7 @@ def _overview() -> list[Panel]:
         Panel("Requests to the metadata server, 99th percentile", {"{{route}}": quantile(0.99, v.REQUEST_SECONDS, WINDOW, JOB, by=("route",))}, "s"),
         Panel("What goes wrong", wrong, "cps"),
         Panel("Slots by state", {"{{state}}": slots}, "short"),
+        Panel("Fullest scopes", {"{{scope}}": full}, "percentunit", "Slots that are not free, of the five scopes that have most of them: one scope can be full while all together are nearly empty."),
         Panel("Requests by status", {"{{status}}": rate(v.REQUESTS, WINDOW, JOB, by=("status",))}, "reqps"),
         Panel("State of servers", conditions, "short"),
     ]  # fmt: skip
@@ -107,8 +110,11 @@ def _panel(metric: Metric) -> Panel:
     title = metric.family.removeprefix("hicache_").replace("_", " ")
     if metric.kind is Kind.COUNTER:
         return Panel(title, {legend: rate(metric, WINDOW, JOB, by=by)}, RATES[metric.unit], f"{metric.name}: {metric.help}")
+    if metric.kind is Kind.GAUGE and metric.name.endswith("_timestamp_seconds"):
+        series = {legend: f"min by ({', '.join(by)}) ({selected(metric, JOB)})"}
+        return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
     if metric.kind is Kind.GAUGE:
-        return Panel(title, {legend: summed(selected(metric, JOB), *by)}, UNITS[metric.unit], f"{metric.name}: {metric.help}")
+        return Panel(title, {legend: now(metric, JOB, by=by)}, UNITS[metric.unit], f"{metric.name}: {metric.help}")
     series = {f"p{percent} {legend}": quantile(percent / 100, metric, WINDOW, JOB, by=by) for percent in (50, 99)}
     return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
 

@@ -28,16 +28,30 @@ def summed(expression: str, *by: str) -> str:
     return f"sum by ({', '.join(by)}) ({expression})" if by else f"sum({expression})"
 
 
+def total(metric: Metric, expression: str, *by: str) -> str:
+    """The sum over an expression of a metric's series, in which what several servers of one store tell counts once."""
+    if not metric.of_store:
+        return summed(expression, *by)
+    once = f"max by ({', '.join(metric.labels)}) ({expression})"
+    return once if set(by) == set(metric.labels) else summed(once, *by)
+
+
+def now(metric: Metric, *matchers: str, by: tuple[str, ...] = ()) -> str:
+    """A gauge's value."""
+    assert metric.kind is Kind.GAUGE, metric.name
+    return total(metric, selected(metric, *matchers), *by)
+
+
 def rate(metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
     """A counter's growth in a second."""
     assert metric.kind is Kind.COUNTER, metric.name
-    return summed(f"rate({selected(metric, *matchers)}[{window}])", *by)
+    return total(metric, f"rate({selected(metric, *matchers)}[{window}])", *by)
 
 
 def grown(metric: Metric, window: str, by: tuple[str, ...] = ()) -> str:
     """A counter's growth in a window."""
     assert metric.kind is Kind.COUNTER, metric.name
-    return summed(f"increase({selected(metric)}[{window}])", *by)
+    return total(metric, f"increase({selected(metric)}[{window}])", *by)
 
 
 def quantile(share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:

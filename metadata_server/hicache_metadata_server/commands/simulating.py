@@ -67,7 +67,7 @@ def simulate(
     chains: Annotated[bool, _cluster("Engines tell the key before each, so that tails are evicted before heads.")] = True,
     write_seconds: Annotated[float, _cluster("From reserve to commit.")] = 0.05,
     lease_seconds: Annotated[float, _cluster("How long slots stay with a writer that has died.")] = 10.0,
-    quarantine_seconds: Annotated[float, _cluster("How long slots rest before they are used again.")] = 5.0,
+    quarantine_seconds: Annotated[float, _cluster("How long freed slots stay in quarantine.")] = 5.0,
     warm_up_seconds: Annotated[float, _cluster("Before anything is counted.")] = 0.0,
     hit_ratio: Annotated[float | None, _sizing("Look for the slots that give this hit ratio.", min=0.0, max=1.0)] = None,
     utilization: Annotated[float, _sizing("Of a server's core, on the average.", min=0.01, max=1.0)] = 0.5,

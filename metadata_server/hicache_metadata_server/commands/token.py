@@ -50,21 +50,29 @@ def new(
     expires: Annotated[
         str, typer.Option(metavar="WHEN", help="In a time such as 12h, 90d, or at a date such as 2027-01-31.")
     ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the token into this new file, which nobody else can read, in the place of printing it."
+        ),
+    ] = None,
 ) -> None:
-    """Add a token, and print it: it is kept nowhere."""
-    from hicache_metadata_server.token_file import changing, new_token, record_of
+    """Add a token, and print it or write it into a file: it is kept nowhere else."""
+    from hicache_metadata_server.token_file import changing, new_token, record_of, written_once
 
     token = new_token()
     try:
-        with changing(file) as tokens:
+        with changing(file) as tokens, written_once(output, f"{token}\n".encode()):
             record = record_of(token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None)
             if record.id in tokens:
                 raise ValueError(f"{file} has a token {record.id} already")
             tokens[record.id] = record
     except (ValueError, OSError) as error:
         _fail(error)
-    typer.echo(f"{record.id}: {_described(record)}; the token is told this once", err=True)
-    typer.echo(token)
+    where = f"the token is in {output}" if output else "the token is told this once"
+    typer.echo(f"{record.id}: {_described(record)}; {where}", err=True)
+    if output is None:
+        typer.echo(token)
 
 
 @app.command("list")

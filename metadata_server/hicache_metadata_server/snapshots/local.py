@@ -23,7 +23,7 @@ def opened_store(url: str, most_lease_seconds: float = DEFAULTS.most_lease_secon
 
     Raises:
         StoreError: it cannot be read, or a server has it.
-        ValueError: the address names no store.
+        ValueError: the address is not the address of a store.
     """
     if url == MEMORY:
         raise StoreError("nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB")

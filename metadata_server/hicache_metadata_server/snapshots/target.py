@@ -51,7 +51,7 @@ def open_target(url: str, *, replace: bool) -> Target:
     """The store at an address, to be filled.
 
     Raises:
-        ValueError: the address names no store that can be filled.
+        ValueError: the address is not the address of a store that can be filled.
         StoreError: a server has it.
         SnapshotError: it holds something, and may not be replaced.
     """
@@ -66,7 +66,7 @@ def open_target(url: str, *, replace: bool) -> Target:
         from hicache_metadata_server.snapshots.redis import RedisTarget
 
         return RedisTarget(url, replace=replace)
-    raise ValueError(f"{url!r} names no store that can be filled; {SQLITE}FILE and redis://HOST:PORT/DB do")
+    raise ValueError(f"{url!r} is not the address of a store that can be filled; {SQLITE}FILE and redis://HOST:PORT/DB do")
 
 
 def fill(target: Target, parts: Iterable[Part]) -> Tally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -109,6 +110,15 @@ class Log:
         while self._segments:
             self._segments.popleft().file.unlink(missing_ok=True)
         self._last_group = 0
+
+    def size(self) -> int:
+        """Size of all files."""
+        size = 0
+        # One that is deleted meanwhile is no longer of interest.
+        for segment in list(self._segments):
+            with contextlib.suppress(FileNotFoundError):
+                size += segment.file.stat().st_size
+        return size
 
     def close(self) -> None:
         """Let go of the file."""

@@ -166,6 +166,10 @@ class SqliteStore:
                     self._log.forget(folded)
                     folded = 0
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the database, of SQLite's own log, and of ours."""
+        return {"database": _size(self._file), "wal": _size(f"{self._file}-wal"), "log": self._log.size()}
+
     def close(self) -> None:
         """Let go of the files; where all is folded, only the database remains."""
         try:
@@ -270,6 +274,13 @@ def _fix(error: Exception, file: str) -> str:
     return ""
 
 
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _see_directory(file: str) -> None:
     if not Path(file).parent.is_dir():
         raise StoreError(f"there is no directory {Path(file).parent}: make it, writable for the server's user")
@@ -286,7 +297,27 @@ def _open(file: str) -> sqlite3.Connection:
     return database
 
 
-def _prepare(database: sqlite3.Connection) -> None:
+def see_database(file: str) -> None:
+    """See that a server could open this file, without opening it as one: nothing is written, and no lock is taken.
+
+    Raises:
+        StoreError: it could not.
+    """
+    _see_directory(file)
+    directory = Path(file).absolute().parent
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreError(f"{directory} is not writable for this user")
+    if not Path(file).exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)) as database:
+            _see_schema(database)
+    except (sqlite3.Error, StoreError) as error:
+        raise StoreError(f"cannot open {file}: {error}") from error
+
+
+def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
+    """The schema's version, and how many tables there are."""
     version, application = _only(database, "PRAGMA user_version"), _only(database, "PRAGMA application_id")
     tables = _only(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
@@ -297,6 +328,11 @@ def _prepare(database: sqlite3.Connection) -> None:
         raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
     if sys.byteorder != "little":
         raise StoreError("a store's columns are those of little-endian machines")
+    return version, tables
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    version, tables = _see_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
     # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before the log is deleted.
     database.execute("PRAGMA synchronous = NORMAL")

@@ -86,6 +86,10 @@ class Store(Protocol):
         """
         ...
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its files, by part; may be called while another method runs."""
+        ...
+
     def close(self) -> None:
         """Let go of the store."""
         ...
@@ -129,15 +133,37 @@ class MemoryStore:
     def checkpoint(self) -> None:
         pass
 
+    def sizes(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         pass
+
+
+def see_store(url: str) -> None:
+    """See that a server could open the store at `memory:` or `sqlite:///FILE`; nothing is written.
+
+    Raises:
+        ValueError: it is not the address of a store.
+        StoreError: it could not be opened.
+    """
+    if url.startswith(SQLITE) and len(url) > len(SQLITE):
+        from hicache_metadata_server.stores.sqlite import see_database
+
+        see_database(url.removeprefix(SQLITE))
+    elif url != MEMORY:
+        raise ValueError(_no_address(url))
+
+
+def _no_address(url: str) -> str:
+    return f"{url!r} is not the address of a store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB are"
 
 
 def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
     """The store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
 
     Raises:
-        ValueError: the address names no store.
+        ValueError: the address is not the address of a store.
         StoreError: it cannot be opened, or another server has it.
     """
     if url == MEMORY:
@@ -150,4 +176,4 @@ def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
         return SqliteStore(url.removeprefix(SQLITE), durability)
     if url.startswith(("redis", "valkey", "unix:")):
         raise ValueError(f"{url!r} is a store that servers share: no server has it as its own, and it is not opened as one")
-    raise ValueError(f"{url!r} names no store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB do")
+    raise ValueError(_no_address(url))

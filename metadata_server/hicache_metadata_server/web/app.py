@@ -58,6 +58,7 @@ class Server:
         self.metrics = Metrics(service, self.problem)
         self.recorder = Recorder(service, self.metrics, clock)
         self.security = self.metrics.security = security
+        self.metrics.store_sizes = store.sizes
         self.desk = desk or Desk(service, clock)
         if desk is not None:
             self.metrics.store_problem = desk.store_problem
@@ -158,7 +159,8 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         return Response(p.encode(problem), 404, media_type=p.JSON)
 
     for path, answer in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
-        app.add_api_route(path, answer, methods=["GET"], include_in_schema=False, response_model=None)
+        # Starlette's own routes take HEAD with GET; FastAPI's do not.
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
     app.add_route(HISTORY, history, methods=["GET"])
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)

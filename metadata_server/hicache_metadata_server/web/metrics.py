@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter as Counts
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
@@ -44,6 +45,7 @@ class Metrics:
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
         """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
+        self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service, self._problem = service, problem
         self._scopes = set[str]()
         """Those that have series of their own, for as long as this process lives: a counter must not change its name."""
@@ -70,6 +72,13 @@ class Metrics:
     def state(self) -> Iterator[Metric]:
         """Of the service."""
         yield from self._of_scopes()
+        build, about = scalars(v.BUILD_INFO), self._service.about
+        build.add_metric([about.server.rpartition(" ")[2], about.protocol, platform.python_version()], 1)
+        yield build
+        sizes = scalars(v.STORE_BYTES)
+        for part, size in self.store_sizes().items():
+            sizes.add_metric([part], size)
+        yield sizes
         yield scalar(v.QUARANTINE_SECONDS, self._service.limits.quarantine_seconds)
         yield scalar(v.READY, not self._problem())
         yield scalar(v.DRAINING, self._service.draining)

@@ -100,6 +100,11 @@ class Security:
         yield tokens
         if (expiry := self.tokens.next_expiry()) is not None:
             yield scalar(v.NEXT_TOKEN_EXPIRY, expiry)
+        if self.tls is not None:
+            expiries = scalars(v.CERTIFICATE_EXPIRY)
+            for file, expiry in self.tls.expiries.items():
+                expiries.add_metric([file], expiry)
+            yield expiries
         yield scalar(v.AUDIT_FAILURES, self.audit.failures)
 
     def _of_files(self) -> Iterator[Metric]:

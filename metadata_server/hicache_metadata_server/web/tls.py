@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from typing import TYPE_CHECKING
+
+from hicache_metadata_server.web.certificates import first_expiry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,13 +18,14 @@ class ServerTls:
     TLS 1.2 at least. With `client_ca` a client has to show a certificate that one of these has signed.
 
     Raises:
-        ValueError: a file is none of what it must be, or key and certificate do not belong together.
-        OSError: one cannot be read.
+        ValueError: a file cannot be read or is none of what it must be, or key and certificate do not belong together.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self.files = [file for file in (certificate, key, client_ca) if file is not None]
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self.expiries: dict[str, float] = {}
+        """When the first certificate of each file expires, by the file, in seconds since 1970."""
         self._current = self.context = self._read()
         self.context.sni_callback = self._choose
 
@@ -29,8 +33,7 @@ class ServerTls:
         """Read the files again; connections that are open go on as they are.
 
         Raises:
-            ValueError: they are none; nothing has changed.
-            OSError: one cannot be read.
+            ValueError: they are none, or cannot be read; nothing has changed.
         """
         self._current = self._read()
 
@@ -41,7 +44,20 @@ class ServerTls:
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        file = self._certificate
+        file, expiries = self._certificate, dict[str, float]()
+        for option, needed in (
+            ("--tls-certificate", self._certificate), ("--tls-key", self._key), ("--tls-client-ca", self._client_ca),
+        ):  # fmt: skip
+            if needed is None:
+                continue
+            try:
+                text = needed.read_text("ascii", "replace")
+            except OSError as error:
+                # OpenSSL's own error does not name the file.
+                raise ValueError(f"{option}: {needed} cannot be read: {error.strerror or error}") from error
+            if needed is not self._key:
+                with contextlib.suppress(ValueError):
+                    expiries[str(needed)] = first_expiry(text)
         try:
             context.load_cert_chain(file, self._key, _no_password)
             if self._client_ca is not None:
@@ -53,6 +69,7 @@ class ServerTls:
                 context.num_tickets = 0
         except ssl.SSLError as error:
             raise ValueError(f"{file} cannot be used: {error.reason or error}") from error
+        self.expiries = expiries
         return context
 
 

@@ -64,7 +64,12 @@ class Tokens:
             return ANYBODY
         known = self._find(authorization)
         if known is None:
-            raise RefusedError(401, "unauthorized", "this server wants a bearer token that it knows", "Authorization")
+            raise RefusedError(
+                401,
+                "unauthorized",
+                "this server needs a bearer token that it knows (header Authorization: Bearer TOKEN)",
+                "Authorization",
+            )
         if known.expires <= self._clock():
             raise RefusedError(401, "unauthorized", "this token has expired", "Authorization")
         if known.rank < _RANK[needed]:

@@ -72,6 +72,8 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
         return UnknownScopeError(text)
     if code == "mismatch":
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
+    if code == "unauthorized":
+        return MetadataError(f"{text}; the driver's option is `token`, or $HICACHE_METADATA_TOKEN")
     if code == "in_use":
         return InUseError(text)
     if status == 429:

@@ -5,8 +5,8 @@ import { facts, make, setText } from "./dom.js";
 import { NONE, count, figure, fullTime, milliseconds, share, span } from "./format.js";
 import { Bar, BarLegend, sum } from "./occupancy.js";
 import { lately } from "./past.js";
-import { keepOptions } from "./place.js";
-import { ScopeTable } from "./scopes.js";
+import { keepOptions, scopeLink } from "./place.js";
+import { ScopeTable, occupied } from "./scopes.js";
 import { SlowestCalls } from "./slowest.js";
 
 /** The tiles' rates are of so many seconds. */
@@ -27,7 +27,11 @@ export class Overview {
     this.up = make("span");
     this.bar = new Bar();
     this.legend = new BarLegend();
-    this.slots = make("section", { class: "card", "aria-label": "All slots" }, this.bar.element, this.legend.element);
+    // All together may be nearly empty while one is full, which evicts.
+    this.fullest = make("a");
+    this.fullestShare = make("span");
+    this.slots = make("section", { class: "card", "aria-label": "All slots" }, this.bar.element, this.legend.element,
+      make("p", { class: "quiet fullest" }, "Fullest scope: ", this.fullest, ", ", this.fullestShare));
     this.tiles = ["Requests", "Hit ratio", "Median", "99th percentile", "Evictions"].map((title) => new Tile(title));
     this.element = make("div", { class: "overview" },
       make("h1", { class: "unseen", tabindex: "-1" }, "Overview"),
@@ -50,7 +54,16 @@ export class Overview {
     this.slots.hidden = !scopes.length;
     this.bar.show(all);
     this.legend.show(all);
+    this.#showFullest(scopes);
     this.table.show(scopes);
+  }
+
+  #showFullest(scopes) {
+    if (!scopes.length) return;
+    const fullest = scopes.reduce((most, scope) => (occupied(scope) > occupied(most) ? scope : most));
+    setText(this.fullest, fullest.scope);
+    this.fullest.href = scopeLink(fullest.scope);
+    setText(this.fullestShare, `${share(fullest.slots - fullest.free, fullest.slots)} of ${count(fullest.slots)} slots in use`);
   }
 
   #showHealth({ ready, code, message }) {
@@ -74,7 +87,7 @@ export class Overview {
         ["Durability", about.durability],
         ["Up for", this.up],
         ["Leases last", `${figure(limits.lease_seconds)} s`],
-        ["Slots rest", `${figure(limits.quarantine_seconds)} s`],
+        ["Quarantine", `${figure(limits.quarantine_seconds)} s`],
       ]));
     }
     setText(this.up, past.offered ? span(past.now - past.started) : NONE);

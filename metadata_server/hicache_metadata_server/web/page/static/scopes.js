@@ -7,7 +7,8 @@ import { scopeLink } from "./place.js";
 
 const ON_A_PAGE = 25;
 
-const occupied = (scope) => (scope.slots - scope.free) / scope.slots;
+/** The share of a scope's slots that are not free. */
+export const occupied = (scope) => (scope.slots - scope.free) / scope.slots;
 const hitRatio = (scope) => (scope.hits + scope.misses ? scope.hits / (scope.hits + scope.misses) : -1);
 const COLUMNS = [
   { name: "scope", title: "Scope", value: (scope) => scope.scope },
