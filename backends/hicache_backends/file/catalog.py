@@ -126,6 +126,12 @@ class Catalog:
             # A file was gone: another may have taken its place.
             self.shelf.catch_up(notices, expired)
 
+    def is_current(self, notices: Notices) -> bool:
+        """Whether `catch_up` would do nothing."""
+        now = time.monotonic()
+        retries = (self._refused and now >= self._retry_at) or (self._doubted and now >= self._doubt_at)
+        return self.complete and not retries and self.shelf.is_current(notices)
+
     @property
     def complete(self) -> bool:
         """Whether all indexes have been read that can be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call, Namespace
 
 logger = logging.getLogger(__name__)
+
+_REFUSED = frozenset({errno.EPERM, errno.EACCES, errno.EROFS, errno.EBUSY})
+"""What an unlink says that was never tried; after any other error, such as EIO of a soft mount, it may have taken effect."""
 
 
 class Changes:
@@ -92,6 +96,11 @@ class Changes:
         except FileNotFoundError:
             shelf.distrust()
             return False
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                # The file may be gone all the same, and then nobody must promise its pages.
+                self._use_up(shelf)
+            raise
         with shelf.lock:
             bundle.gone = True
             shelf.remove([bundle])

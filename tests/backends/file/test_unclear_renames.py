@@ -163,6 +163,28 @@ def test_what_could_not_be_announced_is_announced_with_the_next_set(rig, monkeyp
         assert side.holds(chain("after", 1))
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_a_bundle_whose_removal_is_unclear_is_promised_by_nobody(rig, monkeypatch, number):
+    a, b, keys = rig(), rig(), chain("a", 3)
+    a.put(keys)
+    assert b.hit(keys) == 3
+    real = os.unlink
+
+    def unlink(path, *args, **kwargs):
+        real(path, *args, **kwargs)
+        if str(path).endswith(".bundle"):
+            raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        assert a.storage.delete(keys) == [False] * 3
+    a.put(chain("next", 1))
+    assert [a.hit(keys), b.hit(keys)] == [0, 0]
+    assert b.put(keys, version=1) == [True] * 3
+    for side in (a, b, rig()):
+        assert side.holds(keys, version=1)
+
+
 def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
     a, knows, keys, others = rig(), rig(), chain("a", 3), chain("b", 3)
     a.put(keys)
