@@ -47,6 +47,9 @@ TAIL_BYTES = 32 << 10
 class NotABundleError(ValueError):
     """The bytes are no bundle of this namespace: torn, damaged, or someone else's."""
 
+    file_bytes: int | None = None
+    """The file's real length, where it is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Index:

@@ -145,7 +145,7 @@ class Capacity:
                         races += 1
                         excess = self.used(expired) - self.limit
                     elif victim.name.claim is None:
-                        excess -= victim.name.size
+                        excess -= victim.size
             finally:
                 for bundle in tried:
                     if not bundle.gone:
@@ -182,7 +182,7 @@ class Capacity:
             return None
         if (catalog := self._catalogs(victim.namespace)) is not None:
             self._evicted(catalog.namespace, len(victim.keys))
-        return victim.name.size
+        return victim.size
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
         catalog, size = self._catalogs(victim.namespace), victim.name.size

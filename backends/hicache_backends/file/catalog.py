@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -318,6 +319,7 @@ class Catalog:
         bundle.envelopes, bundle.keys = index.envelopes, index.keys
         if bundle.useless:
             bundle.useless = False
+            self.shelf.note_size(bundle, bundle.name.size)
             self.ignored -= 1
         self._insert(bundle)
 
@@ -360,7 +362,10 @@ class Catalog:
                 read.append((bundle, kept(error)))
             except (ValueError, OverflowError) as error:
                 # Whatever a name or a footer claims: one file's nonsense hides no other bundle.
-                read.append((bundle, NotABundleError(str(error))))
+                damaged = NotABundleError(str(error))
+                with contextlib.suppress(OSError):
+                    damaged.file_bytes = os.stat(bundle.path).st_size
+                read.append((bundle, damaged))
 
     def _read_index(self, bundle: Bundle) -> Index | None:
         """A bundle's index; None if there is no such file any more."""
@@ -392,6 +397,8 @@ class Catalog:
         if not fresh:
             return
         bundle.useless = True
+        if error.file_bytes is not None:
+            self.shelf.note_size(bundle, error.file_bytes)
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)

@@ -44,12 +44,14 @@ class Bundle:
 
     # There is one for each file of a store: what can be computed is not kept.
     __slots__ = (
-        "checked", "directory", "envelopes", "gone", "id", "keys", "modified", "name", "namespace", "touched", "useless",
+        "checked", "directory", "envelopes", "gone", "id", "keys", "modified", "name", "namespace", "size", "touched", "useless",
     )  # fmt: skip
 
     def __init__(self, namespace: str, name: BundleName, directory: str, id: BundleId | None = None) -> None:
         self.namespace, self.name, self.directory = namespace, name, directory
         self.id = name.id if id is None else id
+        self.size = name.size
+        """Bytes of the file: what its name says, until the file has been found to have another length."""
         self.keys: list[str] = []
         """The pages, once the index has been read."""
         self.envelopes = b""
@@ -260,7 +262,7 @@ class Shelf:
             listener.bundles_added(bundles)
         self.bundles.update(self._arriving)
         self._arriving = {}
-        self.used += sum([bundle.name.size for bundle in bundles])
+        self.used += sum([bundle.size for bundle in bundles])
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles whose files are gone."""
@@ -275,11 +277,18 @@ class Shelf:
                     expected.gone = True
                 if (bundle := self.bundles.pop(id, None)) is not None:
                     bundle.gone = True
-                    self.used -= bundle.name.size
+                    self.used -= bundle.size
                     known.append(bundle)
             if known:
                 for listener in self._listeners:
                     listener.bundles_removed(known)
+
+    def note_size(self, bundle: Bundle, size: int) -> None:
+        """Correct the length of a file whose name claims another one: capacity counts what is there."""
+        with self.lock:
+            if self.bundles.get(bundle.id) is bundle:
+                self.used += size - bundle.size
+            bundle.size = size
 
     def collect_logs(self, notices: Notices) -> None:
         """Remove event logs and retired markers that tell of no bundle that is there; they are no more than a cache."""
@@ -365,12 +374,22 @@ class Shelf:
         if one.plain == other.plain:
             # Listed before and after it was claimed, or before and after it was not any more.
             return other
-        # Two files under one number, which nothing that works right makes: all storages take the same one.
+        # Two files under one number, which nothing that works right makes: all storages take the same one. A file that
+        # has not the length of its name is no bundle.
+        whole = [name for name in (one, other) if self._has_its_size(name)]
+        if len(whole) == 1:
+            return whole[0]
         known = self.bundles.get(id)
         for name in (one, other):
             if known is not None and known.name.plain == name.plain:
                 return name
         return min(one, other, key=lambda name: (name.created_us, name.checksum))
+
+    def _has_its_size(self, name: BundleName) -> bool:
+        try:
+            return os.stat(f"{self._directory}/{name}").st_size == name.size
+        except OSError:
+            return False
 
     def _settled(self, directory: str) -> list[str]:
         """The names in a directory.

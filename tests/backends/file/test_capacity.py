@@ -386,3 +386,18 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room, monkeypatc
     monkeypatch.undo()
     a.put(chain("e", 16))
     assert disk_bytes(a.path) <= a.store.capacity.limit
+
+
+def test_a_file_counts_by_its_length_and_not_by_its_name(room, rig):
+    a = room(3)
+    keys = chain("kept", 8)
+    a.put(keys)
+    (path,) = a.path.rglob("*.bundle")
+    writer, number, size, created, rest = path.name.split("-")
+    for stranger in (f"{writer}-{number}-{'f' * len(size)}-{created}-{rest}", f"{writer}-ff-{'f' * len(size)}-{created}-{rest}"):
+        path.with_name(stranger).touch()
+    b = rig(a.path, capacity=a.store.capacity.limit)
+    assert b.hit(keys) == 8
+    assert b.put(chain("more", 8)) == [True] * 8
+    assert b.hit(keys) == a.hit(keys) == 8
+    assert b.holds(keys)
