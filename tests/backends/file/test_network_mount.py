@@ -119,6 +119,24 @@ def test_what_another_node_has_written_takes_few_requests_to_learn(mounts, on):
     assert requests(two, before) <= 12
 
 
+def test_many_small_sets_cost_their_writer_one_more_request_and_readers_few(mounts, on):
+    one, two, sets = mounts("one"), mounts("two"), 60
+    a, b = on(one), on(two)
+    a.put(chain("first", 1))
+    assert b.hit(chain("first", 1)) == 1
+    keys = chain("k", sets)
+    before = one.counts()
+    for key in keys:
+        assert a.put([key]) == [True]
+    made = one.since(before)
+    # Two writes a bundle, and an append to the event log for every fifth set; 17 requests a set without the log.
+    assert made["write"] <= sets * 2.3
+    assert sum(made.values()) <= sets * 18
+    before = two.counts()
+    assert b.hit(keys) == sets
+    assert requests(two, before) <= 50
+
+
 def test_a_file_server_that_dies_is_a_miss_and_its_return_is_noticed(mounts, on):
     mount = mounts()
     a, keys = on(mount), chain("a", 8)
