@@ -28,6 +28,7 @@ from hicache_storage.engines.sglang_identity import (
     bridge_config,
     check_engine,
     is_logical,
+    model_variant,
     rank_labels,
     rank_number,
     storage_identity,
@@ -127,7 +128,12 @@ class SGLangBridge(EngineStorage):
         """
         weights = _weight_version()
         identity = storage_identity(
-            self._engine, self._config, mem_pool_host, engine_kv_dtype=_engine_kv_dtype(), weight_version=weights
+            self._engine,
+            self._config,
+            mem_pool_host,
+            engine_kv_dtype=_engine_kv_dtype(),
+            weight_version=weights,
+            variant=_model_variant(),
         )
         options = StorageOptions(
             deadline_seconds=self._config.deadline_seconds,
@@ -454,6 +460,19 @@ def _engine_kv_dtype() -> str:
         return get_model().kv_cache_dtype
     except ValueError:
         return ""
+
+
+def _model_variant() -> dict[str, str]:
+    """What the engine's options make of the model beside its name; nothing where they are not known.
+
+    Raises:
+        ConfigError: as `model_variant`.
+    """
+    try:
+        model = get_model()
+    except ValueError:
+        return {}
+    return model_variant(model)
 
 
 def _replica() -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 from msgspec import Meta, field
@@ -30,6 +32,9 @@ ENGINE_KEYS = frozenset(
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
 """Storage types that hide what they hold: SGLang keeps every fp8 and packed KV as uint8."""
+
+NO_OVERRIDES = ("", "{}", "null")
+"""`--json-model-override-args` that override nothing."""
 
 NO_WEIGHT_VERSION = ("", "default")
 """What SGLang calls the version of weights that nobody has given one."""
@@ -66,7 +71,7 @@ class BridgeConfig(DriverConfig, frozen=True):
             "0 for none",
         ),
     ] = 0
-    metrics_host: Annotated[str, Meta(description="address that `metrics_port` listens at")] = "0.0.0.0"
+    metrics_host: Annotated[str, Meta(description="address that `metrics_port` listens at; it asks for no token")] = "127.0.0.1"
 
 
 class EngineConfig(Protocol):
@@ -127,7 +132,13 @@ def check_engine(engine: EngineConfig) -> None:
 
 
 def storage_identity(
-    engine: EngineConfig, config: BridgeConfig, anchor: object, *, engine_kv_dtype: str = "", weight_version: str = ""
+    engine: EngineConfig,
+    config: BridgeConfig,
+    anchor: object,
+    *,
+    engine_kv_dtype: str = "",
+    weight_version: str = "",
+    variant: Mapping[str, str] | None = None,
 ) -> StorageIdentity:
     """Whose bytes a rank reads and writes.
 
@@ -140,6 +151,7 @@ def storage_identity(
         anchor: the KV host pool, or the logical anchor in its place.
         engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
         weight_version: the engine's `--weight-version`, or what an update of its weights has made of it; empty if unknown.
+        variant: what `model_variant` has found.
 
     Raises:
         ConfigError: `kv_dtype` contradicts the pool.
@@ -149,7 +161,7 @@ def storage_identity(
     layer_start, layers = _number(anchor, "start_layer"), _number(anchor, "layer_num")
     return StorageIdentity(
         model=engine.model_name or "",
-        revision=_revision(config.revision, weight_version),
+        revision=_revision(config.revision, weight_version, variant or {}),
         kv_dtype=logical_dtype(anchor, config.kv_dtype, engine_kv_dtype),
         page_size=_number(anchor, "logical_page_size") or _number(anchor, "page_size"),
         layout=str(getattr(anchor, "layout", "")),
@@ -170,9 +182,49 @@ def storage_identity(
     )
 
 
-def _revision(declared: str, weight_version: str) -> str:
-    # A list, because no text between the two would be one that neither may contain.
-    return declared if weight_version in NO_WEIGHT_VERSION else json.dumps([declared, weight_version])
+def _revision(declared: str, weight_version: str, variant: Mapping[str, str]) -> str:
+    # A list, because no text between the parts would be one that none of them may contain. Without the parts that most
+    # engines lack, so that their namespaces stay the ones that they are.
+    version = "" if weight_version in NO_WEIGHT_VERSION else weight_version
+    if variant:
+        return json.dumps([declared, version, dict(variant)], sort_keys=True)
+    return json.dumps([declared, version]) if version else declared
+
+
+def model_variant(model: object) -> dict[str, str]:
+    """What an engine's options make of a model beside its name: the KV of one prompt differs with each of them.
+
+    `--json-model-override-args` changes its configuration (rope scaling), `--quantization-param-path` scales its fp8 KV.
+
+    Args:
+        model: the namespace of SGLang's options about the model.
+
+    Raises:
+        ConfigError: the file of scales cannot be read.
+    """
+    variant = dict[str, str]()
+    overrides: object = getattr(model, "json_model_override_args", None)
+    if isinstance(overrides, str) and (text := _canonical(overrides)) not in NO_OVERRIDES:
+        variant["json_model_override_args"] = text
+    scales: object = getattr(model, "quantization_param_path", None)
+    if isinstance(scales, str) and scales:
+        try:
+            # Its bytes, and not where it lies: nodes may keep it elsewhere, or exchange it in place.
+            digest = hashlib.blake2b(Path(scales).read_bytes(), digest_size=16).hexdigest()
+        except OSError as error:
+            raise ConfigError(
+                f"hicache bridge: --quantization-param-path decides about the bytes of fp8 KV, and cannot be read: {error}"
+            ) from error
+        variant["quantization_param_path"] = digest
+    return variant
+
+
+def _canonical(text: str) -> str:
+    """JSON in one way of writing it; what is none as it stands."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except ValueError:
+        return text
 
 
 def rank_number(engine: EngineConfig, replica: int = 0) -> int:

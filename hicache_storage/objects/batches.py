@@ -13,7 +13,7 @@ from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec.arguments import MAX_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Self
 
     from hicache_storage.spec import Caller
@@ -74,21 +74,20 @@ class ObjectRead:
     verifies. A driver that reads in several threads may call `verify()` there itself, while the bytes are in the cache.
     """
 
-    __slots__ = ("_call", "_verdict", "_verifies_checksum", "buffers", "damaged", "envelope", "key", "namespace")
+    __slots__ = ("_buffers", "_call", "_verdict", "_verifies_checksum", "damaged", "envelope", "key", "namespace")
 
     def __init__(
         self,
         namespace: Namespace,
         key: str,
-        buffers: list[memoryview],
+        buffers: list[memoryview] | Callable[[], list[memoryview]],
         *,
         verifies_checksum: bool = True,
         call: Call | None = None,
     ) -> None:
         self.namespace = namespace
         self.key = key
-        self.buffers = buffers
-        """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`."""
+        self._buffers = buffers
         self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
         """To be filled or replaced with the 64 bytes that were stored with the page."""
         self.damaged = False
@@ -102,6 +101,16 @@ class ObjectRead:
         """A read into memory of its own, of a page that nobody asks for: to look at it once more."""
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`.
+
+        They may be made when they are first asked for, which a driver does in one thread, once it knows where the page is.
+        """
+        if not isinstance(self._buffers, list):
+            self._buffers = self._buffers()
+        return self._buffers
 
     @property
     def parts(self) -> list[memoryview]:

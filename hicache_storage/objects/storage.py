@@ -7,6 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
@@ -41,6 +42,8 @@ from hicache_storage.spec import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from hicache_storage.pools.access import PageAccess
 
 logger = logging.getLogger(__name__)
 
@@ -359,29 +362,38 @@ class ObjectStorage(HiCacheStorage):
         return found
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
-        targets = [request.pool.access.targets(request.slots) for request in requests]
-        batches = [
-            ReadBatch(
-                request.pool.namespace,
-                [
-                    ObjectRead(request.pool.namespace, key, buffers, verifies_checksum=self._verifies_checksums, call=call)
-                    for key, buffers in zip(request.keys, pages, strict=True)
-                ],
-            )
-            for request, pages in zip(requests, targets, strict=True)
+        reads = [self._guarded(f"targets of {request.pool.name}", partial(self._reads, request, call)) for request in requests]
+        reached = [
+            (request, ReadBatch(request.pool.namespace, made)) for request, made in zip(requests, reads, strict=True) if made
         ]
+        batches = [batch for _, batch in reached]
         asked = [batch.reads for batch in batches]
         filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
         results = dict[PoolName, list[bool]]()
-        for request, pages, batch, full in zip(requests, targets, batches, filled, strict=True):
+        for (request, batch), full in zip(reached, filled, strict=True):
             with call.caller as waits:
                 # What a caller who has left may have overwritten says nothing about the object.
                 delivered = [waits and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
-                if waits:
-                    request.pool.access.deliver(request.slots, pages, delivered)
+                if request.pool.access.stages and any(delivered):
+                    brought = self._guarded(f"delivery to {request.pool.name}", partial(_deliver, request, batch, delivered))
+                    delivered = delivered if brought else [False] * len(delivered)
             self._account_read(request, batch, delivered, call)
             results[request.pool.name] = delivered
+        for request in requests:
+            if request.pool.name not in results:
+                self.recorder.count(request.pool.name, pages_missed=len(request.keys))
+                results[request.pool.name] = [False] * len(request.keys)
         return results
+
+    def _reads(self, request: PoolRequest, call: Call) -> list[ObjectRead]:
+        namespace, access = request.pool.namespace, request.pool.access
+        targets: Sequence[list[memoryview] | Callable[[], list[memoryview]]] = (
+            [partial(_target, access, slot) for slot in request.slots] if access.stages else access.targets(request.slots)
+        )
+        return [
+            ObjectRead(namespace, key, buffers, verifies_checksum=self._verifies_checksums, call=call)
+            for key, buffers in zip(request.keys, targets, strict=True)
+        ]
 
     def _account_read(self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call) -> None:
         pages, name = sum(delivered), batch.namespace.name
@@ -445,7 +457,11 @@ class ObjectStorage(HiCacheStorage):
         elif slots and not self._fits(namespace):
             self.recorder.count(request.pool.name, pages_refused=len(slots))
             slots.clear()
-        pages = request.pool.access.sources(list(slots.values())) if slots else []
+        places = list(slots.values())
+        pages = self._guarded(f"sources of {request.pool.name}", lambda: request.pool.access.sources(places)) if places else []
+        if pages is None:
+            self.recorder.count(request.pool.name, pages_refused=len(slots))
+            return WriteBatch(namespace, [])
         writes = [
             ObjectWrite(namespace, key, buffers, replaces=(namespace.name, key) in self._damaged)
             for key, buffers in zip(slots, pages, strict=True)
@@ -490,8 +506,18 @@ class ObjectStorage(HiCacheStorage):
         self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
     ) -> ItemT | None:
         """Call into the driver; None after a fault. An answer that proves nothing ends no episode of faults."""
-        try:
+
+        def connected() -> ItemT:
             self._lifecycle.ensure_connected()
+            return question()
+
+        return self._guarded(operation, connected, proves)
+
+    def _guarded(
+        self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
+    ) -> ItemT | None:
+        """Call what is not ours, a driver or an engine's pool; None after a fault."""
+        try:
             answer = question()
         except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
             self._note_fault(operation, error)
@@ -536,6 +562,17 @@ class ObjectStorage(HiCacheStorage):
             with self._damaged_lock:
                 for key in keys:
                     self._damaged.pop((namespace.name, key), None)
+
+
+def _target(access: PageAccess, slot: int) -> list[memoryview]:
+    return access.targets([slot])[0]
+
+
+def _deliver(request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool]) -> bool:
+    """Bring staged pages into the pool; `True`, for one that does not raise."""
+    whole = [(slot, read.buffers) for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True) if ok]
+    request.pool.access.deliver([slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole))
+    return True
 
 
 def _is_any_served(answers: list[list[bool]]) -> bool:

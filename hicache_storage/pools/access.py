@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,9 @@ class PageAccess(ABC):
 
     geometry: PageGeometry
 
+    stages: ClassVar[bool] = False
+    """`targets` makes a buffer for each page, to be asked for page by page, once a page is known to be there (rule GET-6)."""
+
     @abstractmethod
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         """Buffers to store the pages from; valid until the call that asked for them returns."""
@@ -31,4 +34,4 @@ class PageAccess(ABC):
     def deliver(  # noqa: B027 - pools that lend their own memory have nothing left to do
         self, first_slots: Sequence[int], targets: Sequence[list[memoryview]], delivered: Sequence[bool]
     ) -> None:
-        """Bring verified pages from `targets` into the pool; called once after each `targets`."""
+        """Bring verified pages from `targets` into the pool. Only of a pool that `stages`."""

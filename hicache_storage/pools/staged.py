@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ class StagedPages(PageAccess):
     Raises:
         InvalidPoolError: the pool cannot make flat pages either, or their lengths contradict each other.
     """
+
+    stages: ClassVar[bool] = True
 
     def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
         self._pool, self._where = pool, where

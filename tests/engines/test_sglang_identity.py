@@ -14,6 +14,7 @@ from hicache_storage.engines.sglang_identity import (
     check_engine,
     is_logical,
     logical_dtype,
+    model_variant,
     rank_labels,
     rank_number,
     storage_identity,
@@ -286,3 +287,58 @@ def test_replicas_of_plain_dp_have_ports_of_their_own():
     assert [rank_labels(*rank)["dp_rank"] for rank in ranks] == ["0", "0", "1", "1", "2", "2"]
     attention = [Engine(tp_size=1, dp_rank=dp, **plain) for dp in range(3)]
     assert [rank_number(rank, rank.dp_rank) for rank in attention] == [0, 1, 2]
+
+
+class TestVariants:
+    """Options of the engine that change the KV of a prompt, and neither the model's name nor its weights."""
+
+    def revision(self, version="", declared="", **options):
+        config = bridge_config({**OPTIONS, "revision": declared})
+        found = storage_identity(
+            Engine(), config, Anchor(), weight_version=version, variant=model_variant(SimpleNamespace(**options))
+        )
+        return found.revision
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"json_model_override_args": "{}", "quantization_param_path": None},
+            {"json_model_override_args": " { } ", "quantization_param_path": ""},
+            {"json_model_override_args": None},
+        ],
+    )
+    def test_without_any_the_namespace_stays_the_one_it_was(self, options):
+        assert self.revision(**options) == ""
+        assert self.revision(declared="r", **options) == "r"
+        assert self.revision("2", "r", **options) == '["r", "2"]'
+
+    def test_overrides_of_the_models_configuration(self):
+        scaled = '{"rope_scaling": {"type": "yarn", "factor": 4.0}}'
+        revisions = {
+            self.revision(version, declared, json_model_override_args=given)
+            for version in ("", "2")
+            for declared in ("", "r")
+            for given in ("{}", scaled, scaled.replace("4.0", "2.0"))
+        }
+        assert len(revisions) == 12
+        again = '{"rope_scaling": {"factor": 4.0,  "type": "yarn"}}'
+        assert self.revision(json_model_override_args=scaled) == self.revision(json_model_override_args=again)
+
+    def test_scales_of_fp8_kv_by_what_is_in_their_file(self, tmp_path):
+        one, copy, other = tmp_path / "one.json", tmp_path / "copy.json", tmp_path / "other.json"
+        one.write_text('{"kv_cache": 1}')
+        copy.write_text('{"kv_cache": 1}')
+        other.write_text('{"kv_cache": 2}')
+        revisions = [self.revision(quantization_param_path=str(path)) for path in (one, copy, other)]
+        assert revisions[0] == revisions[1] != revisions[2]
+        assert "" not in revisions
+
+    def test_scales_that_cannot_be_read(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"quantization-param-path.*No such file"):
+            self.revision(quantization_param_path=str(tmp_path / "none.json"))
+
+
+def test_metrics_are_for_this_machine_unless_an_address_is_given():
+    """The port asks for no token."""
+    assert CONFIG.metrics_host == "127.0.0.1"

@@ -151,6 +151,20 @@ def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
     assert rank.bridge.storage.identity.kv_dtype == "fp8_e5m2"
 
 
+def test_pages_are_not_those_of_another_configuration_of_the_model(ranks, storage, monkeypatch):
+    model = SimpleNamespace(kv_cache_dtype="auto", json_model_override_args="{}", quantization_param_path=None)
+    monkeypatch.setattr("hicache_storage.engines.sglang.get_model", lambda: model)
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    assert rank.bridge.storage.identity.revision == ""
+    rank.backup(tokens(4))
+    rank.detach()
+    rank.wipe()
+    model.json_model_override_args = '{"rope_scaling": {"type": "yarn", "factor": 4.0}}'
+    rank.attach(*storage)
+    assert rank.prefetch(tokens(4)).hit_tokens == 0
+
+
 def test_pages_are_not_those_of_weights_that_came_later(ranks, storage, monkeypatch):
     serving = SimpleNamespace(weight_version="default")
     monkeypatch.setattr("hicache_storage.engines.sglang.get_serving", lambda: serving)
