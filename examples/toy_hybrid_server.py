@@ -58,7 +58,9 @@ class Model:
 
     def write_kv(self, rows: torch.Tensor, tokens: Sequence[int], start: int) -> None:
         """Compute the KV of tokens from place `start` on."""
-        self.kv.k_buffer[0][rows, 0], self.kv.v_buffer[0][rows, 0] = _kv(tokens, start)
+        place = self.kv.device
+        for buffer, values in zip((self.kv.k_buffer[0], self.kv.v_buffer[0]), _kv(tokens, start), strict=True):
+            buffer[rows.to(place), 0] = values.to(place)
 
     def write_state(self, slot: int, tokens: Sequence[int], start: int) -> None:
         """Go on in a slot from the state after `start` tokens to the one after all of `tokens`."""

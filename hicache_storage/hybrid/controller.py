@@ -56,7 +56,7 @@ class HybridCacheController:
         parallel: this rank.
         agreement: decides with the other ranks; may be left out for a single one.
         rules: which prefetches are begun and how long a request waits.
-        bigram: page keys are of pairs of tokens, as for EAGLE.
+        bigram: page keys are of pairs of tokens, as for EAGLE; a `HiMambaRadixCache` above has the same in its config.
         storage_call_seconds: after which a call of the storage is left behind; more than the storage's own deadline.
         attach_seconds: how long opening a storage and registering the pools may take.
         stop_seconds: how long `detach` waits for each of the threads.
@@ -193,6 +193,11 @@ class HybridCacheController:
     # Storage -----------------------------------------------------------------------------------------------------
 
     @property
+    def bigram(self) -> bool:
+        """Whether page keys are of pairs of tokens."""
+        return self._bigram
+
+    @property
     def attached(self) -> bool:
         """Whether there is a storage."""
         return self._attachment is not None
@@ -239,7 +244,8 @@ class HybridCacheController:
 
         Args:
             request_id: for logs.
-            tokens: those after the prefix that is on the device or the host; a part of a page at the end is left out.
+            tokens: those after the prefix that is on the device or the host; a part of a page at the end is left out. With
+                `bigram` one more than there are rows.
             last_hash: key of the page before them; at the start of a sequence the seed of its namespace, or None.
             prefix_hashes: keys of all pages before them.
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from hicache_storage.spec import SlotError
 from hicache_storage.transfer.pages import page_numbers
 
 if TYPE_CHECKING:
     import torch
+
+ASK_AT: Final = 64
+"""With so many uses those that have ended are forgotten, also where nobody is short of slots."""
 
 
 class Completion(Protocol):
@@ -59,6 +63,7 @@ class HostSlots:
         self._lock = threading.Lock()
         self._uses: dict[str | None, deque[_Use]] = {None: deque()}
         """In the order in which they began, by what they end in that order behind; None where they end in any order."""
+        self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
         """By page, how many of the uses hold it."""
@@ -104,8 +109,13 @@ class HostSlots:
         """
         pages = self._pages(indices)
         with self._lock:
-            self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
+            self._uses.setdefault(behind, deque()).append(_Use(pages, until))
+            if sum(map(len, self._uses.values())) >= self._ask_at:
+                # Who asks for slots next is told about a failed stream.
+                with contextlib.suppress(Exception):
+                    self._release()
+                self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))
 
     def available_size(self) -> int:
         """Number of slots that can be taken now."""

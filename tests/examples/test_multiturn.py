@@ -11,6 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATES = [
@@ -102,3 +104,34 @@ def test_the_command_writes_what_it_found(tmp_path):
     lines = ElementTree.parse(tmp_path / "r.svg").findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4
     assert all(f"{rate:.6f}" in done.stdout for rate in RATES)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses what CUDA refuses: to compute with tensors of two devices. Only copies may have them, and single numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        places = {each.device for each in args if isinstance(each, torch.Tensor) and each.dim()}
+        if len(places) > 1 and func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            raise RuntimeError(f"{func} was given tensors on {sorted(map(str, places))}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_model_computes_where_its_pools_are(example):
+    """On a device that is not the CPU; this one computes nothing, but is another one."""
+    server = importlib.import_module("toy_hybrid_server")
+    config = server.stack_config(example.Workload(**SMALL).sizes(8, sessions=2, offload=True))
+    pools = [config.pools[name].device_pool(8, page, torch.device("meta")) for name, page in (("kv", 4), ("mamba", 1))]
+    model = server.Model(*pools)
+    with OneDevice():
+        model.write_kv(torch.arange(4), [1, 2, 3, 4], 0)
+        model.write_state(2, [1, 2, 3, 4], 0)
+        model.copy_state(2, 3)
+    with pytest.raises(RuntimeError, match="tensors on"), OneDevice():
+        pools[0].k_buffer[0][torch.arange(4), 0] = torch.zeros(4, 2, dtype=torch.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_serves_with_the_same_rates(example, tmp_path):
+    found = example.play(example.Workload(**SMALL), 4, tmp_path / "store", sessions=3)
+    assert rates(found) == RATES

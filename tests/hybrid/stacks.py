@@ -58,7 +58,7 @@ class Session:
 
     Args:
         seed: of the tokens, and of the bytes, which are the same in every stack.
-        length: more or fewer checkpoints than two; the tokens begin with the same.
+        length: more or fewer checkpoints than two; the tokens begin with the same. With bigram keys there is one token more.
     """
 
     LENGTH = 2 * GRID
@@ -66,12 +66,12 @@ class Session:
     def __init__(self, stack, seed=0, length=LENGTH):
         drawn = random.Random(seed)
         self.stack, self.cache = stack, stack.cache
-        self.tokens = [drawn.randrange(150_000) for _ in range(length)]
-        self._seed = seed
+        self.tokens = [drawn.randrange(150_000) for _ in range(length + self.cache.config.bigram)]
+        self._seed, self._length = seed, length
 
     def insert(self):
         """Write the prefix to the device, as a model would, and hand it to the cache."""
-        length = len(self.tokens)
+        length = self._length
         rows = self.cache.alloc_kv(length)
         states = {}
         if self.cache.config.checkpoint_grid:

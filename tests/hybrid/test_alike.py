@@ -117,6 +117,7 @@ def nothing_is_made():
         ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here, 8 to 16 in all\)"),
         ({"layout": "layer_first"}, "layout"),
         ({"write_policy": "write_back"}, "write_policy"),
+        ({"bigram": True}, "bigram"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
         ({"storage": STORAGE}, "storage"),
     ],

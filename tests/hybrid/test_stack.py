@@ -13,6 +13,7 @@ import torch
 
 from hicache_storage import create_storage
 from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
+from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
 from hicache_storage.transfer import StreamSimulator
 from tests.conftest import DictStorage
@@ -333,3 +334,41 @@ def test_ranks_are_built_together(tmp_path):
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
     assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2
+
+
+def test_bigram_keys_come_back_from_every_tier(config):
+    """As for EAGLE: 24 rows, whose keys are 24 pairs of 25 tokens."""
+    settings, objects = config(bigram=True, device_tokens=64, host_tokens=64), {}
+    with build(settings, storage=in_dict(settings, objects)) as stack:
+        write, stored = stack.controller.write_storage, []
+        stack.controller.write_storage = lambda host, keys, before: stored.append(keys) or write(host, keys, before)
+        session = Session(stack, length=3 * GRID)
+        session.insert()
+        assert stack.drain(60)
+        assert session.restore() == (24, 0)
+        stack.cache.evict(10**6, 10**6)
+        assert session.restore() == (24, 24)
+        # The last row depends on the token after it.
+        grid = stack.cache.config.grid
+        assert stack.cache.match([*session.tokens[:-1], session.tokens[-1] + 1]).length == 24 - grid
+        assert stack.cache.match(session.tokens[:-1]).length == 24 - grid
+        assert stack.drain(60)
+        stack.cache.reset()
+        session.fetch()
+        assert session.restore() == (24, 24)
+    assert [key for keys in stored for key in keys] == page_hashes(session.tokens, PAGE, bigram=True)
+
+
+def test_a_prefetch_that_is_over_keeps_nothing_waiting(config):
+    """Its request has not asked for it, and may never."""
+    settings, objects = config(), {}
+    with build(settings, storage=in_dict(settings, objects)) as stack:
+        session = Session(stack)
+        session.insert()
+        assert stack.drain(60)
+        stack.cache.reset()
+        assert stack.cache.prefetch_from_storage("nobody asks", session.tokens)
+        assert not stack.cache.idle()
+        assert stack.drain(60)
+        assert stack.cache.idle()
+        assert stack.cache.end_prefetch("nobody asks") == Session.LENGTH

@@ -12,7 +12,10 @@ import pytest
 import torch
 from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, random_bytes, raw
 
-from hicache_storage.transfer import PageTransfers, StreamFailedError, cuda_runtime
+from hicache_storage.spec import InvalidTransferError
+from hicache_storage.transfer import PageTransfers, StreamFailedError, cuda_runtime, fences
+from hicache_storage.transfer import cuda as cuda_module
+from hicache_storage.transfer.uploads import UploadBuffers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from stubbed_cuda import StubbedDevice, stubbed
@@ -151,3 +154,75 @@ def test_runtimes_before_batches_have_none(monkeypatch):
 def uncached(monkeypatch):
     for name in ("memcpy_batch", "runtime_version"):
         monkeypatch.setattr(cuda_runtime, name, getattr(cuda_runtime, name).__wrapped__)
+
+
+# What is used again -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["kernel", "mapped"])
+def test_no_transfer_locks_memory_or_makes_events(monkeypatch, backend):
+    """Either may wait for the device, or costs as much as a small copy."""
+    monkeypatch.setattr(fences, "SWEEP_EVENTS", 8)
+    with stubbed():
+        made, pages = engine("mha", "page_first", backend, 32), slots(range(0, 32, 2), KINDS["mha"].page_size)
+
+        def transfers():
+            for _ in range(20):
+                made.write_back(pages, pages)
+                made.load(pages, pages)
+                made.host_slots.available_size()
+
+        # Fences keep events until they are swept.
+        transfers()
+        with patch.object(cuda_module, "_pinned") as pinned, patch("stubbed_cuda._Native") as native:
+            transfers()
+        assert not pinned.called
+        assert not native.called
+
+
+class Uploaded:
+    """An event that comes when it is told to."""
+
+    def __init__(self):
+        self.over = True
+
+    def query(self):
+        return self.over
+
+
+def test_a_buffer_is_used_again_when_its_upload_is_over():
+    sizes = []
+    buffers = UploadBuffers(lambda rows: sizes.append(rows) or torch.zeros(rows, dtype=torch.int64), Uploaded)
+    first, uploaded = buffers.take(3)
+    uploaded.over = False
+    second, _ = buffers.take(3)
+    assert first.data_ptr() != second.data_ptr()
+    uploaded.over = True
+    assert buffers.take(5)[0].data_ptr() == first.data_ptr()
+    assert buffers.take(5000)[0].numel() == 5000
+    assert sizes == [4096, 4096, 8192]
+
+
+def test_an_event_that_was_used_before_is_complete_until_it_is_recorded():
+    with stubbed():
+        device = StubbedDevice()
+        event = device.event()
+        event.record(device.stream("a"))
+        native = event.native
+        del event
+        again = device.event()
+        assert again.native is native
+        native.query = lambda: False
+        assert again.query()
+        again.record(device.stream("a"))
+        assert not again.query()
+
+
+def test_nothing_goes_into_a_graph_that_is_being_captured():
+    with stubbed():
+        device = StubbedDevice()
+        stream, event = device.stream("compute"), device.event()
+        with patch.object(cuda_module, "is_capturing", lambda stream: True):
+            for call in (lambda: stream.wait_event(event), lambda: event.record(stream)):
+                with pytest.raises(InvalidTransferError, match="being captured"):
+                    call()

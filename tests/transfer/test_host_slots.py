@@ -149,6 +149,39 @@ def test_host_slots_against_a_model(data):
     assert host.available_size() == 2 * (pages - len(owned))
 
 
+@pytest.mark.parametrize("behind", [None, "load"])
+def test_uses_that_have_ended_are_forgotten_where_nobody_is_short(behind):
+    host, uses = HostSlots(SlotAllocator(8, 2)), []
+    slots = host.alloc(4)
+    for number in range(500):
+        host.hold(slots, use := Use(), behind=behind)
+        use.over = number >= 50
+        uses.append(use)
+    left = sum(map(len, host._uses.values()))
+    assert left <= (120 if behind is None else 500)
+    for use in uses:
+        use.over = True
+    host.hold(slots, uses[0], behind=behind)
+    host.free(slots)
+    assert host.available_size() == 8
+    assert not any(host._uses.values())
+
+
+def test_of_uses_in_order_only_the_first_that_has_not_ended_is_asked():
+    host = HostSlots(SlotAllocator(8, 2))
+    uses = [Use() for _ in range(4)]
+    for use in uses:
+        host.hold(host.alloc(2), use, behind="load")
+    uses[0].over = uses[2].over = True
+    asked = []
+    for use in uses:
+        use.query = lambda use=use: asked.append(use) or use.over
+    host.available_size()
+    assert asked == uses[:2]
+    host.available_size()
+    assert asked == [*uses[:2], uses[1]]
+
+
 # Fences ---------------------------------------------------------------------------------------------------------------
 
 

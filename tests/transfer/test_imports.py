@@ -39,7 +39,8 @@ class Nothing:
 sys.meta_path.insert(0, Nothing())
 import pytest
 
-files = ["transfer/test_cuda.py", "transfer/test_stream_rules.py", "transfer/test_hybrid.py", "pools/test_memory.py", "pools/test_adapter.py"]
+files = ["test_cuda", "test_cuda_queues", "test_stream_rules", "test_hybrid"]
+files = [*(f"transfer/{name}.py" for name in files), "pools/test_memory.py", "pools/test_adapter.py"]
 options = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-m", "gpu", "--confcutdir", "tests/transfer"]
 ended = pytest.main([*options, "--collect-only", "-q", "-W", "default", *(f"tests/{file}" for file in files)])
 sys.exit(ended)
@@ -65,5 +66,6 @@ def test_tests_of_copies_on_a_gpu_need_little_more():
     """`scripts/gpu_tests.sh` finds them where there is no plugin of pytest, and nothing of ours is installed."""
     found = run(GPU_TESTS, cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     assert "tests/transfer/test_cuda.py::test_no_call_waits_for_a_copy" in found
+    assert "tests/transfer/test_cuda_queues.py::test_no_transfer_locks_memory" in found
     assert "test_a_missing_event_is_found[cuda" in found
     assert "tests/pools/test_memory.py::test_cuda_sees_locked_memory" in found

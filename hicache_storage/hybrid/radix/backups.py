@@ -155,9 +155,9 @@ class Backups:
         rows = host[Kind.KV].of(node).indices
         assert rows is not None
         state = host[Kind.STATE].of(node).indices if Kind.STATE in kinds else None
-        hashes = hashes_of(node, self._page_size)
+        hashes = hashes_of(node, self._page_size, bigram=self._controller.bigram)
         assert node.parent is not None
-        before = prefix_hashes(node.parent, self._page_size)
+        before = prefix_hashes(node.parent, self._page_size, bigram=self._controller.bigram)
         # Pages that the storage has already are not written again; their hashes place the state.
         ticket = self._controller.write_storage(self._residency.transfer(rows, state, len(hashes)), hashes, before)
         copy = _Copy(node, node.start, kinds, node.is_lost)

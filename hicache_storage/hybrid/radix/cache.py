@@ -17,7 +17,7 @@ from hicache_storage.hybrid.radix.prefetching import Prefetching
 from hicache_storage.hybrid.radix.residency import Residency
 from hicache_storage.hybrid.radix.results import CacheUsage, InsertResult, MatchResult, Prefix
 from hicache_storage.hybrid.radix.tree import RadixTree
-from hicache_storage.spec import HiCacheError, InvalidTransferError
+from hicache_storage.spec import ConfigError, HiCacheError, InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix.nodes import Node
     from hicache_storage.hybrid.radix.results import LoadResult, PrefixLock
     from hicache_storage.hybrid.radix.tiers import DeviceSlots, TierController
+    from hicache_storage.hybrid.radix.units import Units
 
 
 class CacheInUseError(HiCacheError, RuntimeError):
@@ -53,6 +54,7 @@ class HiMambaRadixCache:
 
     Raises:
         InvalidTransferError: there are state slots without a checkpoint grid, or the other way round, or page sizes differ.
+        ConfigError: `bigram` is not the same in the config and in the controller.
     """
 
     def __init__(
@@ -63,10 +65,15 @@ class HiMambaRadixCache:
         state_slots: DeviceSlots | None = None,
     ) -> None:
         _check_pools(config, kv_slots, state_slots)
+        if controller.bigram != config.bigram:
+            raise ConfigError(
+                f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the controller: one would store "
+                "under keys that the other does not ask for; make them equal"
+            )
         self.config = config
         self._controller = controller
         self._device_pools = {Kind.KV: kv_slots} | ({} if state_slots is None else {Kind.STATE: state_slots})
-        self._tree = RadixTree(config.page_size)
+        self._tree = RadixTree(config.page_size, bigram=config.bigram)
         self._residency = Residency(self._tree, self._device_pools, controller.free_host, config.state_pool)
         self._locks = Locks(self._residency)
         self._matching = Matching(self._tree, self._residency)
@@ -84,7 +91,7 @@ class HiMambaRadixCache:
 
         Args:
             tokens: those that the request may take from the cache; at least one of its tokens has to be computed, so
-                its last is not among them.
+                its last is not among them. With `bigram` it is: the last token has no row of its own there.
             namespace: what `namespace_seed` gives.
             device_only: leave out what would have to be loaded.
         """
@@ -163,7 +170,8 @@ class HiMambaRadixCache:
         `device_indices` of the result from now on. The rows of the last, partial page stay with the caller.
 
         Args:
-            kv_indices: int64 on the CPU, the device slot of each token, in whole pages.
+            tokens: all of them; with `bigram` also the token after the last that has a row.
+            kv_indices: int64 on the CPU, the device slot of each token that has a row, in whole pages.
             states: for lengths on the checkpoint grid, device slots with the state after so many tokens.
 
         Raises:
@@ -279,7 +287,7 @@ class HiMambaRadixCache:
             tokens_stored_again=self._backups.stored_again,
         )
 
-    def _lay(self, node: Node, tokens: tuple[int, ...], rows: torch.Tensor, states: Mapping[int, int]) -> tuple[Node, int]:
+    def _lay(self, node: Node, tokens: Units, rows: torch.Tensor, states: Mapping[int, int]) -> tuple[Node, int]:
         """Lay tokens from the root on, in steps that end where a state belongs."""
         device, new_states = self._residency.device, 0
         for end in sorted({*states, len(tokens)}):

@@ -40,6 +40,9 @@ class RadixCacheConfig:
     """Tokens between the places where the model's recurrent state is kept, see `checkpoint_grid()`; None for a model
     without such states."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    bigram: bool = False
+    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one after it. A sequence of n
+    tokens has n - 1 such rows then, and the cache is given one token more than rows."""
     kv_pool: PoolName = PoolName.KV
     state_pool: PoolName = PoolName.MAMBA
 
@@ -60,6 +63,6 @@ class RadixCacheConfig:
     def committed_length(self, length: int) -> int:
         """How many tokens of a finished request of `length` tokens can be used again.
 
-        The last token was sampled and never computed, so it has no KV.
+        The last token was sampled and never computed, so it has no KV. With `bigram` it is given to `insert` all the same.
         """
         return max(0, length - 1) // self.grid * self.grid

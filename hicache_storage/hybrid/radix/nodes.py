@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.hybrid.radix.units import Units
+
 
 class Kind(StrEnum):
     """What a node can hold."""
@@ -44,13 +46,13 @@ class Node:
     """
 
     id: int
-    tokens: tuple[int, ...]
-    """Whole pages; empty for a root."""
+    tokens: Units
+    """Whole pages of units; empty for a root."""
     parent: Node | None = field(default=None, repr=False)
     """None for a root, and for a node that was removed."""
     start: int = 0
     """Tokens before this node's first."""
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict[tuple[int, ...], "Node"], repr=False)
+    children: dict[Units, Node] = field(default_factory=dict["Units", "Node"], repr=False)
     """By their first page."""
     device: dict[Kind, Holding] = field(default_factory=_holdings)
     host: dict[Kind, Holding] = field(default_factory=_holdings)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic
 from hicache_storage.hybrid.radix.hashes import hashes_of, prefix_hashes
 from hicache_storage.hybrid.radix.nodes import Kind
 from hicache_storage.hybrid.radix.tiers import Operation
+from hicache_storage.hybrid.radix.units import tokens_of
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.indices import PrefetchResult
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix.nodes import Node
     from hicache_storage.hybrid.radix.residency import Residency
     from hicache_storage.hybrid.radix.tiers import TierController
+    from hicache_storage.hybrid.radix.units import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class _Prefetch(Generic[Operation]):
     """What it brings follows this."""
     kept: Node | None
     """The lowest node of that path that was on the host, and is kept there."""
-    tokens: tuple[int, ...]
+    tokens: Units
 
     def is_wanted(self) -> bool:
         """Whether what it brings still has a place: the path was not evicted."""
@@ -46,19 +48,21 @@ class Prefetching(Generic[Operation]):
         return request_id in self._running
 
     def __len__(self) -> int:
-        """Prefetches under way."""
-        return len(self._running)
+        """Prefetches under way. One that is over and waits for its request to ask is not."""
+        return sum(not running.operation.done for running in self._running.values())
 
-    def start(self, request_id: str, node: Node, tokens: tuple[int, ...]) -> bool:
+    def start(self, request_id: str, node: Node, tokens: Units) -> bool:
         """Ask the storage for whole pages that follow `node`; False if nothing was begun.
 
         A request that waits keeps nothing on the device: what only the device has of its prefix may go meanwhile.
         """
         if not tokens or not self._controller.attached:
             return False
-        last = hashes_of(node, self._page_size)
-        before = prefix_hashes(node, self._page_size)
-        operation = self._controller.prefetch(request_id, tokens, last[-1] if last else None, before)
+        last = hashes_of(node, self._page_size, bigram=self._controller.bigram)
+        before = prefix_hashes(node, self._page_size, bigram=self._controller.bigram)
+        operation = self._controller.prefetch(
+            request_id, tokens_of(tokens, bigram=self._controller.bigram), last[-1] if last else None, before
+        )
         if operation is None:
             return False
         host = self._residency.host[Kind.KV]
@@ -98,7 +102,7 @@ class Prefetching(Generic[Operation]):
         for request_id in list(self._running):
             self.end(request_id)
 
-    def _graft(self, anchor: Node, tokens: tuple[int, ...], result: PrefetchResult) -> None:
+    def _graft(self, anchor: Node, tokens: Units, result: PrefetchResult) -> None:
         """Hang what came below the anchor; slots of what is there already go back."""
         host, size = self._residency.host, self._page_size
         states = self._residency.state_slots(result.host)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix.nodes import Node
     from hicache_storage.hybrid.radix.tiers import DeviceSlots
     from hicache_storage.hybrid.radix.tree import RadixTree
+    from hicache_storage.hybrid.radix.units import Units
     from hicache_storage.spec import PoolName
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -70,7 +71,7 @@ class Residency:
             lru.settle(upper)
         return upper
 
-    def lay(self, tier: Mapping[Kind, LRUList], node: Node, tokens: tuple[int, ...], rows: torch.Tensor) -> Node:
+    def lay(self, tier: Mapping[Kind, LRUList], node: Node, tokens: Units, rows: torch.Tensor) -> Node:
         """Let the pages of `tokens` below `node` hold KV on a tier; rows they do not need go back to their pool.
 
         Returns:
@@ -126,7 +127,7 @@ class Residency:
         assert len(held) == len(nodes)
         return torch.cat(held) if held else NO_SLOTS
 
-    def _step(self, node: Node, tokens: tuple[int, ...], at: int) -> Node:
+    def _step(self, node: Node, tokens: Units, at: int) -> Node:
         """The child of `node` with the pages of `tokens` from `at` on and no others."""
         child, known = self._tree.find_child(node, tokens, at)
         if child is None:

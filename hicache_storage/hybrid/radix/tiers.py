@@ -55,6 +55,11 @@ class Prefetch(Protocol):
     """A prefetch under way."""
 
     @property
+    def done(self) -> bool:
+        """Whether nothing more is to come."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """Whether it is over, by its own end or by the prefetch policy; agreed by `advance_prefetches`."""
         ...
@@ -74,6 +79,11 @@ class TierController(Protocol[Operation]):
     @property
     def attached(self) -> bool:
         """Whether there is a storage now."""
+        ...
+
+    @property
+    def bigram(self) -> bool:
+        """Whether it makes page keys of pairs of tokens."""
         ...
 
     def write(self, transfers: HybridIndices, node_id: int) -> HybridIndices | None:

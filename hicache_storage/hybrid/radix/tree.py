@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from hicache_storage.hybrid.radix.nodes import Holding, Kind, Node
+from hicache_storage.hybrid.radix.units import units_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from hicache_storage.hybrid.radix.units import Units
 
 
 class RadixTree:
@@ -17,10 +20,11 @@ class RadixTree:
 
     Args:
         page_size: tokens per page; nodes begin and end at pages.
+        bigram: whether pages are of pairs of tokens.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, *, bigram: bool = False) -> None:
+        self.page_size, self.bigram = page_size, bigram
         # A root lives as long as it has children, or somebody uses it: there may be a namespace for each request.
         self._roots: WeakValueDictionary[str | None, Node] = WeakValueDictionary()
         self._nodes: dict[int, Node] = {}
@@ -41,11 +45,12 @@ class RadixTree:
         """Every node below the roots."""
         return iter(self._nodes.values())
 
-    def whole_pages(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of the whole pages."""
-        return tuple(tokens[: len(tokens) // self.page_size * self.page_size])
+    def whole_pages(self, tokens: Sequence[int]) -> Units:
+        """The units of the whole pages of a sequence of tokens."""
+        units = units_of(tokens, bigram=self.bigram)
+        return units[: len(units) // self.page_size * self.page_size]
 
-    def find(self, root: Node, tokens: tuple[int, ...]) -> tuple[Node, int]:
+    def find(self, root: Node, tokens: Units) -> tuple[Node, int]:
         """Follow whole pages as far as they are known.
 
         Returns:
@@ -60,7 +65,7 @@ class RadixTree:
             node, known = child, known + common
         return node, known
 
-    def find_child(self, node: Node, tokens: tuple[int, ...], at: int) -> tuple[Node | None, int]:
+    def find_child(self, node: Node, tokens: Units, at: int) -> tuple[Node | None, int]:
         """The child that begins with the page of `tokens` from `at` on, and how many of its tokens follow there."""
         child = node.children.get(tokens[at : at + self.page_size])
         return child, self._common(child.tokens, tokens[at : at + len(child.tokens)]) if child else 0
@@ -97,7 +102,7 @@ class RadixTree:
         upper.children[self._first_page(node)] = node
         return upper
 
-    def append(self, parent: Node, tokens: tuple[int, ...]) -> Node:
+    def append(self, parent: Node, tokens: Units) -> Node:
         """A new child with these pages, the first of which no child of `parent` begins with."""
         node = self._made(Node(next(self._ids), tokens, parent, parent.end))
         assert self._first_page(node) not in parent.children
@@ -123,10 +128,10 @@ class RadixTree:
         self._nodes[node.id] = node
         return node
 
-    def _first_page(self, node: Node) -> tuple[int, ...]:
+    def _first_page(self, node: Node) -> Units:
         return node.tokens[: self.page_size]
 
-    def _common(self, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    def _common(self, left: Units, right: Units) -> int:
         """Length of the common prefix in whole pages."""
         if left == right:
             return len(left)

@@ -186,12 +186,18 @@ def _caches(
         parallel=config.parallel,
         agreement=agreement,
         rules=config.prefetch,
+        bigram=config.bigram,
         storage_call_seconds=config.storage_call_seconds,
         attach_seconds=config.attach_seconds,
         stop_seconds=config.stop_seconds,
     )
     closing.callback(controller.close)
-    rules = RadixCacheConfig(page_size=config.page_size, checkpoint_grid=config.checkpoint_grid, write_policy=config.write_policy)
+    rules = RadixCacheConfig(
+        page_size=config.page_size,
+        checkpoint_grid=config.checkpoint_grid,
+        write_policy=config.write_policy,
+        bigram=config.bigram,
+    )
     return controller, HiMambaRadixCache(
         rules, controller, parts.device_pools[PoolName.KV], parts.device_pools.get(PoolName.MAMBA)
     )

@@ -83,6 +83,8 @@ class StackConfig(ABC):
     """This rank."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
+    bigram: bool = False
+    """Whether page keys are of pairs of tokens, as for EAGLE; see `RadixCacheConfig`."""
     storage: StorageConfig | None = None
     """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0

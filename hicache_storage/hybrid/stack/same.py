@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 SAME_FIELDS: Final[tuple[str, ...]] = (
     "the kind of stack", "page_size", "checkpoint_grid", "device_tokens", "device_states", "host_tokens", "host_states",
-    "layout", "write_policy", "prefetch", "kv_replicated", "storage",
+    "layout", "write_policy", "prefetch", "bigram", "kv_replicated", "storage",
 )  # fmt: skip
 """As a message names them; as many for every config, so that any two ranks can be compared."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
     from hicache_storage.transfer import Device, Event, LayeredPages, Stream
     from hicache_storage.transfer.engine import PageTransfer
+    from hicache_storage.transfer.host_slots import Completion
 
 
 class Engine(PageTransfers):
@@ -104,7 +105,7 @@ class BlocksWhileLoading(Engine):
 
 
 class FreesUnderACopy(Engine):
-    def _hold(self, host_indices: torch.Tensor, until: Event) -> None:
+    def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
         pass
 
 

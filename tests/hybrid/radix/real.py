@@ -70,7 +70,7 @@ class RealController:
     def __init__(self, sizes, page_size, *, states, seed=0, threshold=0):
         self.states, self.random, self._faults = states, Random(seed), Faults()
         self._identity = StorageIdentity(model="m", kv_dtype="int64", page_size=page_size, layout="page_first")
-        self.simulator = StreamSimulator(seed, pause_seconds=0.0001)
+        self.simulator = StreamSimulator(seed, pause_seconds=0.0006)
         self.compute = self.simulator.stream("compute")
         self._streams = self.simulator.stream("write-back"), self.simulator.stream("load")
         self.device_memory, self.host_memory, self.state_slots = {}, {}, None

@@ -90,9 +90,15 @@ class Fetch:
     def ready(self) -> bool:
         return self.result is not None
 
+    @property
+    def done(self) -> bool:
+        return self.ready
+
 
 class StandInController:
     """What the cache needs of a controller; `storage` is a dict by pool and page hash, None when detached."""
+
+    bigram = False
 
     def __init__(self, sizes: dict[str, int], page_size: int, *, states: bool, seed: int = 0, threshold: int = 0) -> None:
         self.page_size, self.states, self.threshold, self.random = page_size, states, threshold, Random(seed)

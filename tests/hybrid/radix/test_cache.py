@@ -367,3 +367,11 @@ def test_the_last_sampled_token_is_not_committed():
     hybrid, plain = RadixCacheConfig(page_size=64, checkpoint_grid=256), RadixCacheConfig(page_size=64)
     assert [hybrid.committed_length(length) for length in (0, 1, 256, 257, 2048)] == [0, 0, 0, 256, 1792]
     assert [plain.committed_length(length) for length in (64, 65, 2048)] == [0, 64, 1984]
+
+
+@pytest.mark.parametrize("of_cache", [True, False])
+def test_keys_of_another_kind_than_the_controllers_are_refused(of_cache):
+    controller = StandInController(SIZES, PAGE, states=False)
+    controller.bigram = not of_cache
+    with pytest.raises(ConfigError, match=f"bigram is {of_cache} in the cache's config and {not of_cache} in the controller"):
+        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE, bigram=of_cache), controller, controller.kv_slots)
