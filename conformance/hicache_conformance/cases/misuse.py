@@ -199,7 +199,7 @@ class MisuseCases:
 
 
 def _bad_keys(how: str) -> Any:
-    bad = BAD_KEYS[how]
+    bad: Any = BAD_KEYS[how]
     return bad() if callable(bad) else bad
 
 
