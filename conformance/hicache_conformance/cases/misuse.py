@@ -137,11 +137,13 @@ class MisuseCases:
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for how in ("a-number-among-them", "an-iterator", "none"):
             for _ in range(MISUSES):
-                for ask in (
+                asks: list[Callable[[], object]] = [
                     partial(subject.storage.batch_exists_v2, _bad_keys(how)),
                     partial(_call_with, subject, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
-                    *([partial(subject.storage.delete, _bad_keys(how))] if lab.capabilities.deletes else []),
-                ):
+                ]
+                if lab.capabilities.deletes:
+                    asks.append(partial(subject.storage.delete, _bad_keys(how)))
+                for ask in asks:
                     with contextlib.suppress(HiCacheError):
                         ask()
         subject.expect(keys, rule="FT-2")
