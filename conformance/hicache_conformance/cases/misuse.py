@@ -213,7 +213,7 @@ def _call_with(subject: Subject, call: str, keys: list[str], transfer: PoolTrans
     return getattr(subject.storage, call)([transfer], info)
 
 
-def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, object]], argument: str, how: str) -> None:
+def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str) -> None:
     """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
     subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
     keys, stored = lab.keys(3), lab.keys(3)
