@@ -17,6 +17,7 @@ from hicache_conformance.oracle import Asked, check
 from hicache_conformance.pages import short
 from hicache_conformance.subject import all_pages, block_groups, trailing
 from hicache_conformance.violation import Violation
+from hicache_storage.plugins import registry
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class _Machine(RuleBasedStateMachine):
         self.stored = dict[tuple[str, str], int]()
         """Generation by pool and key."""
         self.keys = lab.keys(KEYS)
+        # Dozens of storages are opened in a history. A directory of its own spares each of them from looking through what the
+        # writers of all histories before have left; a server's is larger than that is worth.
+        self.config = lab.config if registry().get(lab.driver).trial_services else lab.apart()[0]
         self.subjects: list[Subject] = []
         self._open()
 
@@ -143,7 +147,11 @@ class _Machine(RuleBasedStateMachine):
     def _open(self) -> None:
         count = 2 if declares(self.lab.capabilities, "sharing>=process") else 1
         self.subjects = [
-            self.lab.storage(self.identity, pools={pool: GuardedPool(pages=16, components=(40, 24)) for pool in self.pools})
+            self.lab.storage(
+                self.identity,
+                pools={pool: GuardedPool(pages=16, components=(40, 24)) for pool in self.pools},
+                config=self.config,
+            )
             for _ in range(count)
         ]
 

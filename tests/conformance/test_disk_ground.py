@@ -121,6 +121,34 @@ def test_an_error_strikes_where_it_was_told_to(disk):
 
 
 @needs_fuse
+@pytest.mark.parametrize(
+    ("operation", "change", "done", "error"),
+    [
+        ("name", lambda file: os.rename(file, f"{file}.renamed"), lambda file: os.path.exists(f"{file}.renamed"), "ENOENT"),
+        ("name", lambda file: os.link(file, f"{file}.linked"), lambda file: os.path.exists(f"{file}.linked"), "EEXIST"),
+        ("name", lambda file: os.mkdir(f"{file}.directory"), lambda file: os.path.isdir(f"{file}.directory"), "EEXIST"),
+        ("remove", os.unlink, lambda file: not os.path.exists(file), "ENOENT"),
+        ("write", _write, lambda file: file.read_bytes()[:1] == b"x", "EIO"),
+        ("create", _create, lambda file: os.path.exists(f"{file}.new"), "EIO"),
+    ],
+    ids=["rename", "link", "mkdir", "unlink", "write", "create"],
+)
+def test_a_request_takes_effect_and_fails(disk, operation, change, done, error):
+    # As a retransmitted request fails, and with an error of one's choice.
+    struck(disk, FaultKind.APPLIED, operations=(operation,), count=1)
+    with pytest.raises(OSError, match=r"\[Errno") as raised:
+        change(disk.file)
+    assert raised.value.errno == getattr(errno, error)
+    assert done(disk.file)
+    assert disk.struck() == 1
+    (disk.tmp / "other").write_bytes(CONTENT)
+    struck(disk, FaultKind.APPLIED, operations=(operation,), count=1, error="ETIMEDOUT")
+    with pytest.raises(OSError, match=os.strerror(errno.ETIMEDOUT)):
+        change(disk.tmp / "other")
+    assert done(disk.tmp / "other")
+
+
+@needs_fuse
 def test_a_short_read_leaves_the_rest_out(disk):
     struck(disk, FaultKind.SHORT_READ, operations=("read",))
     with opened(disk.file) as descriptor:

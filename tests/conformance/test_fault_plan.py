@@ -157,6 +157,25 @@ def test_a_failing_call_is_a_counted_miss(stage, kind):
     assert read(storage, pool, KEYS[:3]) == [True] * 3
 
 
+def test_a_write_takes_effect_and_fails(stage):
+    ground, storage, pool = stage
+    strike(ground, FaultKind.APPLIED, "write")
+    assert write(storage, pool, ["new"]) == [False]
+    assert storage.fault_count() == 1
+    ground.heal()
+    assert read(storage, pool, ["new"]) == [True]
+
+
+def test_deletes_are_struck_too(stage):
+    ground, storage, pool = stage
+    strike(ground, FaultKind.ERROR, "remove", error="EIO")
+    assert storage.delete(KEYS[:1]) == [False]
+    strike(ground, FaultKind.APPLIED, "remove")
+    assert storage.delete(KEYS[1:2]) == [False]
+    ground.heal()
+    assert read(storage, pool, KEYS[:3]) == [True, False, True]
+
+
 def test_a_delay_takes_time(stage):
     ground, storage, pool = stage
     strike(ground, FaultKind.DELAY, "read", seconds=0.05, count=1)

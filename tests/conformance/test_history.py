@@ -482,6 +482,19 @@ def test_a_lost_page_is_told_in_aligned_lines(scribe):
     ]
 
 
+def test_a_clear_that_raised_is_told_with_its_error(scribe):
+    scribe.set(0, 10, 7, lane="writer")
+    scribe.clear(20, 30)
+    late = scribe.clear(40, 50, "StorageTimeoutError: late")
+    assert late.ended_at is None
+    scribe.get(60, 70, 7, lane="reader")
+    story = Story(IDENTITY, PageBook(), scribe.events)
+    finding = Finding(Kind.REMOVED, "k", 0, scribe.events[-1], (late,))
+    assert "0.000 .. 0.010 ms  L2      clear             raised StorageTimeoutError: late" in "\n".join(
+        story.counterexample(finding)
+    )
+
+
 def test_a_mixed_page_names_both_writers(scribe):
     book = PageBook()
     one, two = (book.render(Page(IDENTITY, "kv", "k", value), PAGE_BYTES) for value in (7, 8))

@@ -78,6 +78,14 @@ def test_a_connection_is_cut_in_the_middle(network, client, operation):
     assert network.struck() >= 1
 
 
+def test_a_request_is_done_and_its_reply_is_lost(network, client):
+    struck(network, FaultKind.APPLIED, operations=("reply",), count=1)
+    client.sendall(b"x" * 1000)
+    with contextlib.suppress(ConnectionResetError):
+        assert said(client) == b""
+    assert network.struck() == 1
+
+
 @pytest.mark.parametrize("operation", ["request", "reply"])
 def test_one_bit_of_a_turn_is_wrong(network, client, operation):
     struck(network, FaultKind.BIT_FLIP, operations=(operation,), count=1, place=0.7)

@@ -137,11 +137,13 @@ class MisuseCases:
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for how in ("a-number-among-them", "an-iterator", "none"):
             for _ in range(MISUSES):
-                for ask in (
+                asks: list[Callable[[], object]] = [
                     partial(subject.storage.batch_exists_v2, _bad_keys(how)),
                     partial(_call_with, subject, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
-                    *([partial(subject.storage.delete, _bad_keys(how))] if lab.capabilities.deletes else []),
-                ):
+                ]
+                if lab.capabilities.deletes:
+                    asks.append(partial(subject.storage.delete, _bad_keys(how)))
+                for ask in asks:
                     with contextlib.suppress(HiCacheError):
                         ask()
         subject.expect(keys, rule="FT-2")
@@ -199,7 +201,7 @@ class MisuseCases:
 
 
 def _bad_keys(how: str) -> Any:
-    bad = BAD_KEYS[how]
+    bad: Any = BAD_KEYS[how]
     return bad() if callable(bad) else bad
 
 
@@ -211,7 +213,7 @@ def _call_with(subject: Subject, call: str, keys: list[str], transfer: PoolTrans
     return getattr(subject.storage, call)([transfer], info)
 
 
-def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, object]], argument: str, how: str) -> None:
+def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str) -> None:
     """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
     subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
     keys, stored = lab.keys(3), lab.keys(3)

@@ -47,16 +47,16 @@ HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_thres
 
 
 class StallCases:
-    """SET-1 and GET-1 of pages that others have set while a writer was held up."""
+    """SET-1, GET-1 and EV-2 of pages that others have set while a writer was held up."""
 
-    @covers("SET-1", "GET-1", levels=FAULTS, needs=["clears"])
+    @covers("SET-1", "GET-1", "EV-2", levels=FAULTS, needs=["clears"])
     def test_a_clear_in_the_middle_of_a_set(self, lab: Lab, ground: Ground) -> None:
         """One storage is held up in a set, another one clears and sets: the late writer spoils no page of the other one."""
         for config in _configs(lab):
             for plan in _plans(ground):
                 _meet(lab, ground, config, plan, lambda other, _: other.clear())
 
-    @covers("SET-1", "GET-1", levels=FAULTS)
+    @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
     def test_a_writer_that_is_held_up(self, lab: Lab, ground: Ground) -> None:
         """A storage is held up in a set for longer than a lease, while another one deletes and sets: its pages stay right."""
         after = LEASE_SECONDS.get(ground.name, BRIEF_SECONDS)

@@ -7,5 +7,5 @@ A ground gives the driver its files, its ports or its calls, and lets them go wr
 | `disk` | an option contains `{tmp}` | of a FUSE file system that `{tmp}` is put on |
 | `network` | an option contains `{port:NAME}` | of a TCP proxy in front of each server |
 | `services` | the suite starts its servers | the servers are stopped, killed, restarted, set back to a snapshot |
-| `objects` | it is an `ObjectStorage` | around its own `objects_exist`, `read_objects` and `write_objects` |
+| `objects` | it is an `ObjectStorage` | around its own `objects_exist`, `read_objects`, `write_objects`, `delete_objects` and `clear_namespaces` |
 """

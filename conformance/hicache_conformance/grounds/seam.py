@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_conformance.faults.plan import Fault, FaultPlan
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectWrite
+    from hicache_storage.objects import Call, LookupBatch, ObjectWrite
     from hicache_storage.spec import HiCacheStorage
 
+ItemsT = TypeVar("ItemsT")
 AnswerT = TypeVar("AnswerT")
 
 
@@ -110,12 +111,7 @@ class ObjectsGround(Ground):
         _fail_afterwards(faults)
         return _too_short(answer) if struck(faults, FaultKind.MALFORMED) else answer
 
-    def _remove(
-        self,
-        ask: Callable[[Sequence[LookupBatch] | Sequence[Namespace], Call], AnswerT],
-        items: Sequence[LookupBatch] | Sequence[Namespace],
-        call: Call,
-    ) -> AnswerT:
+    def _remove(self, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call) -> AnswerT:
         faults = self._begin("remove")
         answer = ask(items, call)
         _fail_afterwards(faults)
