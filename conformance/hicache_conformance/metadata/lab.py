@@ -60,10 +60,10 @@ class ServerLab:
         scope.initialize(pages)
         return scope
 
-    def native_scope(self, slots: int, *, slot_bytes: int = 4096) -> NativeScope:
+    def native_scope(self, slots: int, *, slot_bytes: int = 4096, earlier_lease_seconds: float = 0.0) -> NativeScope:
         """A new scope, initialized by the native part."""
         scope = NativeScope(self.native, self.unused_scope().name, slots, slot_bytes, self.chance)
-        scope.initialize()
+        scope.initialize(earlier_lease_seconds)
         return scope
 
     def client(self, token: str | None = None) -> Wire:
@@ -89,6 +89,13 @@ class ServerLab:
         assert self.offer.lease_seconds is not None, "only for cases that need leases"
         self.can_wait(self.offer.lease_seconds, "a lease")
         return self.offer.lease_seconds + SLACK_SECONDS
+
+    @property
+    def cleared_seconds(self) -> float | None:
+        """How long a slot may take to be given out again that was reserved by the compatible part when its scope was cleared: its writer may
+        write as long as the reservation would have lasted. None for longer than a case may wait."""
+        lease = self.offer.lease_seconds or 0.0
+        return None if lease > self.patience else lease + self.rest_seconds
 
     def can_wait(self, seconds: float, what: str) -> None:
         """See that this case may wait so long.
@@ -123,8 +130,10 @@ class ServerLab:
                     slots[key] = index
         return slots
 
-    def reserve_soon(self, scope: CompatibleScope, keys: Sequence[str], rule: str, because: str) -> list[int]:
-        """Reserve keys, again and again while slots rest in quarantine, and return their slots.
+    def reserve_soon(
+        self, scope: CompatibleScope, keys: Sequence[str], rule: str, because: str, seconds: float | None = None
+    ) -> list[int]:
+        """Reserve keys, again and again while slots rest (by default, in quarantine), and return their slots.
 
         Raises:
             Violation: of `rule`, where not all of them got a slot in time.
@@ -135,7 +144,7 @@ class ServerLab:
             slots.update(self.reserve_all(scope, [key for key in keys if key not in slots], rule))
             return len(slots) == len(keys)
 
-        self.eventually(rule, lambda: f"{because}; only {len(slots)} of {len(keys)} keys get a slot", all_have_slots)
+        self.eventually(rule, lambda: f"{because}; only {len(slots)} of {len(keys)} keys get a slot", all_have_slots, seconds)
         return [slots[key] for key in keys]
 
     def lease_soon(self, scope: NativeScope, keys: Sequence[str], rule: str, because: str) -> list[int]:

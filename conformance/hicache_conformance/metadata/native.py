@@ -120,9 +120,11 @@ class NativeScope:
             scope=self.name, slots=self.slots, slot_bytes=self.slot_bytes, geometry="page_first", identity="cf-identity"
         )
 
-    def initialize(self) -> bool:
+    def initialize(self, earlier_lease_seconds: float = 0.0) -> bool:
         """Make the scope; returns whether it is new."""
-        created = self.client.call("/v2/initialize", Initialize(scopes=[self.geometry]), Initialized).created
+        earlier = [earlier_lease_seconds] if earlier_lease_seconds else []
+        request = Initialize(scopes=[self.geometry], earlier_lease_seconds=earlier)
+        created = self.client.call("/v2/initialize", request, Initialized).created
         if len(created) != 1:
             raise Violation(RULE, f"initialize of one scope answers {len(created)} flags")
         return created[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hicache_conformance.metadata.cases.browsers import BrowserCases
 from hicache_conformance.metadata.cases.chains import ChainCases
 from hicache_conformance.metadata.cases.clients import ClientCases
 from hicache_conformance.metadata.cases.confirming import ConfirmingCases
@@ -14,6 +15,7 @@ from hicache_conformance.metadata.cases.limits import LimitCases
 from hicache_conformance.metadata.cases.looking import LookingCases
 from hicache_conformance.metadata.cases.malformed import MalformedCases
 from hicache_conformance.metadata.cases.operating import OperatingCases
+from hicache_conformance.metadata.cases.refusing import RefusingCases
 from hicache_conformance.metadata.cases.reserving import ReservingCases
 from hicache_conformance.metadata.cases.restarting import RestartingCases
 from hicache_conformance.metadata.cases.resting import RestingCases
@@ -25,7 +27,9 @@ from hicache_conformance.metadata.cases.tokens import TokenCases
 class MetadataConformance(
     RestartingCases,
     OperatingCases,
+    BrowserCases,
     TokenCases,
+    RefusingCases,
     LimitCases,
     RetryingCases,
     ChainCases,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.planting import plant
@@ -82,3 +83,52 @@ class SearchesItsFreeList(Scope):
     def let_go(self, index, now):
         super().let_go(index, now)
         assert -1 not in self.free
+
+
+LONG = 100_000
+"""Bytes of a body from which on it takes these servers long to say what is wrong."""
+
+
+@plant("MD-REQ-7")
+class SearchesLongForWhatIsWrong(Desk):
+    def execute(self, now, path, body, once):
+        status, answer = super().execute(now, path, body, once)
+        if status == 422 and len(str(body)) > LONG:
+            time.sleep(4)
+        return status, answer
+
+
+@plant("MD-REQ-7")
+class TellsItsHealthWhenItHasTime(Handler):
+    """No longer than a body of that size may take; but everybody waits for it."""
+
+    def do_GET(self):
+        with self.server.desk.lock:
+            pass
+        super().do_GET()
+
+    def say(self, status, message):
+        if status == 422 and int(self.headers.get("Content-Length") or 0) > LONG:
+            with self.server.desk.lock:
+                time.sleep(1.5)
+        super().say(status, message)
+
+
+@plant("MD-AUTH-3")
+class TakesOrdersFromAnyPage(Handler):
+    def foreign(self):
+        return super().foreign() if "Origin" not in self.headers and "Sec-Fetch-Site" not in self.headers else ""
+
+
+@plant("MD-AUTH-3")
+class AnswersToAnyName(Handler):
+    def foreign(self):
+        field = super().foreign()
+        return "" if field == "Host" else field
+
+
+@plant("MD-AUTH-3")
+class ReadsWhatFormsSend(Handler):
+    def content_type(self):
+        found = super().content_type()
+        return found if self.path.startswith("/v2") else p.JSON

@@ -56,3 +56,22 @@ class BeginsAgainAtOne(Desk):
         for scope in reference.scopes.values():
             for slot in scope.slots:
                 slot.generation = 0
+
+
+@plant("MD-LEASE-6", restarts=True)
+class ForgetsItsNumbers(Desk):
+    """And all else; such a server begins at 1 again."""
+
+    def __init__(self, reference, journal=None):
+        super().__init__(reference)
+        reference.lease_at = lambda now: reference.next_lease
+
+
+@plant("MD-QUAR-3", restarts=True)
+class OpensNewScopesAtOnce(Desk):
+    """Whoever may still write into them."""
+
+    def execute(self, now, path, body, once):
+        if path == "/v2/initialize":
+            body = {name: value for name, value in body.items() if name != "earlier_lease_seconds"}
+        return super().execute(now, path, body, once)

@@ -198,3 +198,12 @@ class TakesLeasesAway(Scope):
 class TouchesNothing(Scope):
     def touch(self, keys):
         pass
+
+
+@plant("MD-QUAR-2")
+class ClearsAsIfNobodyWrote(Scope):
+    def clear(self, now):
+        pages = len(self.live)
+        for index in [*self.live.values(), *self.leases.values()]:
+            self.let_go(index, now)
+        return pages

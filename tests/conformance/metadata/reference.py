@@ -79,8 +79,14 @@ class Reference:
                     message = f"scope {wanted.scope!r} has {name} {getattr(known, name)!r}, not {getattr(wanted, name)!r}"
                     raise Refused(409, "mismatch", message, f"scopes[{i}].{name}")
         created = [wanted.scope not in self.scopes for wanted in request.scopes]
-        for wanted in request.scopes:
-            self.scopes.setdefault(wanted.scope, self.kind_of_scope(wanted, self.limits.quarantine_seconds))
+        earlier = request.earlier_lease_seconds or [0.0] * len(request.scopes)
+        if len(earlier) != len(request.scopes):
+            raise Refused(422, "invalid", f"{len(earlier)} entries for {len(request.scopes)}", "earlier_lease_seconds")
+        for wanted, seconds in zip(request.scopes, earlier, strict=True):
+            if wanted.scope not in self.scopes:
+                scope = self.scopes[wanted.scope] = self.kind_of_scope(wanted, self.limits.quarantine_seconds)
+                if seconds:
+                    scope.close(now + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds)
         return p.Initialized(created=created)
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
@@ -127,9 +133,14 @@ class Reference:
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
     def reserve_in(self, scope: Scope, pairs: list[tuple[str, str]], owner: str, now: float, seconds: float) -> list[p.Reserved]:
+        self.next_lease = self.lease_at(now)
         states = scope.reserve(pairs, owner, self.next_lease, now, now + seconds)
         self.next_lease += len(pairs)
         return states
+
+    def lease_at(self, now: float) -> int:
+        """The next number: by the time, so that none is given twice where all is lost."""
+        return max(self.next_lease, int(now * 1e6))
 
     def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
         parts = self.all_scopes(request, now)

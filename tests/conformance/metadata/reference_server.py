@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(413, "too_large", f"a body of {length} bytes", "body")
         raw, native = self.rfile.read(length), self.path.startswith("/v2")
         try:
-            if native and self.content_type() not in (p.JSON, p.MSGPACK):
+            if self.content_type() not in ((p.JSON, p.MSGPACK) if native else (p.JSON,)):
                 raise Refused(415, "media_type", f"{p.JSON} or {p.MSGPACK}", "Content-Type")
             body = p.decode(raw, Any, self.content_type() if native else p.JSON)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -144,9 +144,21 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused(
                     *((403, "forbidden") if have else (401, "unauthorized")), "this token does not permit that", "Authorization"
                 )
+            if not self.server.tokens and (field := self.foreign()):
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                raise Refused(403, "forbidden", "a page of another site has sent this, or may have", field)
             self.say(*act())
         except Refused as refused:
             self.say(refused.status, refused.problem)
+
+    def foreign(self) -> str:
+        """The header that tells that a page of another site has sent a request, or may have; empty for none."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return "Sec-Fetch-Site"
+        if origin is not None and origin.partition("://")[2] != host:
+            return "Origin"
+        return "" if host.partition(":")[0] in ("127.0.0.1", "localhost", "") else "Host"
 
     def may(self) -> bool:
         if not self.server.tokens:

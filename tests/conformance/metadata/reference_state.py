@@ -152,8 +152,19 @@ class Scope:
     def clear(self, now: float) -> int:
         pages = len(self.live)
         for index in [*self.live.values(), *self.leases.values()]:
+            # The writer is not asked: it may write until its lease would have ended.
+            until = self.slots[index].until if self.slots[index].state is LEASED else now
             self.let_go(index, now)
+            self.end_at(index, max(self.slots[index].until, until))
         return pages
+
+    def close(self, until: float) -> None:
+        """No slot of a new scope is given before then."""
+        for index in self.free:
+            self.slots[index].state = QUARANTINED
+            self.end_at(index, until)
+        self.resting += len(self.free)
+        self.free.clear()
 
     def count(self, state: SlotState) -> int:
         return sum(slot.state is state for slot in self.slots)

@@ -55,4 +55,4 @@ def test_the_reference_server_survives_kills():
     with served() as place:
         judgement = judged(place, levels=(Level.DURABLE,))
     assert judgement.verdict is Verdict.CONFORMANT
-    assert judgement.count(Outcome.PASS) == 4
+    assert judgement.count(Outcome.PASS) == 6

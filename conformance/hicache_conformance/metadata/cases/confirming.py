@@ -68,9 +68,12 @@ class ConfirmingCases:
             scope.clear()
             _no_fault(scope.try_confirm([(late[0], slots[0])]), "MD-CONF-2", "a confirm after a clear")
             _see_unmapped(scope, late, "a slot was confirmed that had been reserved before a clear")
-        keys = lab.keys(pages)
+        if lab.cleared_seconds is None:
+            return
+        keys, because = lab.keys(pages), "a scope with everything reserved was cleared"
+        scope.confirm([], lab.reserve_soon(scope, lab.keys(1), "MD-DEL-2", because, lab.cleared_seconds))
         with lab.while_held():
-            now = lab.reserve_soon(scope, keys, "MD-DEL-2", "a scope with everything reserved was cleared")
+            now = lab.reserve_soon(scope, keys, "MD-DEL-2", because)
             scope.confirm(list(zip(keys, now, strict=True)))
             _no_fault(scope.try_confirm(list(zip(late, slots, strict=True))), "MD-CONF-2", "a confirm after a clear")
             _see_unmapped(scope, late, "slots were confirmed that had been reserved before a clear")

@@ -11,6 +11,7 @@ from hicache_conformance.manifest import Level
 from hicache_conformance.metadata.book import Need
 from hicache_conformance.metadata.lab import BATCH
 from hicache_conformance.violation import Violation
+from hicache_metadata_server.protocol import Reserved
 
 if TYPE_CHECKING:
     from hicache_conformance.metadata.compatible import CompatibleScope
@@ -129,6 +130,49 @@ class RestartingCases:
                 )
         if set(leases) & {page.lease for page in pages.values()}:
             raise Violation("MD-GEN-1", "leases that were given before kill -9 are given again after it")
+
+    @covers("MD-LEASE-6", levels=[Level.DURABLE], needs=[Need.NATIVE])
+    def test_no_lease_is_given_twice(self, lab: ServerLab) -> None:
+        """After kill -9 leases have other numbers than before, whatever is left of the scope; an old one names no new slot."""
+        lab.must_be_ours()
+        scope, keys = lab.native_scope(8), lab.keys(2)
+        old = scope.reserve(keys, lease_seconds=60.0)
+        lab.restart()
+        is_lost = scope.initialize()
+        new = scope.reserve(lab.keys(4), lease_seconds=60.0)
+        again = set(old.leases) & set(new.leases)
+        if again:
+            raise Violation("MD-LEASE-6", f"leases {sorted(again)} were given before kill -9, and are given again after it")
+        if is_lost and any(scope.commit(old.leases)):
+            raise Violation(
+                "MD-LEASE-6", "a lease of a scope that was lost at kill -9 is committed in the one that was made since"
+            )
+
+    @covers("MD-QUAR-3", levels=[Level.DURABLE], needs=[Need.NATIVE])
+    def test_a_scope_of_earlier_leases_is_closed(self, lab: ServerLab) -> None:
+        """A scope that is made after a restart gives no slot as long as leases of an earlier server may last, if its client says so."""
+        lab.must_be_ours()
+        seconds = 2.0
+        limit = seconds + lab.rest_seconds
+        lab.can_wait(limit, "earlier leases and a quarantine")
+        begin = time.monotonic()
+        lab.restart()
+        fresh, closed = lab.native_scope(4), lab.native_scope(4, earlier_lease_seconds=seconds)
+        if Reserved.LEASED not in fresh.reserve(lab.keys(1)).states:
+            raise Violation("MD-QUAR-3", "a new scope, of which nothing is said of earlier leases, gives no slot")
+        got = set[int]()
+
+        def all_are_given() -> bool:
+            given = [slot for slot in closed.reserve(lab.keys(4), lease_seconds=60.0).slots if slot >= 0]
+            took = time.monotonic() - begin
+            if given and took < seconds + lab.offer.limits.quarantine_seconds:
+                raise Violation(
+                    "MD-QUAR-3", f"slots {given} are given {took:.1f} s after kill -9; earlier leases may last {seconds:g} s"
+                )
+            got.update(given)
+            return len(got) == 4
+
+        lab.eventually("MD-QUAR-3", lambda: f"{len(got)} of 4 slots of a scope of earlier leases are given", all_are_given, limit)
 
 
 class _Writer(threading.Thread):

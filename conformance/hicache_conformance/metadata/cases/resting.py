@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.metadata.book import Need
+from hicache_conformance.metadata.lab import SLACK_SECONDS
 from hicache_conformance.violation import Untestable, Violation
 from hicache_metadata_server.protocol import Reserved, Unpin
 
@@ -30,7 +31,39 @@ class RestingCases:
     @covers("MD-QUAR-1", needs=[Need.NATIVE])
     def test_cleared_slots_rest(self, lab: ServerLab) -> None:
         """The same after a clear, for live and leased slots."""
-        self._rests(lab, "cleared", lambda scope, keys: (scope.store(keys[::2]), scope.reserve(keys[1::2]), scope.clear()))
+        self._rests(lab, "cleared", lambda scope, keys: self._clear(lab, scope, keys))
+
+    @covers("MD-QUAR-2", needs=[Need.NATIVE])
+    def test_cleared_leases_rest_as_long_as_they_would_have_lasted(self, lab: ServerLab) -> None:
+        """A clear asks no writer: a slot that was leased is given to nobody before its lease would have ended, one that was live is."""
+        limits = lab.offer.limits
+        seconds = max(limits.quarantine_seconds + SLACK_SECONDS + 1.0, limits.least_lease_seconds)
+        lab.can_wait(seconds + lab.rest_seconds, "a lease and a quarantine")
+        scope, keys = lab.native_scope(6), lab.keys(6)
+        scope.store(keys[:3])
+        begin = time.monotonic()
+        leased = set(scope.reserve(keys[3:], lease_seconds=seconds).slots)
+        scope.clear()
+        got = set[int]()
+
+        def slots_are_given(count: int) -> bool:
+            before = time.monotonic() - begin
+            given = {slot for slot in scope.reserve(lab.keys(6), lease_seconds=PIN_SECONDS).slots if slot >= 0}
+            if given & leased and time.monotonic() - begin < seconds:
+                raise Violation(
+                    "MD-QUAR-2",
+                    f"slots {sorted(given & leased)} are given {before:.1f} s after they were leased for {seconds:g} s, and cleared",
+                )
+            got.update(given)
+            return len(got) >= count
+
+        lab.eventually(
+            "MD-QUAR-2", lambda: f"{len(got)} of 3 slots of pages that were cleared come back", lambda: slots_are_given(3)
+        )
+        limit = seconds + lab.rest_seconds
+        lab.eventually(
+            "MD-QUAR-2", lambda: f"{len(got)} of 6 slots that were cleared come back", lambda: slots_are_given(6), limit
+        )
 
     @covers("MD-QUAR-1", needs=[Need.NATIVE])
     def test_aborted_slots_rest(self, lab: ServerLab) -> None:
@@ -113,6 +146,11 @@ class RestingCases:
             )
         if not all(scope.commit(leased.leases)):
             raise Violation("MD-EV-4", "leases were taken away to make room for others")
+
+    def _clear(self, lab: ServerLab, scope: NativeScope, keys: list[str]) -> None:
+        scope.store(keys[::2])
+        scope.reserve(keys[1::2], lease_seconds=lab.offer.limits.least_lease_seconds)
+        scope.clear()
 
     def _rests(self, lab: ServerLab, how: str, let_go: Callable[[NativeScope, list[str]], object]) -> None:
         quarantine = lab.offer.limits.quarantine_seconds
