@@ -5,10 +5,12 @@ from __future__ import annotations
 import configparser
 import copy
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import kubernetes_validate
@@ -21,6 +23,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.shared.address import address_of
+from tests.metadata_server.servers import SERVE, served
+from tests.metadata_server.token_files import write_tokens
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 VARIABLE = re.compile(r"HICACHE_METADATA_(\w+)")
@@ -81,9 +85,12 @@ def manifests(name="kubernetes.yaml"):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("name", [*MANIFESTS, "kubernetes-backup.yaml", "kubernetes-servicemonitor.yaml"])
 def test_manifests_are_what_kubernetes_takes(name, version):
     for part in manifests(name):
+        if part["kind"] == "ServiceMonitor":
+            # Of the Prometheus operator, not of Kubernetes.
+            continue
         kubernetes_validate.validate(part, version, strict=True)
         unlike = copy.deepcopy(part)
         unlike["spec"]["unheardOf"] = 1
@@ -116,6 +123,57 @@ def test_the_manifest_of_several_servers(monkeypatch):
 
 def mounts(container):
     return [f"{mount['mountPath']}/" for mount in container["volumeMounts"]]
+
+
+def test_metrics_are_collected_with_a_token():
+    """No annotation of a pod can send one, and without one /metrics answers 401."""
+    for name in MANIFESTS:
+        assert "prometheus.io" not in (DEPLOY / name).read_text()
+        service = manifests(name)[0]
+        monitor, policy = manifests("kubernetes-servicemonitor.yaml")
+        assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        [endpoint] = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+        assert endpoint["path"] == "/metrics"
+        assert endpoint["authorization"]["type"] == "Bearer"
+        secret = endpoint["authorization"]["credentials"]
+        text = (DEPLOY / "kubernetes-servicemonitor.yaml").read_text()
+        assert f"secret generic {secret['name']} --from-file={secret['key']}=" in text
+        assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "systemd"])
+def test_scheduled_backups_are_made(tmp_path, kind):
+    """The command as it stands there, with the paths of this test."""
+    write_tokens(tmp_path / "tokens.json", backup="admin all")
+    (tmp_path / "token").write_text("all\n")
+    if kind == "kubernetes":
+        _, job = manifests("kubernetes-backup.yaml")
+        spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        labels = job["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"]
+        assert manifests()[1]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+        command = [*container["command"], *container["args"]]
+        url = f"http://{manifests()[0]['metadata']['name']}:18000"
+    else:
+        unit = DEPLOY / "hicache-metadata-backup.service"
+        assert complaints_about(unit) == complaints_about(DEPLOY / "hicache-metadata-backup.timer") == []
+        [line] = re.findall("^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+        command, url = shlex.split(line.replace("$$", "$").replace("%%", "%")), "http://127.0.0.1:18000"
+    main = f"{sys.executable} -c 'from hicache_storage.cli.main import main; main()'"
+    with served(f"{SERVE} --token-file {tmp_path}/tokens.json", "all") as (place, client):
+        client.wire.post("/0/initialize", {"num_pages": 50})
+        for there, here in {
+            url: place.url, "/backups/": f"{tmp_path}/", "/secrets/token": f"{tmp_path}/token", "/opt/hicache/bin/python": sys.executable,
+            "/etc/hicache-metadata/backup.token": f"{tmp_path}/token", "/opt/hicache/bin/hicache": main,
+        }.items():  # fmt: skip
+            command[-1] = command[-1].replace(there, here)
+        # The second week takes the place of the first.
+        for _ in range(2):
+            subprocess.run(command, check=True, env={**os.environ, "STATE_DIRECTORY": str(tmp_path)}, timeout=60)
+    assert [file.stem for file in tmp_path.glob("*.backup")] == [f"metadata-{datetime.now().astimezone().isoweekday()}"]
 
 
 def test_the_unit_may_do_little():
