@@ -74,6 +74,12 @@ class Catalog:
         self._touched: dict[Bundle, None] = {}
         shelf.listen(self)
 
+    def is_current(self, notices: Notices) -> bool:
+        """Whether `catch_up` would do nothing."""
+        now = time.monotonic()
+        waits_for_files = (self._unread and now >= self._retry_at) or (self._doubted and now >= self._doubt_at)
+        return not waits_for_files and self.shelf.is_current(notices)
+
     def catch_up(self, notices: Notices) -> None:
         """Take in what others have announced.
 

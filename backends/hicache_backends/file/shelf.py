@@ -98,13 +98,17 @@ class Shelf:
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
 
+    def is_current(self, notices: Notices) -> bool:
+        """Whether there is nothing to catch up with."""
+        return self._generation >= notices.generation
+
     def catch_up(self, notices: Notices) -> None:
         """Take in what has been announced.
 
         Raises:
             OSError: the bundles could not be listed.
         """
-        if self._generation >= notices.generation:
+        if self.is_current(notices):
             return
         waited, told = set[BundleName](), set[BundleName]()
         for attempt in range(SETTLING + 1):
