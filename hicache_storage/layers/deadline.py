@@ -72,6 +72,11 @@ class DeadlineLayer(AnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         info, longest = self._within(extra_info), self.capabilities.lookup_seconds
+        if self.capabilities.may_hang and self._limit(info) > 0:
+            # A thread would cost more than the whole answer.
+            found = self.inner.batch_exists_cached(keys, pool_transfers, info)
+            if found is not None:
+                return found
         return self._bounded(
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda: self._misses.exists(keys, pool_transfers),

@@ -76,7 +76,7 @@ class Lifecycle:
         if self._connected:
             return
         with self._connecting:
-            if self._is_connected():
+            if self.connected:
                 return
             if not insist and time.monotonic() < self._retry_at:
                 raise StorageUnavailableError(f"{self._name}: not connected; the last attempt has just failed")
@@ -98,12 +98,14 @@ class Lifecycle:
             self._connected = False
 
     @property
+    def connected(self) -> bool:
+        """Whether `ensure_connected` has nothing left to do."""
+        return self._connected
+
+    @property
     def closed(self) -> bool:
         """Whether `close` has begun."""
         return self._closed
-
-    def _is_connected(self) -> bool:
-        return self._connected
 
     def _refuse_unusable(self) -> None:
         if self._closed:

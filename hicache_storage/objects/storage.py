@@ -105,11 +105,21 @@ class ObjectStorage(HiCacheStorage):
     writes_find_existing: ClassVar[bool] = False
     """`write_objects` leaves out by itself what exists, and says so (`ObjectWrite.existed`): the SDK does not ask before."""
 
+    caches_lookups: ClassVar[bool] = False
+    """`objects_exist_cached` is implemented."""
+
     # What a driver implements ------------------------------------------------------------------------------------
 
     @abstractmethod
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         """For each batch, for each key, whether the object is there. One round trip for all of them."""
+
+    def objects_exist_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
+        """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where that is not possible.
+
+        Only with `caches_lookups`. It saves the thread that keeps the deadline of a call that may hang.
+        """
+        return None
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
@@ -227,28 +237,38 @@ class ObjectStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        check_keys(keys)
-        transfers = pool_transfers or ()
-        check_transfers(transfers, "pool_transfers")
-        asked = dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
-        absent = [False] * len(keys)
-        # Geometry of the policies is checked here, before any I/O.
-        for transfer in transfers:
-            PoolPresence.of(transfer, absent)
+        asked = _asked_pools(keys, pool_transfers)
         call = _call(extra_info)
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
-            found = self._lookup([(pool, keys) for pool in pools], call) if keys else [absent] * len(pools)
-            present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
-            self.recorder.observe("exists", present, started)
-            for pool, pages in present.items():
-                hits = pages.count(True)
-                self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
-        return common_hit(
-            present.get(PoolName.KV, absent),
-            [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in transfers],
-        )
+            found = self._lookup([(pool, keys) for pool in pools], call) if keys else [[] for _ in pools]
+            return self._hit(keys, pool_transfers, pools, found, started)
+
+    def batch_exists_cached(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult | None:
+        # After a fault the usual way decides whether the store serves again.
+        if not self.caches_lookups or "exists" in self._faulty:
+            return None
+        asked = _asked_pools(keys, pool_transfers)
+        call = _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
+            started = time.perf_counter()
+            pools = [self._pools[name] for name in asked if name in self._pools]
+            batches = [LookupBatch(pool.namespace, keys) for pool in pools]
+            try:
+                found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
+            except Exception as error:  # noqa: BLE001 - the usual way meets it again, counts it and tells of it
+                logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
+                return None
+            if found is None:
+                return None
+            self._hide_damage(batches, found)
+            return self._hit(keys, pool_transfers, pools, found, started)
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -353,13 +373,36 @@ class ObjectStorage(HiCacheStorage):
     def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
         batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
         found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call)
-        if self._damaged:
-            for batch, present in zip(batches, found, strict=True):
-                name = batch.namespace.name
-                present[:] = [
-                    exists and (name, key) not in self._damaged for exists, key in zip(present, batch.keys, strict=True)
-                ]
+        self._hide_damage(batches, found)
         return found
+
+    def _hide_damage(self, batches: Sequence[LookupBatch], found: Sequence[list[bool]]) -> None:
+        """Take pages that are known to be damaged out of an answer."""
+        if not self._damaged:
+            return
+        for batch, present in zip(batches, found, strict=True):
+            name = batch.namespace.name
+            present[:] = [exists and (name, key) not in self._damaged for exists, key in zip(present, batch.keys, strict=True)]
+
+    def _hit(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None,
+        pools: Sequence[RegisteredPool],
+        found: Sequence[list[bool]],
+        started: float,
+    ) -> PoolTransferResult:
+        """Count what a lookup has found, and apply the policies."""
+        absent = [False] * len(keys)
+        present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
+        self.recorder.observe("exists", present, started)
+        for pool, pages in present.items():
+            hits = pages.count(True)
+            self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
+        return common_hit(
+            present.get(PoolName.KV, absent),
+            [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in pool_transfers or ()],
+        )
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         reads = [self._guarded(f"targets of {request.pool.name}", partial(self._reads, request, call)) for request in requests]
@@ -573,6 +616,20 @@ def _deliver(request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool]) 
     whole = [(slot, read.buffers) for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True) if ok]
     request.pool.access.deliver([slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole))
     return True
+
+
+def _asked_pools(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> dict[PoolName, None]:
+    """The pools that a lookup is about; keys and geometry of the policies are checked before any I/O.
+
+    Raises:
+        InvalidTransferError: a key or a policy's geometry is illegal.
+    """
+    check_keys(keys)
+    check_transfers(transfers or (), "pool_transfers")
+    absent = [False] * len(keys)
+    for transfer in transfers or ():
+        PoolPresence.of(transfer, absent)
+    return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers or ())))
 
 
 def _is_any_served(answers: list[list[bool]]) -> bool:

@@ -58,7 +58,7 @@ class Capabilities:
     may_hang: bool = True
     """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 50 us a call).
 
-    False for what does not leave the machine: memory, a local disk.
+    False for what needs no device: memory. A local disk may stall as well as a network.
     """
     lookup_seconds: float | None = None
     """Longest time that an exists of an open storage takes, whatever the store does, by limits that the driver itself keeps.

@@ -79,6 +79,21 @@ class HiCacheStorage(ABC):
             InvalidTransferError: a key or a policy's geometry is illegal.
         """
 
+    def batch_exists_cached(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult | None:
+        """Answer `batch_exists_v2` without anything that may hang; None where that is not possible.
+
+        The deadline layer asks this first, in the caller's own thread. It need not be implemented.
+
+        Raises:
+            InvalidTransferError: a key or a policy's geometry is illegal.
+        """
+        return None
+
     @abstractmethod
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None

@@ -46,7 +46,8 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(
             description="What a get does about a read that does not come back before the deadline. 'buffered': it returns; pages "
             "are read into buffers of the driver's own (at most 16 MiB) and copied from there. 'waits': it waits; pages are read "
-            "straight into the host pool. By default 'buffered' on network mounts, and 'waits' on local disks."
+            "straight into the host pool, and of a disk that stalls a get does not come back. By default as 'buffered', but that "
+            "on a local disk what is in the page cache is read straight into the host pool, which never waits for the disk."
         ),
     ] = "auto"
     verify_checksums: Annotated[

@@ -38,6 +38,8 @@ class FileStorage(ObjectStorage):
     node, and survives the death of all of them. Several storages may read, write, evict and delete at the same time.
     """
 
+    caches_lookups = True
+
     def __init__(self, identity: StorageIdentity, config: FileConfig) -> None:
         super().__init__(
             identity,
@@ -73,7 +75,7 @@ class FileStorage(ObjectStorage):
         # Known only now: a path says nothing about where it leads.
         self._capabilities = replace(
             self._capabilities,
-            may_hang=not self._store.is_local or self._config.stuck_reads == "buffered",
+            may_hang=self._store.may_hang,
             stuck_reads=StuckReads.BUFFERED if self._store.buffers is not None else StuckReads.WAITS,
         )
 
@@ -86,6 +88,16 @@ class FileStorage(ObjectStorage):
         ignored, stuck = self.store.ignored(), self.store.stuck_reads()
         found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [f"{stuck} reads hang"] * bool(stuck)
         return Health(ok=True, detail="; ".join(found))
+
+    def objects_exist_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
+        store = self.store
+        catalogs = store.cached_catalogs([batch.namespace for batch in batches])
+        if catalogs is None:
+            return None
+        if store.capacity is not None:
+            for catalog, batch in zip(catalogs, batches, strict=True):
+                catalog.touch([*call.prefix_keys, *batch.keys])
+        return [catalog.contains(batch.keys) for catalog, batch in zip(catalogs, batches, strict=True)]
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store

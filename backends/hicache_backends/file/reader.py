@@ -6,18 +6,19 @@ import errno
 import logging
 import os
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.catalog import Run
 from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, kept, stop_unless
+from hicache_backends.posix.page_cache import is_cached, read_cached_into
 from hicache_backends.posix.vectored import read_into, scatter
 from hicache_storage.objects import ObjectRead, running_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from xxhash import xxh3_64
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from hicache_backends.posix.descriptors import Descriptors, Handle
     from hicache_backends.posix.workers import Workers
     from hicache_storage.objects import Call
+
+    ReadAll = Callable[[int, Sequence[memoryview], int], bool | None]
+    """Fills buffers from an offset of a file, as `read_into` and `read_cached_into`."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ class Piece:
     page: int
     """Number of the first one."""
     reads: list[ObjectRead]
+    cached: bool
+    """All of it is in the page cache, and can be read without waiting."""
 
     @property
     def page_bytes(self) -> int:
@@ -75,6 +81,7 @@ class Reader:
 
     Args:
         buffers: where reads go first; None to read straight into the host pool, and keep the caller until that is done.
+        trusts_cache: read straight into the host pool all the same what is in the page cache of a local file system.
         threads: most threads for one call.
         bytes_per_thread: no thread is used for less.
         direct: read past the page cache where the file system and the buffers allow it.
@@ -91,12 +98,14 @@ class Reader:
         threads: int,
         bytes_per_thread: int,
         direct: bool,
+        trusts_cache: bool,
         verifies: bool,
         retires_bad_sectors: bool,
     ) -> None:
         self._descriptors, self._workers, self._buffers = descriptors, workers, buffers
         self._threads, self._bytes_per_thread = threads, bytes_per_thread
         self._direct, self._verifies = direct, verifies
+        self._trusts_cache = trusts_cache and buffers is not None
         self._retires_bad_sectors = retires_bad_sectors
 
     def read(self, runs: Sequence[Run], call: Call) -> Outcome:
@@ -133,20 +142,26 @@ class Reader:
         """Open a run's bundle, begin to read ahead, and cut the run into pieces."""
         page_bytes = run.reads[0].namespace.page_bytes
         handle = self._handle(run.bundle)
-        if not self._direct:
+        start, length = run.page * page_bytes, len(run.reads) * page_bytes
+        cached = bool(handle.flags & os.O_NOATIME) and is_cached(handle.descriptor, start, length)
+        if not cached and not self._direct:
             # Costs nothing where the pages are cached, and doubles the speed where they are not.
-            length = len(run.reads) * page_bytes
-            os.posix_fadvise(handle.descriptor, run.page * page_bytes, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(handle.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         step = max(1, PIECE_BYTES // page_bytes)
-        return [Piece(handle, run.bundle, run.page + at, run.reads[at : at + step]) for at in range(0, len(run.reads), step)]
+        return [
+            Piece(handle, run.bundle, run.page + at, run.reads[at : at + step], cached) for at in range(0, len(run.reads), step)
+        ]
 
     def _handle(self, bundle: Bundle) -> Handle:
+        wanted = os.O_DIRECT if self._direct else os.O_NOATIME if self._trusts_cache else 0
         try:
-            return self._descriptors.borrow(bundle.path, os.O_DIRECT if self._direct else 0)
+            return self._descriptors.borrow(bundle.path, wanted)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if wanted == os.O_DIRECT and error.errno == errno.EINVAL:
+                self._stop_direct(bundle)
+            elif wanted != os.O_NOATIME or error.errno != errno.EPERM:
                 raise
-            self._stop_direct(bundle)
+            # Else it is somebody else's file, and only its owner may leave the time of access alone.
             return self._descriptors.borrow(bundle.path)
 
     def _share(self, pieces: list[Piece]) -> list[list[Piece]]:
@@ -202,7 +217,7 @@ class Reader:
         """Read the pages one by one, so that only those are missing that cannot be read."""
         for number, read in enumerate(piece.reads, start=piece.page):
             try:
-                self._read_piece(Piece(piece.handle, piece.bundle, number, [read]), call, outcome)
+                self._read_piece(replace(piece, page=number, reads=[read]), call, outcome)
             except OSError as error:
                 outcome.faults.append(kept(error))
 
@@ -210,17 +225,25 @@ class Reader:
         """Fill the buffers of a piece and verify its pages in this thread, while they are in its core's cache."""
         if piece.page_bytes > PIECE_BYTES and (self._verifies or self._buffers is not None):
             return self._read_long_page(piece, call)
-        if self._buffers is not None:
-            return self._read_buffered(piece, self._buffers, call)
+        if self._buffers is None:
+            return bool(self._read_straight(piece, call, read_into))
+        if piece.cached:
+            whole = self._read_straight(piece, call, read_cached_into)
+            if whole is not None:
+                return whole
+        return self._read_buffered(piece, self._buffers, call)
+
+    def _read_straight(self, piece: Piece, call: Call, read_all: ReadAll) -> bool | None:
+        """Read into the host pool; the caller does not leave meanwhile."""
         targets = [buffer for read in piece.reads for buffer in read.buffers]
         with call.caller as waits:
             stop_unless(waits)
-            if not read_into(piece.handle.descriptor, targets, piece.page * piece.page_bytes):
-                return False
-            for page, read in enumerate(piece.reads, start=piece.page):
-                read.envelope = piece.bundle.envelope(page)
-                read.verify()
-        return True
+            whole = read_all(piece.handle.descriptor, targets, piece.page * piece.page_bytes)
+            if whole:
+                for page, read in enumerate(piece.reads, start=piece.page):
+                    read.envelope = piece.bundle.envelope(page)
+                    read.verify()
+        return whole
 
     def _read_buffered(self, piece: Piece, buffers: Buffers, call: Call) -> bool:
         """As `_read_pages`, and nothing reaches the host pool before it is known to be sound and waited for."""
@@ -244,20 +267,24 @@ class Reader:
         for buffer in read.buffers:
             for at in range(0, len(buffer), PIECE_BYTES):
                 target = buffer[at : at + PIECE_BYTES]
-                if not self._read_long_part(piece.handle.descriptor, target, offset, checksum, call):
+                if not self._read_long_part(piece, target, offset, checksum, call):
                     return False
                 offset += len(target)
         read.envelope = piece.bundle.envelope(piece.page)
         read.verify(checksum.intdigest())
         return True
 
-    def _read_long_part(self, descriptor: int, target: memoryview, offset: int, checksum: xxh3_64, call: Call) -> bool:
-        if self._buffers is None:
+    def _read_long_part(self, piece: Piece, target: memoryview, offset: int, checksum: xxh3_64, call: Call) -> bool:
+        descriptor = piece.handle.descriptor
+        if self._buffers is None or piece.cached:
+            read_all: ReadAll = read_into if self._buffers is None else read_cached_into
             with call.caller as waits:
                 stop_unless(waits)
-                whole = read_into(descriptor, [target], offset)
-                checksum.update(target)
-            return whole
+                whole = read_all(descriptor, [target], offset)
+                if whole:
+                    checksum.update(target)
+            if whole is not None or self._buffers is None:
+                return bool(whole)
         with self._buffers.lend(call) as buffer:
             part = buffer[: len(target)]
             if not read_into(descriptor, [part], offset):

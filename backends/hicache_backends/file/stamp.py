@@ -51,6 +51,14 @@ class Stamp:
             raise
         return found if found.links else self._attributes(self._open(now).descriptor)
 
+    def read_cached(self) -> Attributes | None:
+        """Read the value without I/O; None where that is not possible. Only on a local file system, whose inodes are in memory."""
+        handle = self._handle
+        if handle is None or time.monotonic() - self._opened > REVALIDATION_SECONDS:
+            return None
+        found = self._attributes(handle.descriptor)
+        return found if found.links else None
+
     def renew(self, value: int | None = None) -> None:
         """Give the stamp a new value; what changed is in place and visible.
 

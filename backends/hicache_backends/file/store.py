@@ -97,8 +97,9 @@ class Store:
             asks_server=asks_server, syncs=config.fsync, abandoned_seconds=config.abandoned_seconds,
         )  # fmt: skip
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, damaged, syncs=config.fsync)
-        buffered = not mount.is_local if config.stuck_reads == "auto" else config.stuck_reads == "buffered"
-        self.buffers = Buffers(READ_BYTES) if buffered else None
+        self.may_hang = not mount.is_memory or config.stuck_reads == "buffered"
+        waits = config.stuck_reads == "waits" or not self.may_hang
+        self.buffers = None if waits else Buffers(READ_BYTES)
         self.reader = self._make_reader(config, threads=threads, direct=direct)
         self.writer = Writer(
             self.drafts,
@@ -130,6 +131,16 @@ class Store:
         for catalog in catalogs:
             catalog.catch_up(notices, expired)
         return catalogs
+
+    def cached_catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog] | None:
+        """Answer `catalogs` without I/O, and without a lock that is held during I/O; None where that is not possible."""
+        # Across a network even the stamp takes a request.
+        notices = self.board.read_cached() if self.is_local else None
+        if notices is None or notices.epoch != self._epoch:
+            return None
+        known = [self._catalogs.get(namespace.name) for namespace in namespaces]
+        current = [catalog for catalog in known if catalog is not None and catalog.is_current(notices)]
+        return current if len(current) == len(known) else None
 
     def known_catalogs(self, namespaces: Sequence[Namespace]) -> list[Catalog]:
         """The namespaces' catalogs as they are, which costs no request."""
@@ -212,6 +223,7 @@ class Store:
             threads=threads,
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
             direct=direct,
+            trusts_cache=self.is_local and config.stuck_reads == "auto",
             verifies=config.verify_checksums,
             retires_bad_sectors=self.is_local,
         )

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
 _PREALLOCATES = frozenset({"ext4", "xfs"})
 
 
@@ -19,8 +20,13 @@ class Mount:
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies in this machine; anything unknown may be across a network and may hang."""
+        """Whether it lies in this machine; anything unknown may be across a network."""
         return self.kind in _LOCAL
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether there is no device that could stall, as there is below a local disk's file system."""
+        return self.kind in _MEMORY
 
     @property
     def favours_direct_reads(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,13 +16,17 @@ MAX_BUFFERS = 1024
 """IOV_MAX on Linux."""
 
 
-def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool:
+def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> bool:
     """Fill buffers with consecutive bytes of a file; `False` where it ends before.
+
+    Args:
+        flags: of `os.preadv`.
 
     Raises:
         OSError: reading failed; some buffers may have been filled.
     """
-    return _move_all(os.preadv, descriptor, buffers, offset)
+    move = partial(_read_with, flags) if flags else os.preadv
+    return _move_all(move, descriptor, buffers, offset)
 
 
 def write_from(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
@@ -40,6 +45,10 @@ def scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
     for target in targets:
         target[:] = page[start : start + len(target)]
         start += len(target)
+
+
+def _read_with(flags: int, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    return os.preadv(descriptor, buffers, offset, flags)
 
 
 def _move_all(move: Move, descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool:

@@ -107,7 +107,7 @@ def test_one_pages_failure_leaves_its_neighbours(rig):
     a, keys = rig(), chain("a", 6)
     a.put(keys)
     bad = 2 * a.page_bytes
-    with failing("preadv", errno.EIO, when=lambda fd, buffers, at: at <= bad < at + sum(map(len, buffers))):
+    with failing("preadv", errno.EIO, when=lambda fd, buffers, at, *flags: at <= bad < at + sum(map(len, buffers))):
         assert a.versions(keys) == [0, 0, None, 0, 0, 0]
     # Other pages of the file could be read, so it is the page: it is gone, and can be set anew.
     assert a.present(keys) == [True, True, False, True, True, True]
@@ -138,7 +138,7 @@ def test_short_reads_and_short_writes_are_completed(rig, monkeypatch):
                 break
         return some
 
-    monkeypatch.setattr(vectored.os, "preadv", lambda fd, buffers, at: real_read(fd, shortened(buffers), at))
+    monkeypatch.setattr(vectored.os, "preadv", lambda fd, buffers, *rest: real_read(fd, shortened(buffers), *rest))
     monkeypatch.setattr(vectored.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at))
     assert a.put(keys) == [True] * 8
     assert a.holds(keys)

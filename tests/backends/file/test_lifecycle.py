@@ -135,8 +135,6 @@ def test_capabilities_follow_the_options(rig):
     assert [plain.capabilities.evicts, full.capabilities.evicts] == [False, True]
     assert plain.capabilities.sharing is Sharing.PROCESSES
     assert plain.capabilities.may_hang
-    plain.open()
-    assert not plain.capabilities.may_hang
 
 
 def test_checksums_can_be_turned_off_and_that_shows(rig):

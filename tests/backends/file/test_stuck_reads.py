@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from hicache_backends.file import store
 from hicache_backends.posix import vectored
 from hicache_backends.posix.buffers import Buffers
+from hicache_backends.posix.mounts import Mount
 from hicache_backends.posix.workers import Workers
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
@@ -155,10 +157,19 @@ def test_closing_waits_for_no_hung_read(rig, hung):
 
 
 @pytest.mark.parametrize(
-    ("option", "stuck_reads", "may_hang"),
-    [("auto", StuckReads.WAITS, False), ("waits", StuckReads.WAITS, False), ("buffered", StuckReads.BUFFERED, True)],
+    ("kind", "option", "stuck_reads", "may_hang"),
+    [
+        ("ext4", "auto", StuckReads.BUFFERED, True),
+        ("ext4", "waits", StuckReads.WAITS, True),
+        ("ext4", "buffered", StuckReads.BUFFERED, True),
+        ("nfs4", "auto", StuckReads.BUFFERED, True),
+        ("nfs4", "waits", StuckReads.WAITS, True),
+        ("tmpfs", "auto", StuckReads.WAITS, False),
+        ("tmpfs", "buffered", StuckReads.BUFFERED, True),
+    ],
 )
-def test_a_local_disk_is_read_straight_unless_told_otherwise(rig, option, stuck_reads, may_hang):
+def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, stuck_reads, may_hang):
+    monkeypatch.setattr(store, "mount_of", lambda path: Mount(kind))
     a = rig(stuck_reads=option)
     assert a.storage.capabilities.may_hang
     a.storage.open()
@@ -167,8 +178,8 @@ def test_a_local_disk_is_read_straight_unless_told_otherwise(rig, option, stuck_
 
 
 def test_a_straight_read_keeps_its_caller(rig, hung):
-    """The first get may open the store, behind a deadline, before it is known that the disk is local."""
-    a, keys = rig(), chain("a", 4)
+    """The first get may open the store, behind a deadline, before it is known that nothing is below that could stall."""
+    a, keys = rig(stuck_reads="waits"), chain("a", 4)
     a.put(keys)
     hung.begin()
     caller, gone = Caller(), threading.Event()

@@ -1,0 +1,220 @@
+"""A local disk that stalls: every call ends at its deadline, and what is in memory is served without asking it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import threading
+
+import pytest
+
+from hicache_backends.file import reader, store
+from hicache_backends.posix.mounts import Mount
+from hicache_backends.posix.page_cache import is_cached, read_cached_into
+from hicache_storage.layers import DeadlineLayer
+from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo
+from tests.backends.file.harness import chain
+
+SECONDS = 0.1
+HUNG_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
+
+
+class Disk:
+    """A disk below the system calls of this process, whose names and attributes are in memory, and which can stall."""
+
+    def __init__(self, monkeypatch):
+        self.cached = True
+        self.asked, self.thawed = 0, 0
+        self._stalls, self._thaw = False, threading.Event()
+        monkeypatch.setattr(store, "mount_of", lambda path: Mount("ext4"))
+        monkeypatch.setattr(reader, "is_cached", lambda *args: self.cached)
+        for name in ("open", "rename", "unlink", "utime", "listdir", "pwritev", "close", "posix_fadvise"):
+            monkeypatch.setattr(os, name, functools.partial(self._waiting, getattr(os, name)))
+        real = os.preadv
+        monkeypatch.setattr(
+            os,
+            "preadv",
+            lambda fd, buffers, at, flags=0: (real if flags else functools.partial(self._waiting, real))(fd, buffers, at),
+        )
+
+    def stall(self):
+        self._stalls = True
+
+    def thaw(self):
+        self._stalls = False
+        self._thaw.set()
+
+    def _waiting(self, real, *args, **kwargs):
+        if self._stalls:
+            self.asked += 1
+            self._thaw.wait(HUNG_SECONDS)
+            self.thawed += 1
+        return real(*args, **kwargs)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk(monkeypatch)
+    yield made
+    made.thaw()
+
+
+@pytest.fixture
+def guarded(rig, disk):
+    """A rig behind a deadline, one that a busy machine keeps until `hurry`."""
+    rigs = []
+
+    def make(**options):
+        made = rig(**options)
+        rigs.append(made)
+        made.bare, made.storage = made.storage, DeadlineLayer(made.storage, PATIENCE_SECONDS)
+        made.storage.register_mem_host_pool_v2(made.pool, "kv")
+        made.storage.open()
+        return made
+
+    yield make
+    disk.thaw()
+    for made in rigs:
+        # What was left behind has ended when this returns.
+        hurry(made, PATIENCE_SECONDS)
+        made.storage.close()
+
+
+def hurry(rig, seconds=SECONDS):
+    rig.storage._seconds = seconds
+    rig.storage._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
+
+
+CALLS = {
+    "set": lambda rig, keys: rig.put(chain("new", 3)),
+    "get": lambda rig, keys: rig.get(keys),
+    "delete": lambda rig, keys: rig.storage.delete(keys[:1]),
+    "clear": lambda rig, keys: rig.storage.clear(),
+    "health": lambda rig, keys: rig.storage.health(),
+    "close": lambda rig, keys: rig.storage.close(),
+}
+
+
+@pytest.mark.parametrize("capacity", [None, "1GiB"], ids=["unlimited", "evicting"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
+    """FT-3, LC-2."""
+    a, keys = guarded(capacity=capacity), chain("a", 4)
+    assert a.put(keys) == [True] * 4
+    assert a.holds(keys)
+    disk.cached = False
+    # So that a look at the stamp is due.
+    a.bare.store._stamp.close()
+    hurry(a)
+    disk.stall()
+    # A clear may say that it did not happen.
+    with contextlib.suppress(HiCacheError):
+        CALLS[name](a, keys)
+    assert disk.asked
+    assert not disk.thawed
+
+
+def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
+    """In the caller's own thread: a thread costs twice as much as the answer."""
+    a, keys = guarded(capacity="1GiB"), chain("a", 4)
+    a.put(keys)
+    assert a.hit(keys) == 4
+    looked, threads = a.bare.store.cached_catalogs, []
+    a.bare.store.cached_catalogs = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
+    disk.stall()
+    assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
+    assert set(threads) == {threading.current_thread()}
+    assert not disk.asked
+
+
+def test_a_lookup_that_needs_the_disk_ends_at_its_deadline(guarded, rig, disk):
+    a, keys = guarded(), chain("a", 4)
+    a.put(keys[:2])
+    assert a.hit(keys) == 2
+    rig().put(keys[2:])
+    disk.stall()
+    hurry(a)
+    assert a.hit(keys) == 0
+    assert not disk.thawed
+    disk.thaw()
+    hurry(a, PATIENCE_SECONDS)
+    assert a.hit(keys) == 4
+
+
+def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk):
+    a, keys = guarded(), chain("a", 2)
+    a.put(keys)
+    assert a.hit(keys) == 2
+    hurry(a)
+    with a.bare.store.board._telling:
+        assert a.hit(keys) == 0
+    hurry(a, PATIENCE_SECONDS)
+    assert a.hit(keys) == 2
+
+
+@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, components):
+    a, keys = guarded(components=components, pages=8), chain("a", 8)
+    a.put(keys)
+    assert a.holds(keys)
+    disk.stall()
+    assert a.holds(keys)
+    assert not disk.asked
+
+
+@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["evicted", "unsupported"])
+def test_what_has_left_the_page_cache_comes_through_buffers(guarded, monkeypatch, components, number):
+    a, keys = guarded(components=components, pages=8), chain("a", 8)
+    a.put(keys)
+    real, refused = os.preadv, []
+
+    def refuse(*args):
+        if len(args) == 4 and args[3]:
+            refused.append(number)
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert a.holds(keys)
+    assert refused
+
+
+def test_somebody_elses_files_are_read_through_buffers(guarded, monkeypatch):
+    """Reading them may set their time of access, which waits where the journal stalls."""
+    a, keys = guarded(), chain("a", 4)
+    a.put(keys)
+    real, flags = os.open, []
+
+    def refuse(path, mode, *rest, **named):
+        if mode & os.O_NOATIME:
+            flags.append(mode)
+            raise PermissionError(1, "not the owner")
+        return real(path, mode, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(reader, "read_cached_into", None)
+    assert a.holds(keys)
+    assert flags
+
+
+def test_the_page_cache_is_asked(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_cached(descriptor, 8192, 8192)
+        os.pread(descriptor, 16384, 0)
+        some = [memoryview(bytearray(5)), memoryview(bytearray(6))]
+        # Before Linux 6.5, and in a container that forbids the call, nobody can tell.
+        if is_cached(descriptor, 4090, 11) and read_cached_into(descriptor, some, 4090) is not None:
+            assert b"".join(some) == (bytes(range(256)) * 64)[4090:4101]
+            assert read_cached_into(descriptor, some, 16380) is False
+        assert not is_cached(descriptor, 4090, 1 << 20)
+    finally:
+        os.close(descriptor)
