@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
@@ -39,6 +38,7 @@ from hicache_storage.spec import (
     common_hit,
     current_call_info,
 )
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

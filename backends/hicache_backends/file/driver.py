@@ -205,6 +205,9 @@ class FileStorage(ObjectStorage):
                     break
                 try:
                     removed &= self.store.changes.remove(catalog.shelf, bundle)
+                except IsADirectoryError:
+                    # Not a file of this driver, whatever its name: no page is in it.
+                    continue
                 except OSError as error:
                     fault = kept(error)
             catalog.shelf.share_knowledge()
