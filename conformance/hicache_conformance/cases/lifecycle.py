@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 CALLERS: Final = 4
-CHILDREN: Final = 24
+CHILDREN: Final = 12
 CHILD_SECONDS: Final = 5.0
 """How long a child that was forked during calls may take; it has some milliseconds of work."""
 SWITCH_SECONDS: Final = 1e-5

@@ -34,8 +34,8 @@ STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
     "objects": ((("write",), 0),),
 }
 """Where a set is held up on each ground: a sort of requests, and how many of them pass; another one in each round."""
-STORE_PAGES: Final = 2 * BATCH
-"""What the small store holds: the pages of the writer that is held up, and those of another one."""
+STORE_PAGES: Final = BATCH
+"""What the small store holds: the pages of the writer that is held up, whose places another one needs."""
 CLEARING_SECONDS: Final = 0.6
 """How long a set is held up at most in the middle of which another storage clears; shorter than the lease of a trial store."""
 LEASE_SECONDS: Final = {"network": 1.3}
