@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections import deque
@@ -161,12 +160,18 @@ class CudaDevice:
             raise ConfigError(f"copy_blocks must be at least 1, got {copy_blocks}")
         self._device = cuda_device("cuda" if device is None else device)
         self._copy_blocks = copy_blocks
+        self._moves_rows: bool | None = None
         self._events = deque[torch.cuda.Event]()
         cuda_runtime()
 
-    @functools.cached_property
+    @property
     def moves_rows(self) -> bool:
         """Whether Triton is there and can compile for this device; tried once, which takes a second or two."""
+        if self._moves_rows is None:
+            self._moves_rows = self._compiles()
+        return self._moves_rows
+
+    def _compiles(self) -> bool:
         if importlib.util.find_spec("triton") is None:
             return False
         try:

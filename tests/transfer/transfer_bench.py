@@ -78,6 +78,9 @@ class Simulated:
     def __init__(self, seed, pause_seconds=0.0003):
         self.device = StreamSimulator(seed, pause_seconds=pause_seconds)
 
+    def take_triton_away(self):
+        self.device.moves_rows = False
+
     def delay(self, stream, times=1):
         """Nothing: the verdict does not depend on time."""
 
@@ -102,6 +105,9 @@ class Cuda:
     def __init__(self, seed):
         self.device = CudaDevice()
         torch.cuda.synchronize()
+
+    def take_triton_away(self):
+        self.device._moves_rows = False
 
     def delay(self, stream, times=1):
         with torch.cuda.stream(stream.native):
@@ -137,7 +143,8 @@ class Bench:
     def __init__(self, place, kind, layout, backend, *, staging_bytes=1):
         self.place, self.kind = place, KINDS[kind]
         if backend == STAGED:
-            backend, place.device.moves_rows = "mapped", False
+            backend = "mapped"
+            place.take_triton_away()
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
         for buffer in self.host_pool.buffers:
             fill(buffer, POISON)
