@@ -6,12 +6,12 @@ import asyncio
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
-import structlog
 
 from hicache_metadata_server import journal
 from hicache_metadata_server import protocol as p
@@ -19,9 +19,12 @@ from hicache_metadata_server.protocol import Durability
 from hicache_metadata_server.serve import restored_service
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.shared import desk as shared_desk
+from hicache_metadata_server.shared import link
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.stores import sqlite
 from hicache_metadata_server.stores.store import StoreError, open_store
+from hicache_metadata_server.web import app as web_app
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import Caller, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
@@ -122,6 +125,26 @@ async def reserves(caller: Caller, name: str, count: int = 100) -> tuple[int, st
     return reply.status, reply.json.get("code", "")
 
 
+class Recorder:
+    """In the place of a module's logger: one that was configured and used before is out of reach of `structlog.testing`."""
+
+    def __init__(self, said: list[dict[str, Any]]) -> None:
+        self._said = said
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return lambda event, **fields: self._said.append({"event": event, "level": level, **fields})
+
+
+@contextmanager
+def logged() -> Iterator[list[dict[str, Any]]]:
+    """What the server logs about its store."""
+    said: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        for module in (journal, shared_desk, link, web_app):
+            stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
+        yield said
+
+
 def events(said: list[Any]) -> list[str]:
     return [line["event"] for line in said]
 
@@ -140,7 +163,7 @@ def test_a_store_without_room(tmp_path, name):
                 assert await reserves(caller, "a") == (200, "")
                 await becomes(caller, 200)
                 return
-            with structlog.testing.capture_logs() as said:
+            with logged() as said:
                 assert await reserves(caller, "a") == (503, "unavailable")
                 await becomes(caller, 503)
                 for turn in range(20):
@@ -153,7 +176,7 @@ def test_a_store_without_room(tmp_path, name):
             told = await measured(caller)
             assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (0, 1)
             store.empty()
-            with structlog.testing.capture_logs() as said:
+            with logged() as said:
                 await becomes(caller, 200)
             assert events(said) == ["store_serving"]
             told = await measured(caller)
@@ -194,7 +217,7 @@ def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
             await caller.post("/v2/initialize", SCOPE)
             assert (await caller.store("0:kv", keys(2000))).status == 200
             disk.fill(leave=8192)
-            with structlog.testing.capture_logs() as said:
+            with logged() as said:
                 why = await becomes(caller, 503)
                 log_bytes = sum(file.stat().st_size for file in disk.path.glob("m.db.log-*"))
                 for turn in range(30):
@@ -235,7 +258,7 @@ def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
 
 def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path):
     async def scenario(disk):
-        with structlog.testing.capture_logs() as said:
+        with logged() as said:
             async with on_disk(disk.path) as caller:
                 await caller.post("/v2/initialize", SCOPE)
                 assert (await caller.store("0:kv", keys(100))).status == 200
