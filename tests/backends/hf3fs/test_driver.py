@@ -298,26 +298,33 @@ def _open_in_child(path, answers):
     storage.close()
 
 
-def test_a_forked_child_keeps_no_directory_from_its_parent(rig):
-    """It has the lock's descriptor, and does nothing; nor does it let go of what is the parent's."""
-    one, (reads, writes) = rig(), os.pipe()
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
+    """It has the lock's descriptor; nor does it let go of what is the parent's."""
+    one = rig()
     assert all(one.put(chain("a", 1)))
+    (ends, end), (readiness, ready) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        os.close(writes)
-        one.storage.store.directory.close()
-        os.read(reads, 1)
+        os.close(end)
+        if closes:
+            one.storage.store.directory.close()
+        os.write(ready, b".")
+        os.read(ends, 1)
         os._exit(0)
-    os.close(reads)
+    os.close(ends)
     try:
+        assert os.read(readiness, 1)
         with pytest.raises(MetadataError, match="another process"):
             _State(str(one.storage.store.path), 0.0)
         one.storage.close()
         again = rig()
         assert all(again.put(chain("a", 1)))
     finally:
-        os.close(writes)
+        os.close(end)
         os.waitpid(child, 0)
+        os.close(readiness)
+        os.close(ready)
 
 
 def test_a_clear_that_did_not_happen_says_so(rig, server):
