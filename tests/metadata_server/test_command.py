@@ -65,6 +65,8 @@ def test_scopes_are_listed_and_emptied(place):
         hicache("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
     )
     assert hicache("clear", *where).exit_code == 2
+    assert hicache("clear", "0:none", *where).exit_code == 2
+    assert hicache("clear", "0:kv", "--url", "http://127.0.0.1:1").exit_code == 2
 
 
 def test_refusals_are_sentences(place):

@@ -94,7 +94,12 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(ge=0, description="How long freed slots stay in quarantine before they are used again, without a metadata server."),
     ] = 0.1
     verify_checksums: Annotated[
-        bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")
+        bool,
+        Meta(
+            description="Verify the checksum over the bytes of each page that is read. Without it, only the envelope is verified: length, "
+            "identity, key, and the checksum that the server names. Bytes that were torn by a loss of power, overwritten by a write "
+            "that had stalled, or have rotted are then delivered."
+        ),
     ] = True
     metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
     metadata_ca: Annotated[

@@ -317,11 +317,11 @@ class Scope:
             return []
         table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
         if isinstance(slots, range):
-            first, end = slots.start, slots.stop
+            first, end, numbers = slots.start, slots.stop, array("Q", leases)
             table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
-            table.leases[first:end], table.until[first:end] = array("Q", leases), array("d", [until]) * len(slots)
+            table.leases[first:end], table.until[first:end] = numbers, array("d", [until]) * len(slots)
             if max(table.generations[first:end]) < first_lease:
-                table.generations[first:end] = array("Q", leases)
+                table.generations[first:end] = numbers
             else:
                 self._count_generations(slots, leases)
         else:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hicache_backends.hf3fs.client.failures import MetadataError
+from hicache_backends.hf3fs.client.local import _State
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.refused import RefusedError
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
-from hicache_storage.spec import ConfigError, StorageUnavailableError, parse_config
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, parse_config
 from tests.backends.file.harness import identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
@@ -292,6 +296,70 @@ def _open_in_child(path, answers):
     except StorageUnavailableError as error:
         answers.put(str(error))
     storage.close()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
+    """It has the lock's descriptor; nor does it let go of what is the parent's."""
+    one = rig()
+    assert all(one.put(chain("a", 1)))
+    (ends, end), (readiness, ready) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        if closes:
+            one.storage.store.directory.close()
+        os.write(ready, b".")
+        os.read(ends, 1)
+        os._exit(0)
+    os.close(ends)
+    try:
+        assert os.read(readiness, 1)
+        with pytest.raises(MetadataError, match="another process"):
+            _State(str(one.storage.store.path), 0.0)
+        one.storage.close()
+        again = rig()
+        assert all(again.put(chain("a", 1)))
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(readiness)
+        os.close(ready)
+
+
+def test_a_clear_that_did_not_happen_says_so(rig, server):
+    one, keys = rig(metadata_url=server.url, timeout_seconds=0.5), chain("a", 2)
+    assert all(one.put(keys))
+    namespaces = [one.storage.pools["kv"].namespace]
+    with suspended(server), pytest.raises(StorageTimeoutError):
+        one.storage.clear_namespaces(namespaces, Call(0.5))
+    server.kill()
+    with pytest.raises(StorageUnavailableError):
+        one.storage.clear_namespaces(namespaces, Call(0.5))
+    server.start()
+    one.storage.clear_namespaces(namespaces, Call(PATIENCE_SECONDS))
+    assert one.hits(keys) == 0
+
+
+@contextmanager
+def suspended(server):
+    os.killpg(server._process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(server._process.pid, signal.SIGCONT)
+
+
+def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
+    one = rig()
+    namespaces = [one.scope.namespace]
+    one.store.directory._state._operations["/v2/clear"] = refuse_clear
+    with pytest.raises(StorageUnavailableError, match="no"):
+        one.storage.clear_namespaces(namespaces, Call(1.0))
+
+
+def refuse_clear(request, now):
+    raise RefusedError(503, "unavailable", "no", "")
 
 
 def test_clients_that_are_configured_differently_are_refused(mine):

@@ -12,6 +12,7 @@ import pytest
 
 from hicache_backends.hf3fs.client.failures import UnknownScopeError
 from hicache_backends.hf3fs.client.local import LocalDirectory
+from hicache_backends.hf3fs.slots import posix
 from hicache_conformance.metadata.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call
@@ -169,3 +170,23 @@ def test_slots_are_not_written_through_a_link(rig, tmp_path):
     assert elsewhere.read_bytes() == b"not yours"
     os.unlink(path)
     assert all(one.put(chain("a", 2)))
+
+
+def test_a_long_page_ends_where_its_lease_does(rig, monkeypatch):
+    """It is written by pieces, and any of them may take long."""
+    one, pieces, jobs = rig(components=(3 * posix.PIECE_BYTES,), pages=2, file_size="8MiB"), [], []
+    write, write_from = one.store.engine.write, posix.write_from
+
+    def slow(descriptor, sources, offset):
+        pieces.append(offset)
+        write_from(descriptor, sources, offset)
+        jobs[0].until = 0.0
+
+    def seen(some, call):
+        jobs.extend(some)
+        write(some, call)
+
+    one.store.engine.write = seen
+    monkeypatch.setattr(posix, "write_from", slow)
+    assert one.put(chain("a", 1)) == [False]
+    assert len(pieces) == 1

@@ -34,8 +34,9 @@ class _State:
     """What all storages of this process on one directory share."""
 
     def __init__(self, path: str, quarantine_seconds: float) -> None:
-        self.users = 0
-        self._lock_file = os.open(os.path.join(path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.users, self._process = 0, os.getpid()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -78,6 +79,9 @@ class _State:
                 self._service.forget_changes()
 
     def close(self) -> None:
+        # A child that was forked meanwhile has the lock by its copy of the descriptor, for as long as it lives; nor may it let go of ours.
+        if os.getpid() == self._process:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         os.close(self._lock_file)
 
 

@@ -192,7 +192,7 @@ def _write_run(run: Sequence[SlotWrite], call: Call) -> None:
     try:
         _stop_if_late(run, call)
         handle = file.borrow()
-        _put(run, handle.descriptor)
+        _put(run, handle.descriptor, call)
     except OSError as error:
         if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             file.forget(handle)
@@ -207,11 +207,11 @@ def _write_run(run: Sequence[SlotWrite], call: Call) -> None:
         job.whole = True
 
 
-def _put(run: Sequence[SlotWrite], descriptor: int) -> None:
+def _put(run: Sequence[SlotWrite], descriptor: int, call: Call) -> None:
     file = run[0].file
     offset = file.offset(run[0].slot)
     if len(run) == 1 and run[0].size > PIECE_BYTES:
-        _put_by_pieces(run[0], descriptor, offset)
+        _put_by_pieces(run[0], descriptor, offset, call)
         return
     sources = list[memoryview]()
     for job in run:
@@ -220,14 +220,17 @@ def _put(run: Sequence[SlotWrite], descriptor: int) -> None:
     write_from(descriptor, sources[:-1], offset)
 
 
-def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int) -> None:
+def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int, call: Call) -> None:
     write, digest = job.write, running_checksum()
     for sources in pieces(write.buffers):
         for source in sources:
             digest.update(source)
+        # The lease may have ended while the last piece was written.
+        _stop_if_late([job], call)
         write_from(descriptor, sources, offset)
         offset += sum(map(len, sources))
     write.seal(digest.intdigest())
+    _stop_if_late([job], call)
     write_from(descriptor, [memoryview(write.envelope)], offset)
 
 
