@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_backends.file.attributes import Attributes
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.stamp import Stamp
     from hicache_backends.file.tree import Tree
 
@@ -169,14 +169,14 @@ class Board:
             self._stamp.renew(value)
             self._unstamped = False
 
-    def collect_forgotten(self) -> None:
+    def collect_forgotten(self, clock: Clock) -> None:
         """Remove the markers of writers that have long said nothing, if there are many. One that still lives makes a new one."""
         names = [name for name in os.listdir(self._tree.writers) if parse_marker(name) is not None]
         if len(names) <= MANY_MARKERS:
             return
         for path in (f"{self._tree.writers}/{name}" for name in names):
             with contextlib.suppress(OSError):
-                if time.time() - os.stat(path).st_ctime > FORGOTTEN_SECONDS:
+                if clock.age_seconds(os.stat(path).st_ctime_ns) > FORGOTTEN_SECONDS:
                     os.unlink(path)
 
     def _stamp_value(self) -> Attributes | None:

@@ -12,6 +12,7 @@ from hicache_backends.file import board as board_module
 from hicache_backends.file import stamp as stamp_module
 from hicache_backends.file.attributes import list_directory, server_attributes
 from hicache_backends.file.board import Board
+from hicache_backends.file.clock import Clock
 from hicache_backends.file.names import Added, BundleName, Removed, random_writer
 from hicache_backends.file.shelf import Shelf
 from hicache_backends.file.stamp import Stamp
@@ -164,12 +165,12 @@ def test_markers_that_nobody_needs_are_collected(party, monkeypatch):
     for _ in range(4):
         party().publish()
     last = party()
-    last.board.collect_forgotten()
+    last.board.collect_forgotten(Clock())
     assert len(os.listdir(last.tree.writers)) == 4
     monkeypatch.setattr(board_module, "FORGOTTEN_SECONDS", -1.0)
     stranger = Path(last.tree.writers) / "not-a-marker"
     stranger.touch()
-    last.board.collect_forgotten()
+    last.board.collect_forgotten(last.clock)
     assert os.listdir(last.tree.writers) == [stranger.name]
     assert len(last.sees()) == 4
 
