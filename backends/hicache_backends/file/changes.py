@@ -206,8 +206,9 @@ class Changes:
         if claim.replacement.writer == self._board.writer:
             # This storage's own, which failed: it claims and replaces under a lock that is held now.
             return True
-        if claim.owner.place == self._owner.place:
-            return is_dead(claim.owner)
+        dead = is_dead(claim.owner)
+        if dead is not None:
+            return dead
         return self._clock.age_seconds(os.stat(bundle.path).st_ctime_ns) > self._abandoned_seconds
 
     def _publish(self, draft: Draft, call: Call) -> Bundle | None:

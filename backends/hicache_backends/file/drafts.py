@@ -93,8 +93,9 @@ class Drafts:
     def _is_leftover(self, name: TemporaryName) -> bool:
         if name.owner == self._owner:
             return False
-        if name.owner.place == self._owner.place:
-            return is_dead(name.owner)
+        dead = is_dead(name.owner)
+        if dead is not None:
+            return dead
         try:
             written = os.stat(self._tree.temporary(name)).st_mtime_ns
             return self._clock.age_seconds(written) > self._abandoned_seconds

@@ -170,7 +170,7 @@ def test_markers_that_nobody_needs_are_collected(party, monkeypatch):
     monkeypatch.setattr(board_module, "FORGOTTEN_SECONDS", -1.0)
     stranger = Path(last.tree.writers) / "not-a-marker"
     stranger.touch()
-    last.board.collect_forgotten(last.clock)
+    last.board.collect_forgotten(Clock())
     assert os.listdir(last.tree.writers) == [stranger.name]
     assert len(last.sees()) == 4
 
