@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from hicache_backends.file.attributes import Attributes
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.stamp import Stamp
     from hicache_backends.file.tree import Tree
 
@@ -216,7 +217,7 @@ class Board:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{self._tree.retired}/{marker}")
 
-    def collect_forgotten(self) -> None:
+    def collect_forgotten(self, clock: Clock) -> None:
         """Retire the markers of writers that have long said nothing, if there are many: each costs every listing something.
 
         A retired marker still says that its bundles were announced. A writer that lives on makes a new one.
@@ -228,13 +229,11 @@ class Board:
         names = [name for name in listed if parse_marker(name) is not None]
         if len(names) <= MANY_MARKERS:
             return
-        changed = dict[str, float]()
+        forgotten = list[str]()
         for name in names:
             with contextlib.suppress(OSError):
-                changed[name] = os.stat(f"{self._tree.writers}/{name}").st_ctime
-        # By the file server's clock, as the last of the markers tells it: this machine's may be wrong.
-        before = max(changed.values(), default=0.0) - FORGOTTEN_SECONDS
-        forgotten = [name for name, moment in changed.items() if moment < before]
+                if clock.age_seconds(os.stat(f"{self._tree.writers}/{name}").st_ctime_ns) > FORGOTTEN_SECONDS:
+                    forgotten.append(name)
         if forgotten:
             os.makedirs(self._tree.retired, exist_ok=True)
         for name in forgotten:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.board import Board
     from hicache_backends.file.catalog import Catalog
     from hicache_backends.file.changes import Changes
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.drafts import Drafts
     from hicache_backends.file.rewriter import Rewriter
     from hicache_backends.file.tree import Tree
@@ -83,12 +84,13 @@ class Capacity:
         rewriter: Rewriter,
         catalogs: Callable[[str], Catalog | None],
         evicted: Callable[[Namespace, int], None],
+        clock: Clock,
     ) -> None:
         self.limit = limit
         self._tree, self._board, self._shelves, self._drafts = tree, board, shelves, drafts
         self._changes, self._rewriter, self._catalogs, self._evicted = changes, rewriter, catalogs, evicted
         self._lock = threading.Lock()
-        self._queue = EvictionQueue()
+        self._queue = EvictionQueue(clock)
         self._relist_at = 0.0
         shelves.made = lambda shelf: shelf.listen(self._queue)
 

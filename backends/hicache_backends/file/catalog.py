@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from hicache_backends.file.board import Notices
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.shelf import Shelf
     from hicache_backends.posix.descriptors import Descriptors
     from hicache_backends.posix.workers import Workers
@@ -74,7 +75,10 @@ class Catalog:
     damaged one; when that goes, the next newest takes its place.
     """
 
-    def __init__(self, namespace: Namespace, shelf: Shelf, descriptors: Descriptors, workers: Workers, *, parallel: bool) -> None:
+    def __init__(
+        self, namespace: Namespace, shelf: Shelf, descriptors: Descriptors, workers: Workers, clock: Clock, *, parallel: bool
+    ) -> None:
+        self._clock = clock
         self.namespace = namespace
         self.shelf = shelf
         self.shape = Shape(namespace.page_bytes, namespace.fingerprint)
@@ -180,7 +184,7 @@ class Catalog:
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note that pages were used, the last first: the head of a chain counts as the most recently used (rule EV-3)."""
-        now, last, find = time.time_ns(), None, self.pages.get
+        now, last, find = self._clock.now_ns(), None, self.pages.get
         for key in reversed(keys):
             location = find(key)
             if location is not None and location[0] is not last:
@@ -191,7 +195,7 @@ class Catalog:
 
     def touch_bundles(self, bundles: Sequence[Bundle]) -> None:
         """Note that bundles of one batch were written, the last first."""
-        now = time.time_ns()
+        now = self._clock.now_ns()
         for rank, bundle in enumerate(reversed(bundles)):
             bundle.touched = now + rank
             self._touched[bundle] = None

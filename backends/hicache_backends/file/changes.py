@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.board import Board
     from hicache_backends.file.bundle import Index
     from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.drafts import Drafts
     from hicache_backends.file.names import TemporaryName
     from hicache_backends.file.shelf import Bundle, Shelf
@@ -50,8 +50,17 @@ class Changes:
     """
 
     def __init__(
-        self, tree: Tree, board: Board, drafts: Drafts, *, asks_server: bool, syncs: bool, abandoned_seconds: float
+        self,
+        tree: Tree,
+        board: Board,
+        drafts: Drafts,
+        clock: Clock,
+        *,
+        asks_server: bool,
+        syncs: bool,
+        abandoned_seconds: float,
     ) -> None:
+        self._clock = clock
         self._tree, self._board, self._drafts, self._syncs = tree, board, drafts, syncs
         self._asks_server, self._abandoned_seconds = asks_server, abandoned_seconds
         self._owner = this_process()
@@ -225,9 +234,10 @@ class Changes:
         if claim.replacement.writer == self._board.writer:
             # This storage's own, which failed: it claims and replaces under a lock that is held now.
             return True
-        if claim.owner.place == self._owner.place:
-            return is_dead(claim.owner)
-        return time.time() - os.stat(bundle.path).st_ctime > self._abandoned_seconds
+        dead = is_dead(claim.owner)
+        if dead is not None:
+            return dead
+        return self._clock.age_seconds(os.stat(bundle.path).st_ctime_ns) > self._abandoned_seconds
 
     def _publish(self, draft: Draft, call: Call) -> Bundle | None:
         shelf, index = draft.catalog.shelf, draft.index

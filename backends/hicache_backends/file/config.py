@@ -59,7 +59,7 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
-            description="Seconds after which what a process of another machine was writing or replacing counts as left behind by "
+            description="Seconds after which what a process of another machine, or one that /proc hides, was writing or replacing counts as left behind by "
             "one that was killed; what one of this machine has left is noticed at once. Until then the pages are read as ever, "
             "and not removed or evicted; others are evicted instead.",
         ),

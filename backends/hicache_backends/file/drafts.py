@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.attributes import list_directory
@@ -13,6 +12,7 @@ from hicache_backends.file.names import TemporaryName, parse_temporary
 from hicache_backends.file.owner import is_dead, this_process
 
 if TYPE_CHECKING:
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.tree import Tree
     from hicache_backends.posix.descriptors import Descriptors
 
@@ -25,7 +25,10 @@ class Drafts:
             collected so long after its last byte was written. A writer that is slower fails to publish, and nothing worse.
     """
 
-    def __init__(self, tree: Tree, writer: str, descriptors: Descriptors, *, asks_server: bool, abandoned_seconds: float) -> None:
+    def __init__(
+        self, tree: Tree, writer: str, descriptors: Descriptors, clock: Clock, *, asks_server: bool, abandoned_seconds: float
+    ) -> None:
+        self._clock = clock
         self._tree, self._writer, self._asks_server = tree, writer, asks_server
         self._descriptors, self._abandoned_seconds = descriptors, abandoned_seconds
         self._owner = this_process()
@@ -47,6 +50,20 @@ class Drafts:
         except FileNotFoundError:
             self._tree.create()
             return self._descriptors.open(path, flags)
+
+    def ask_time(self) -> int:
+        """What the file server's clock says, in nanoseconds since 1970: it gives new files their times.
+
+        Raises:
+            OSError: no file can be made.
+        """
+        name = self.name(0)
+        descriptor = self.create(name)
+        try:
+            return os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+            self.discard(name)
 
     def discard(self, name: TemporaryName) -> None:
         """Remove a file that will not be published; what cannot be removed now is collected later."""
@@ -76,10 +93,12 @@ class Drafts:
     def _is_leftover(self, name: TemporaryName) -> bool:
         if name.owner == self._owner:
             return False
-        if name.owner.place == self._owner.place:
-            return is_dead(name.owner)
+        dead = is_dead(name.owner)
+        if dead is not None:
+            return dead
         try:
-            return time.time() - os.stat(self._tree.temporary(name)).st_mtime > self._abandoned_seconds
+            written = os.stat(self._tree.temporary(name)).st_mtime_ns
+            return self._clock.age_seconds(written) > self._abandoned_seconds
         except OSError:
             return False
 

@@ -8,9 +8,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.clock import TOLERANCE_NS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.shelf import Bundle
 
 STAT_SECONDS = 1.0
@@ -24,14 +27,24 @@ class EvictionQueue:
 
     Recency only grows, by uses in this process and by mtimes that others have set, so that an entry that has become
     stale is found when it is taken out, and goes back to its new place: one `stat` for each victim, not for each bundle.
+
+    A time that lies ahead of the file server's clock comes from a node whose clock was wrong. It is not believed, or what
+    that node wrote would outlive everything.
+
+    Args:
+        clock: the file server's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._heap: list[_Entry] = []
         self._fresh: deque[Bundle] = deque()
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         """Called by shelves, from any thread."""
+        latest = self._clock.now_ns()
+        for bundle in bundles:
+            bundle.modified = min(bundle.modified, latest)
         self._fresh.extend(bundles)
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
@@ -47,7 +60,7 @@ class EvictionQueue:
                 continue
             now = time.monotonic()
             if now - bundle.checked > STAT_SECONDS:
-                _ask_mtime(bundle, now)
+                self._ask_mtime(bundle, now)
             if bundle.recency > recency:
                 heapq.heapreplace(self._heap, _entry(bundle))
                 continue
@@ -69,16 +82,17 @@ class EvictionQueue:
             for bundle in fresh:
                 heapq.heappush(self._heap, _entry(bundle))
 
+    def _ask_mtime(self, bundle: Bundle, now: float) -> None:
+        bundle.checked = now
+        try:
+            modified = os.stat(bundle.path).st_mtime_ns
+        except OSError:
+            # Gone, perhaps: whoever tries to remove it will see.
+            return
+        if modified <= self._clock.now_ns() + TOLERANCE_NS:
+            bundle.modified = max(bundle.modified, modified)
+
 
 def _entry(bundle: Bundle) -> _Entry:
     # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a tail rather than a head.
     return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, bundle
-
-
-def _ask_mtime(bundle: Bundle, now: float) -> None:
-    bundle.checked = now
-    try:
-        bundle.modified = max(bundle.modified, os.stat(bundle.path).st_mtime_ns)
-    except OSError:
-        # Gone, perhaps: whoever tries to remove it will see.
-        return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,21 +13,37 @@ from hicache_backends.file.names import Owner
 
 def this_process() -> Owner:
     """The process that asks."""
-    return Owner(_place(), os.getpid(), _started(os.getpid()) or 0)
+    started = 0
+    with contextlib.suppress(OSError):
+        started = _started(os.getpid()) or 0
+    return Owner(_place(), os.getpid(), started)
 
 
-def is_dead(owner: Owner) -> bool:
-    """Whether a process is known to have ended; `False` where that cannot be told from here."""
-    return owner.place == _place() and _started(owner.pid) != owner.started
+def is_dead(owner: Owner) -> bool | None:
+    """Whether a process has ended; None where that cannot be told from here, and leftovers go by their age."""
+    if owner.place != _place():
+        return None
+    try:
+        return _started(owner.pid) != owner.started
+    except OSError:
+        # A /proc that hides the processes of other users (hidepid) looks as if there were none.
+        return None if _exists(owner.pid) else True
 
 
 @functools.cache
 def _place() -> str:
-    """Where PIDs mean what they mean here: this machine since it was booted, and the PID namespace of its container."""
+    """Where PIDs and times of start mean what they mean here.
+
+    That is this machine since it was booted, and the namespaces of PIDs and of times of its container.
+    """
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise OSError("this /proc is about another namespace of PIDs")
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read()
-        parts = boot + str(os.stat("/proc/self/ns/pid").st_ino).encode()
+            parts = file.read()
+        parts += str(os.stat("/proc/self/ns/pid").st_ino).encode()
+        with contextlib.suppress(FileNotFoundError):
+            parts += b"/%d" % os.stat("/proc/self/ns/time").st_ino
     except OSError:
         # Without /proc nobody can tell who lives: a place of its own, and leftovers go by their age.
         parts = os.urandom(8)
@@ -34,11 +51,23 @@ def _place() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, None if there is no such process or no way to tell."""
+    """Clock ticks from boot to the start of a process, None if it has ended and nobody has asked for its status yet.
+
+    Raises:
+        OSError: there is no such process, or it cannot be seen.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The second field, the command's name in parentheses, may hold anything.
+        fields = file.read().rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    """Whether any process has this PID; it may be another one that has it now."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field, the command's name in parentheses, may hold anything.
-            fields = file.read().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # Another user's.
+    return True

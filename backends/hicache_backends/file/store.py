@@ -13,6 +13,7 @@ from hicache_backends.file.board import Board, Notices
 from hicache_backends.file.capacity import Capacity, Shelves
 from hicache_backends.file.catalog import Catalog
 from hicache_backends.file.changes import Changes
+from hicache_backends.file.clock import Clock
 from hicache_backends.file.drafts import Drafts
 from hicache_backends.file.names import random_writer
 from hicache_backends.file.reader import PIECE_BYTES as READ_BYTES
@@ -54,6 +55,9 @@ FLUSHED_BUNDLES = 1024
 COLLECT_SECONDS = 300.0
 """How often event logs of bundles that are gone are removed."""
 
+ADJUST_SECONDS = 60.0
+"""A clock that is set while the store is open is noticed after so long."""
+
 CLOSE_SECONDS = 5.0
 
 
@@ -86,14 +90,20 @@ class Store:
         threads = config.threads or _default_threads(mount.is_local and not direct)
         self.workers = Workers(threads - 1)
         self.descriptors = Descriptors(config.open_files)
+        self.clock = Clock()
         self._stamp = Stamp(self.tree.stamp, asks_server=asks_server)
         self.board = Board(self.tree, self._stamp, writer_name, asks_server=asks_server, syncs=config.fsync)
         self.shelves = Shelves(self.tree, self.board, asks_server=asks_server)
         self.drafts = Drafts(
-            self.tree, writer_name, self.descriptors, asks_server=asks_server, abandoned_seconds=config.abandoned_seconds
+            self.tree,
+            writer_name,
+            self.descriptors,
+            self.clock,
+            asks_server=asks_server,
+            abandoned_seconds=config.abandoned_seconds,
         )
         self.changes = Changes(
-            self.tree, self.board, self.drafts,
+            self.tree, self.board, self.drafts, self.clock,
             asks_server=asks_server, syncs=config.fsync, abandoned_seconds=config.abandoned_seconds,
         )  # fmt: skip
         self.rewriter = Rewriter(self.board, self.drafts, self.descriptors, self.changes, damaged, syncs=config.fsync)
@@ -103,6 +113,7 @@ class Store:
         self.reader = self._make_reader(config, threads=threads, direct=direct)
         self.writer = Writer(
             self.drafts,
+            self.clock,
             preallocates=mount.preallocates,
             syncs=config.fsync,
             threads=threads,
@@ -170,6 +181,8 @@ class Store:
 
     def flush_touches(self) -> None:
         """Tell other processes which bundles were used, by the files' mtimes."""
+        if time.monotonic() >= self._adjust_at:
+            self._adjust_clock()
         touched = [bundle for catalog in list(self._catalogs.values()) for bundle in catalog.take_touched()]
         # The most recent first: a victim is looked for at the other end.
         for bundle in sorted(touched, key=lambda bundle: bundle.touched, reverse=True)[:FLUSHED_BUNDLES]:
@@ -211,7 +224,7 @@ class Store:
         with self._lock:
             catalog = self._catalogs.get(namespace.name)
             if catalog is None:
-                catalog = Catalog(namespace, shelf, self.descriptors, self.workers, parallel=not self.is_local)
+                catalog = Catalog(namespace, shelf, self.descriptors, self.workers, self.clock, parallel=not self.is_local)
                 self._catalogs[namespace.name] = catalog
             return catalog
 
@@ -239,6 +252,7 @@ class Store:
             self.rewriter,
             self._catalogs.get,
             evicted,
+            self.clock,
         )
 
     def _create(self, *, syncs: bool) -> None:
@@ -252,10 +266,17 @@ class Store:
         except OSError as error:
             raise StorageUnavailableError(f"cannot make the store's directories in {self.path!r}: {error}") from error
 
+    def _adjust_clock(self) -> None:
+        self._adjust_at = time.monotonic() + ADJUST_SECONDS
+        # Where nothing can be written, nothing is evicted either.
+        with contextlib.suppress(OSError):
+            self.clock.adjust(self.drafts.ask_time())
+
     def _tidy(self) -> None:
         try:
+            self._adjust_clock()
             self.drafts.collect()
-            self.board.collect_forgotten()
+            self.board.collect_forgotten(self.clock)
         except OSError as error:
             self.close()
             raise StorageUnavailableError(f"cannot list the store in {self.path!r}: {error}") from error

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.file.catalog import Catalog
+    from hicache_backends.file.clock import Clock
     from hicache_backends.file.drafts import Drafts
     from hicache_backends.file.names import TemporaryName
     from hicache_storage.objects import Call, ObjectWrite
@@ -77,8 +77,8 @@ class Writer:
         piece_bytes: written with one call.
     """
 
-    def __init__(self, drafts: Drafts, *, preallocates: bool, syncs: bool, threads: int, piece_bytes: int) -> None:
-        self._drafts = drafts
+    def __init__(self, drafts: Drafts, clock: Clock, *, preallocates: bool, syncs: bool, threads: int, piece_bytes: int) -> None:
+        self._drafts, self._clock = drafts, clock
         self._preallocates, self._syncs, self._threads = preallocates, syncs, threads
         self._piece_bytes = piece_bytes
         self._lock, self._moment = threading.Lock(), 0
@@ -108,7 +108,7 @@ class Writer:
     def _next_moment(self) -> int:
         """Microseconds since 1970, later than any before: of two copies of a page it must be certain which is the newer one."""
         with self._lock:
-            self._moment = max(time.time_ns() // 1_000, self._moment + 1)
+            self._moment = max(self._clock.now_ns() // 1_000, self._moment + 1)
             return self._moment
 
     def open(self, draft: Draft) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hicache_backends.file import events as events_module
 from hicache_backends.file import stamp as stamp_module
 from hicache_backends.file.attributes import list_directory, server_attributes
 from hicache_backends.file.board import Board
+from hicache_backends.file.clock import Clock
 from hicache_backends.file.names import Added, BundleName, Removed, parse_marker, random_writer
 from hicache_backends.file.shelf import Shelf
 from hicache_backends.file.stamp import Stamp
@@ -264,7 +266,7 @@ def age(path: Path, monkeypatch, seconds: float) -> None:
     def older(target, *args, **kwargs):
         found = real(target, *args, **kwargs)
         if str(target) == str(path):
-            return os.stat_result([*found[:9], found.st_ctime - seconds])
+            return os.stat_result(list(found), {"st_ctime_ns": found.st_ctime_ns - int(seconds * 1e9)})
         return found
 
     monkeypatch.setattr(os, "stat", older)
@@ -281,10 +283,10 @@ def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkey
     last = party()
     stranger = Path(last.tree.writers) / "not-a-marker"
     stranger.touch()
-    last.board.collect_forgotten()
+    last.board.collect_forgotten(Clock())
     assert marker.exists()
     age(marker, monkeypatch, 2 * board_module.FORGOTTEN_SECONDS)
-    last.board.collect_forgotten()
+    last.board.collect_forgotten(Clock())
     assert not marker.exists()
     assert stranger.exists()
     listings.clear()
@@ -307,9 +309,9 @@ def test_a_clock_that_is_wrong_retires_no_marker(party, monkeypatch):
     monkeypatch.setattr(board_module, "MANY_MARKERS", 3)
     for _ in range(5):
         party().publish()
-    monkeypatch.setattr("time.time", lambda: 4e9)
-    last = party()
-    last.board.collect_forgotten()
+    last, clock = party(), Clock(lambda: 4 * 10**18)
+    clock.adjust(time.time_ns())
+    last.board.collect_forgotten(clock)
     assert len(list(filter(parse_marker, os.listdir(last.tree.writers)))) == 5
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -132,7 +131,7 @@ def test_of_several_damaged_copies_none_takes_the_others_place(rig, monkeypatch)
 
 def test_of_copies_written_at_one_moment_the_later_one_counts_for_everybody(rig, monkeypatch):
     a, keys, now = rig(), chain("a", 3), time.time_ns()
-    monkeypatch.setattr("hicache_backends.file.writer.time", SimpleNamespace(time_ns=lambda: now))
+    monkeypatch.setattr(a.store.clock, "now_ns", lambda: now)
     a.put(keys)
     put_again(a, keys, 1, monkeypatch)
     assert a.storage.delete(keys[1:2]) == [True]

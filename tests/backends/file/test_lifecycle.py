@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+import time
+from pathlib import Path
 
 import pytest
 
 from hicache_backends.file import reader
 from hicache_backends.file.config import FileConfig
-from hicache_backends.file.names import Owner
+from hicache_backends.file.names import Owner, TemporaryName
 from hicache_backends.file.owner import is_dead, this_process
 from hicache_backends.posix import mounts
 from hicache_backends.posix.descriptors import Descriptors
 from hicache_backends.posix.workers import Workers
 from hicache_storage.spec import ConfigError, Durability, Sharing, StorageClosedError, StorageForkedError, parse_config
 from tests.backends.file.harness import Rig, chain
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def open_files() -> set[str]:
@@ -195,6 +193,39 @@ def test_a_process_is_told_from_one_that_has_its_number_now():
         started = int(file.read().rpartition(")")[2].split()[19])
     assert is_dead(Owner(me.place, child, started))
     os.waitpid(child, 0)
+
+
+@pytest.fixture
+def hidden_processes(monkeypatch):
+    """A /proc with `hidepid=2`, and all other processes of another user."""
+    me, real = os.getpid(), open
+
+    def hide(path, *args, **kwargs):
+        if str(path).startswith("/proc/") and str(path).split("/")[2].isdigit() and str(me) not in str(path):
+            raise FileNotFoundError(2, "hidden")
+        return real(path, *args, **kwargs)
+
+    def refuse(pid, signal):
+        if not os.path.exists(f"/proc/{pid}"):
+            raise ProcessLookupError(3, "no such process")
+        raise PermissionError(1, "another user's")
+
+    monkeypatch.setattr("builtins.open", hide)
+    monkeypatch.setattr(os, "kill", refuse)
+
+
+def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_processes):
+    a, me = rig(abandoned_seconds=600.0), this_process()
+    stranger = Owner(me.place, os.getppid(), 1)
+    assert is_dead(stranger) is None
+    assert is_dead(Owner(me.place, 2**22 + 1, 1)) is True
+    assert is_dead(Owner(me.place, 2**70, 1)) is True
+    path = Path(a.store.tree.temporary(TemporaryName(stranger, "aaaaaaaaaa", 0, 100)))
+    path.write_bytes(b"x")
+    assert a.store.drafts.collect() == (100, 0)
+    # Its PID may be another's by now: what is old is collected all the same.
+    os.utime(path, (time.time() - 700,) * 2)
+    assert a.store.drafts.collect() == (0, 1)
 
 
 def test_the_file_system_under_a_path_is_known(tmp_path):

@@ -1,0 +1,102 @@
+"""Clocks that disagree: what is evicted is decided by the file server's clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hicache_backends.file import clock as clock_module
+from hicache_backends.file import store
+from hicache_backends.file.clock import Clock
+from hicache_backends.file.names import Owner, TemporaryName
+from tests.backends.file.harness import chain
+
+YEAR_NS = 365 * 24 * 3600 * 1_000_000_000
+
+
+def skewed(offset_ns):
+    return lambda: Clock(lambda: time.time_ns() + offset_ns)
+
+
+@pytest.fixture
+def node(rig, tmp_path, monkeypatch):
+    """A rig of a node whose clock is wrong, with room for four batches of 8 pages."""
+    size = rig(tmp_path / "probe").bundle_bytes(8)
+
+    def make(offset_ns=0, **options):
+        monkeypatch.setattr(store, "Clock", skewed(offset_ns))
+        made = rig(capacity=size * 4, **options)
+        made.storage.open()
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
+def test_what_a_node_with_a_wrong_clock_wrote_goes_in_its_turn(node, offset_ns):
+    """EV-3."""
+    wrong, right = node(offset_ns), node()
+    for name in "ab":
+        assert wrong.put(chain(name, 8)) == [True] * 8
+    for name in "cdef":
+        assert right.put(chain(name, 8)) == [True] * 8
+    assert [right.hit(chain(name, 8)) for name in "abcdef"] == [0, 0, 8, 8, 8, 8]
+    for name in "gh":
+        assert wrong.put(chain(name, 8)) == [True] * 8
+    assert [wrong.hit(chain(name, 8)) for name in "cdefgh"] == [0, 0, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
+def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
+    wrong, right = node(offset_ns), node()
+    for name in "abcd":
+        right.put(chain(name, 8))
+    assert wrong.hit(chain("a", 8)) == 8
+    wrong.store.flush_touches()
+    right.store.capacity._queue._fresh.extend(right.store.shelves.get(right.namespace).bundles.values())
+    for bundle in right.store.shelves.get(right.namespace).bundles.values():
+        bundle.checked = -10.0
+    right.put(chain("e", 8))
+    assert [right.hit(chain(name, 8)) for name in "abcde"] == [8, 0, 8, 8, 8]
+
+
+def test_times_of_the_future_are_not_believed(node, monkeypatch):
+    """Such as those of a node whose clock was set only after it had written."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "adjust", lambda self, moment_ns: None)
+        early = node(YEAR_NS)
+    for name in "ab":
+        early.put(chain(name, 8))
+        early.store.flush_touches()
+    right = node()
+    for name in "cdef":
+        right.put(chain(name, 8))
+    assert [right.hit(chain(name, 8)) for name in "abcdef"] == [0, 0, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
+def test_a_draft_of_another_machine_is_as_old_as_the_server_says(node, offset_ns):
+    a = node(offset_ns, abandoned_seconds=60.0)
+    foreign = TemporaryName(Owner("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, 100)
+    path = a.path / "hicache-file-1" / "temporary" / str(foreign)
+    path.write_bytes(b"x")
+    assert a.store.drafts.collect() == (100, 0)
+    assert path.exists()
+
+
+def test_a_clock_that_is_set_meanwhile_is_noticed(node, monkeypatch):
+    a = node()
+    monkeypatch.setattr(a.store.clock, "_source", lambda: time.time_ns() + YEAR_NS)
+    monkeypatch.setattr(a.store, "_adjust_at", 0.0)
+    a.store.flush_touches()
+    assert abs(a.store.clock.now_ns() - time.time_ns()) < 60_000_000_000
+
+
+def test_small_differences_are_none():
+    clock = Clock(lambda: 10**18)
+    clock.adjust(10**18 - clock_module.TOLERANCE_NS)
+    assert clock.now_ns() == 10**18
+    clock.adjust(10**18 - 3 * clock_module.TOLERANCE_NS)
+    assert clock.now_ns() == 10**18 - 3 * clock_module.TOLERANCE_NS
+    assert clock.age_seconds(10**18 - 4 * clock_module.TOLERANCE_NS) == pytest.approx(2.0)
