@@ -10,8 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import FaultScope, StorageClosedError
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.namespace import check_keys
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
@@ -25,6 +24,7 @@ from hicache_storage.spec import (
     StuckReads,
     note_fault,
 )
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,9 +19,9 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.answers import AnsweringLayer
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, note_fault
 from hicache_storage.spec.arguments import check_list, check_seconds
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-from hicache_storage.objects.forks import begin_in_children
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
@@ -39,6 +38,7 @@ from hicache_storage.spec import (
     common_hit,
     current_call_info,
 )
+from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ class ObjectStorage(HiCacheStorage):
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock for a process that was forked while another thread held it (`objects.forks`)."""
+        """A new lock for a process that was forked while another thread held it (`spec.forks`)."""
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
