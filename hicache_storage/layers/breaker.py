@@ -164,9 +164,9 @@ class CircuitBreakerLayer(AnsweringLayer):
             return miss()
         # A storage that does not tell each call of its faults has a count, which other threads' calls raise as well.
         before = None if self.inner.notes_faults else self.inner.fault_count()
-        raised = True
+        faults, raised = FaultScope(), True
         try:
-            with FaultScope() as faults:
+            with faults:
                 answer = ask()
             raised = False
         finally:

@@ -108,7 +108,7 @@ class ObjectRead:
 
         They may be made when they are first asked for, which a driver does in one thread, once it knows where the page is.
         """
-        if not isinstance(self._buffers, list):
+        if callable(self._buffers):
             self._buffers = self._buffers()
         return self._buffers
 

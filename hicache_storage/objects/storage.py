@@ -99,7 +99,7 @@ class ObjectStorage(HiCacheStorage):
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock for a process that was forked while another thread held it (`objects.forks`)."""
+        """A new lock for a process that was forked while another thread held it (`spec.forks`)."""
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
