@@ -39,6 +39,15 @@ _KEY_END = _PREFIX_END + 16
 _generations = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
+def _draw_again() -> None:
+    """In a forked child: the parent, and its other children, go on from the same number."""
+    global _generations
+    _generations = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+os.register_at_fork(after_in_child=_draw_again)
+
+
 def envelope_prefix(page_bytes: int, namespace_fingerprint: bytes) -> bytes:
     """The first 32 bytes, equal for all pages of a namespace."""
     return _PREFIX.pack(_MAGIC, _VERSION, 0, page_bytes, namespace_fingerprint)

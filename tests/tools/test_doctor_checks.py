@@ -268,8 +268,15 @@ def options(monkeypatch):
     return chosen
 
 
+def test_a_directory_in_one_that_does_not_exist(options, tmp_path):
+    """A file system that is not mounted must not look healthy."""
+    options["path"] = str(tmp_path / "not-mounted" / "store")
+    [found] = places.check_directories(PATIENT)
+    assert found.detail == f"{tmp_path / 'not-mounted'} does not exist"
+
+
 def test_a_directory_that_does_not_exist_yet(options, tmp_path):
-    options["path"] = str(tmp_path / "new" / "store")
+    options["path"] = str(tmp_path / "store")
     space, system = places.check_directories(PATIENT)
     assert space.status is Status.OK
     assert str(tmp_path) in space.detail

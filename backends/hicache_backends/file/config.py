@@ -6,7 +6,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from hicache_backends.posix.paths import check_path
 from hicache_storage.spec import DriverConfig, parse_bytes
+
+LEAST_BYTES = 4096
+LEAST_TEXT_BYTES = 1 << 20
+"""Of a number in text, which is most likely one whose unit was forgotten."""
 
 
 class FileConfig(DriverConfig, frozen=True, kw_only=True):
@@ -16,7 +21,13 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         ValueError: the capacity is no size.
     """
 
-    path: Annotated[str, Meta(min_length=1, description="Directory of the store; made if it is missing.")]
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Directory of the store; made if it is missing, but only in a directory that exists: a mount point is not made.",
+        ),
+    ]
     capacity: Annotated[
         int | str | None,
         Meta(
@@ -80,6 +91,13 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             raise ValueError(f"capacity: {error}") from error
         if size == 0:
             raise ValueError("capacity must not be 0; leave it out for no limit")
+        if size is not None and size < (
+            LEAST_TEXT_BYTES if str(self.capacity).strip().isdigit() and isinstance(self.capacity, str) else LEAST_BYTES
+        ):
+            raise ValueError(
+                f"capacity {self.capacity!r} is {size} bytes, which no page fits into; a unit is missing, as in '500GiB'"
+            )
+        check_path(self.path)
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.catalog import Catalog, Location, Run
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.objects.requests import RegisteredPool
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class FileStorage(ObjectStorage):
         )
         self._config = config
         self._store: Store | None = None
+        self._refused: set[str] = set()
+        """Pools whose pages do not fit into the capacity."""
 
     @property
     def store(self) -> Store:
@@ -69,6 +72,14 @@ class FileStorage(ObjectStorage):
         if self._store is None:
             raise StorageUnavailableError("file: the store is not open")
         return self._store
+
+    def admit_pool(self, pool: RegisteredPool) -> None:
+        limit, size = self._config.capacity_bytes, pool.namespace.object_bytes
+        if limit is None or size <= limit:
+            self._refused.discard(pool.name)
+            return
+        self._refused.add(pool.name)
+        logger.error("pages of pool %s have %d bytes, the capacity is %d: none will be stored", pool.name, size, limit)
 
     def connect(self) -> None:
         self._store = Store(self._config, self._count_evicted, self._count_damaged)
@@ -85,6 +96,8 @@ class FileStorage(ObjectStorage):
 
     def check_health(self) -> Health:
         self.store.board.read()
+        if self._refused:
+            return Health(ok=False, detail=f"pages of pool {', '.join(sorted(self._refused))} are larger than the capacity")
         ignored, stuck = self.store.ignored(), self.store.stuck_reads()
         found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [f"{stuck} reads hang"] * bool(stuck)
         return Health(ok=True, detail="; ".join(found))

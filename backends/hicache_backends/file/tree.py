@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hicache_backends.file.names import is_namespace, random_birth
+from hicache_backends.posix.paths import make_last
 
 if TYPE_CHECKING:
     from hicache_backends.file.names import BundleName, TemporaryName
@@ -36,6 +37,7 @@ class Tree:
     """Paths below a store's directory."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self.root = str(Path(path) / FORMAT)
         self.stamp = f"{self.root}/stamp"
         self.writers = f"{self.root}/writers"
@@ -45,6 +47,7 @@ class Tree:
     def create(self) -> None:
         """Make the directories that are missing; anyone may come first."""
         fresh = not os.path.exists(self.writers)
+        make_last(self._path)
         for path in (self.writers, self.temporaries, self.stamp):
             os.makedirs(path, exist_ok=True)
         if fresh:
@@ -81,7 +84,9 @@ class Tree:
         path = f"{self.root}/{namespace.name}/namespace.json"
         if os.path.exists(path):
             return
-        with open(self.temporary(draft), "wb") as file:
+        # Whoever can write here must not be able to point it elsewhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.temporary(draft), flags, 0o666), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2) + b"\n")
         os.rename(self.temporary(draft), path)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from hicache_backends.hf3fs.client.addresses import addresses
+from hicache_backends.posix.paths import check_path
 from hicache_storage.spec import DriverConfig, parse_bytes
 
 TOKEN_VARIABLE: Final = "HICACHE_METADATA_TOKEN"
@@ -114,6 +115,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     ] = ""
 
     def __post_init__(self) -> None:
+        check_path(self.path)
         for name in ("file_size", "usrbio_buffer"):
             try:
                 size = parse_bytes(getattr(self, name))

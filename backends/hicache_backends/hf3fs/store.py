@@ -11,6 +11,7 @@ from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.mounts import mount_of
+from hicache_backends.posix.paths import make_last
 from hicache_storage.objects import Call
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
@@ -87,7 +88,7 @@ class Store:
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"path {self.path!r} is a file; name a directory")
         try:
-            os.makedirs(self.path, exist_ok=True)
+            make_last(self.path)
             self._id = store_id(self.path)
         except OSError as error:
             raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error

@@ -20,6 +20,10 @@ IDLE_SECONDS = 10.0
 """An open file keeps the room of an evicted bundle; what has not been used for so long is closed by the next call."""
 
 
+RECOVERY_SECONDS = 10.0
+"""After the process had no descriptor left, twice as many files may be kept open after so long each time."""
+
+
 class Handle:
     """An open file; closed when the last reference to it goes, so never under a thread that still uses it."""
 
@@ -44,7 +48,8 @@ class Descriptors:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._most = self._limit = limit
+        self._recovers_at = 0.0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
 
@@ -89,8 +94,9 @@ class Descriptors:
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-            # Fewer from now on: others in this process need some too.
+            # Fewer for a while: others in this process need some too.
             self._limit = min(self._limit, len(self._open) // 2)
+            self._recovers_at = time.monotonic() + RECOVERY_SECONDS
             self.close()
             return step()
 
@@ -102,8 +108,12 @@ class Descriptors:
 
     def expire(self) -> None:
         """Close what has not been used for a while."""
-        before = time.monotonic() - IDLE_SECONDS
+        now = time.monotonic()
+        before = now - IDLE_SECONDS
         with self._lock:
+            if self._limit < self._most and now >= self._recovers_at:
+                self._limit = min(self._most, 2 * self._limit + 1)
+                self._recovers_at = now + RECOVERY_SECONDS
             while self._open and next(iter(self._open.values())).used < before:
                 self._open.popitem(last=False)
 

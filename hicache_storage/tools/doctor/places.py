@@ -39,6 +39,9 @@ def check_directories(patient: Patient) -> Iterator[Finding]:
         place = nearest_directory(path)
         if not path.is_dir() and path.exists():
             yield fail(check, f"{path} is no directory", f"choose another {option}")
+        elif not path.parent.is_dir():
+            # Drivers do not make it either: what is not mounted must not look healthy.
+            yield fail(check, f"{path.parent} does not exist", "mount the file system that belongs there, or make the directory")
         elif not os.access(place, os.W_OK | os.X_OK):
             yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
         else:

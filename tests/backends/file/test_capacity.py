@@ -205,7 +205,7 @@ def test_a_batch_larger_than_the_capacity_stores_its_head(rig, tmp_path):
 
 
 def test_a_capacity_below_one_page_stores_nothing_and_says_so(rig):
-    a = rig(capacity=100)
+    a = rig(capacity=4096)
     assert a.put(chain("a", 3)) == [False] * 3
     assert a.hit(chain("a", 3)) == 0
     assert disk_bytes(a.path) == 0

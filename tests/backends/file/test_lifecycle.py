@@ -149,6 +149,9 @@ def test_checksums_can_be_turned_off_and_that_shows(rig):
     ({}, "path"),
     ({"path": ""}, "path"),
     ({"path": "x", "capacity": "much"}, "'much' is not a size"),
+    ({"path": "x", "capacity": "500"}, "a unit is missing"),
+    ({"path": "x", "capacity": 500}, "a unit is missing"),
+    ({"path": "~/x"}, "only a shell expands"),
     ({"path": "x", "capacity": 0}, "capacity must not be 0"),
     ({"path": "x", "threads": 0}, "threads"),
     ({"path": "x", "open_files": -1}, "open_files"),
@@ -275,3 +278,46 @@ def test_tasks_run_side_by_side_and_errors_do_not_end_the_threads(caplog):
     done = list[int]()
     workers.run([lambda: done.append(1), lambda: done.append(2)])
     assert sorted(done) == [1, 2]
+
+
+def test_a_mount_point_is_not_made(rig, tmp_path):
+    a = rig(tmp_path / "not-mounted" / "store")
+    assert "mount what belongs there" in a.storage.health().detail
+    assert a.put(chain("a", 1)) == [False]
+    assert not (tmp_path / "not-mounted").exists()
+    (tmp_path / "not-mounted").mkdir()
+    assert a.storage.health().ok
+
+
+def test_pages_larger_than_the_capacity_are_told_of(rig, caplog):
+    a = rig(components=(10_000,), capacity=8192)
+    assert "none will be stored" in caplog.text
+    assert a.put(chain("a", 2)) == [False, False]
+    assert not a.storage.health().ok
+    assert "larger than the capacity" in a.storage.health().detail
+
+
+def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path):
+    from hicache_backends.posix import descriptors
+
+    made, tried = Descriptors(8), []
+
+    def step():
+        tried.append(1)
+        if len(tried) == 1:
+            raise OSError(24, "too many open files")
+
+    made.making_room(step)
+    monkeypatch.setattr(descriptors, "RECOVERY_SECONDS", 0.0)
+    made.expire()
+    (tmp_path / "file").touch()
+    handle = made.borrow(str(tmp_path / "file"))
+    assert not made._open
+    monkeypatch.setattr(made, "_recovers_at", 0.0)
+    for _ in range(4):
+        made.expire()
+    del handle
+    for number in range(9):
+        (tmp_path / f"{number}").touch()
+        made.borrow(str(tmp_path / f"{number}"))
+    assert len(made._open) == 8
