@@ -104,7 +104,7 @@ def test_a_process_that_shares_nothing_with_this_one_sees_it_too(rig, tmp_path):
 
 
 def test_the_directory_is_made_by_whoever_comes_first(tmp_path):
-    path = tmp_path / "deep" / "down" / "store"
+    path = tmp_path / "store"
 
     def play(connection: Connection) -> None:
         connection.recv()
