@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_backends.hf3fs.client.failures import MetadataError
-from hicache_backends.hf3fs.client.local import _State
+from hicache_backends.hf3fs.client.local import LocalDirectory, _State
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
@@ -325,6 +326,24 @@ def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
         os.waitpid(child, 0)
         os.close(readiness)
         os.close(ready)
+
+
+def test_a_child_forked_while_a_directory_is_opened_opens_one_of_its_own(tmp_path):
+    readiness, ready = os.pipe()
+    with LocalDirectory._states_lock:
+        child = os.fork()
+        if not child:
+            LocalDirectory(str(tmp_path), quarantine_seconds=0.0).close()
+            os.write(ready, b".")
+            os._exit(0)
+    os.close(ready)
+    try:
+        assert select.select([readiness], [], [], 10)[0], "the child hangs"
+        assert os.read(readiness, 1) == b"."
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(readiness)
 
 
 def test_a_clear_that_did_not_happen_says_so(rig, server):

@@ -137,7 +137,15 @@ class LocalDirectory(Directory):
                 del self._states[self._place]
                 state.close()
 
+    @classmethod
+    def begin_in_child(cls) -> None:
+        """A thread of the parent may have held the lock when this process was forked; it is not here to release it."""
+        cls._states_lock = threading.Lock()
+
     def _open(self) -> _State:
         if self._state is None:
             raise MetadataError("the local directory of slots is closed")
         return self._state
+
+
+os.register_at_fork(after_in_child=LocalDirectory.begin_in_child)
