@@ -79,9 +79,9 @@ def bench(
             raise ValueError("name a DRIVER to measure, or two results to --compare")
         cells = [Cell(size, count, lane_kind, batch) for size in _sizes(pages) for count in _counts(lanes)]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-            contenders = [_contender(driver, config, f"{directory}/1")]
+            contenders = [_contender(driver, config, tempfile.mkdtemp(dir=directory))]
             if against is not None:
-                contenders.append(_contender(against, against_config, f"{directory}/2"))
+                contenders.append(_contender(against, against_config, tempfile.mkdtemp(dir=directory)))
             sweep = Sweep(
                 contenders=_labelled(contenders),
                 cells=cells,

@@ -242,7 +242,8 @@ class ObjectStorage(HiCacheStorage):
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
-            found = self._lookup([(pool, keys) for pool in pools], call) if keys else [[] for _ in pools]
+            nothing = [list[bool]() for _ in pools]
+            found = self._lookup([(pool, keys) for pool in pools], call) if keys else nothing
             return self._hit(keys, pool_transfers, pools, found, started)
 
     def batch_exists_cached(

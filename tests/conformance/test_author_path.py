@@ -57,7 +57,7 @@ class Swapped(MemoryStorage):
         for batch in batches:
             if len(batch.reads) > 1:
                 one, two = batch.reads[:2]
-                one.buffers, two.buffers, one.envelope, two.envelope = two.buffers, one.buffers, two.envelope, one.envelope
+                one._buffers, two._buffers, one.envelope, two.envelope = two._buffers, one._buffers, two.envelope, one.envelope
         return super().read_objects(batches, call)
 
 

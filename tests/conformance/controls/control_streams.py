@@ -113,7 +113,7 @@ class FreesUnderALoad(Engine):
     """Keeps the host pages of write-backs, and forgets those of loads."""
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        hold, self.host_slots.hold = self.host_slots.hold, lambda indices, until: None  # type: ignore[method-assign]
+        hold, self.host_slots.hold = self.host_slots.hold, lambda indices, until, **_: None  # type: ignore[method-assign]
         try:
             return super().load(host_indices, device_indices)
         finally:
