@@ -18,7 +18,7 @@ from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
 SLOTS, LEASE, QUARANTINE = 6, 10.0, 5.0
-LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=QUARANTINE, most_lease_seconds=20.0)
+LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=QUARANTINE, lease_seconds=LEASE, most_lease_seconds=20.0)
 GEOMETRY = p.ScopeGeometry(scope="0:kv", slots=SLOTS)
 
 
@@ -26,14 +26,14 @@ class OneServer:
     """A server alone; started again, it loses what its store does not keep."""
 
     def __init__(self, address):
-        self.address, self.now, self.store = address, NOW, None
+        self.address, self.now, self.store, self.limits = address, NOW, None, LIMITS
         self.start()
 
     def start(self):
         if self.store is not None:
             self.store.close()
         self.store = open_store(self.address)
-        self.service = MetadataService(LIMITS, durability=self.store.durability)
+        self.service = MetadataService(self.limits, durability=self.store.durability)
         self.service.restore(self.store.recover(self.now), self.store.rows, self.now)
 
     async def ask(self, name, request):
@@ -252,3 +252,91 @@ def test_the_column_is_as_long_as_that_of_the_scopes(server):
         assert (caught.value.status, caught.value.problem.field) == (422, "earlier_lease_seconds")
 
     scenario(server, steps)
+
+
+def test_a_scope_that_gives_no_slot_yet_cannot_be_dropped_and_made_anew_open(server):
+    async def steps(one):
+        await initialize(one, LEASE)
+        with pytest.raises(RefusedError, match=f"{SLOTS} slots"):
+            await one.ask("drop", p.Drop(scopes=["0:kv"]))
+        assert (await initialize(one)).created == [False]
+        assert not free(await reserve(one, "a"))
+        one.now += LEASE + QUARANTINE + 0.5
+        await one.ask("drop", p.Drop(scopes=["0:kv"]))
+        assert (await initialize(one)).created == [True]
+        assert free(await reserve(one, "a"))
+
+    scenario(server, steps)
+
+
+def test_a_scope_that_is_dropped_and_made_anew_goes_on_with_the_numbers(server):
+    async def steps(one):
+        one.now += 100
+        await initialize(one)
+        before = await reserve(one, "a")
+        await one.ask("abort", p.Abort(scopes=[p.LeaseScope(scope="0:kv", leases=before.leases)]))
+        one.now += QUARANTINE + 0.5
+        await one.ask("drop", p.Drop(scopes=["0:kv"]))
+        # A replica whose clock is behind has taken over.
+        one.now = NOW
+        await initialize(one)
+        after = await reserve(one, "a")
+        assert after.slots == before.slots
+        assert after.leases[0] > before.leases[0]
+        assert after.generations[0] > before.generations[0]
+        assert await commit(one, before.leases) == [p.Settled.STALE]
+
+    scenario(server, steps)
+
+
+def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
+    one = OneServer(f"sqlite:///{tmp_path}/m.db")
+
+    async def steps():
+        await initialize(one)
+        mine = await reserve(one, "a", "b", seconds=20.0)
+        gone = await reserve(one, "c", seconds=20.0)
+        await one.ask("clear", p.Clear(scopes=["0:kv"]))
+        held = await reserve(one, "d", seconds=20.0)
+        one.limits = msgspec.structs.replace(LIMITS, lease_seconds=2.0, most_lease_seconds=2.0, quarantine_seconds=1.0)
+        for after in (0, 1, 1, 10):
+            one.now += after
+            one.start()
+        assert await commit(one, held.leases) == [p.Settled.DONE]
+        one.now = NOW + 19
+        given = free(await reserve(one, *"uvwxyz"))
+        assert given
+        assert not given & (free(mine) | free(gone))
+        await one.close()
+
+    run(steps())
+
+
+def test_a_redis_that_has_lost_a_scope_waits_for_the_longest_lease(redis):
+    async def steps(one):
+        await initialize(one)
+        await reserve(one, "a", seconds=20.0)
+        client = redis.client()
+        client.delete(*client.keys("hm:{0:kv}*"))
+        assert not free(await reserve(one, "b"))
+        one.now += 20.0 + QUARANTINE - 0.5
+        assert not free(await reserve(one, "b"))
+        one.now += 1.0
+        assert free(await reserve(one, "b"))
+
+    scenario(lambda: OneOfSeveral(redis), steps)
+
+
+def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
+    async def steps(one):
+        await initialize(one)
+        mine = await reserve(one, "a")
+        # Another server that drops it too, and was killed.
+        redis.client().hdel("hm:{scopes}", "0:kv")
+        assert await one.service.catalog.remove("0:kv") == 1
+        await one.service.catalog.refresh()
+        assert one.service.catalog.known["0:kv"].geometry == GEOMETRY
+        assert (await initialize(one)).created == [False]
+        assert await commit(one, mine.leases) == [p.Settled.DONE]
+
+    scenario(lambda: OneOfSeveral(redis), steps)

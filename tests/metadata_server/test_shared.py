@@ -273,7 +273,8 @@ def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
             await service.link.command("UNLINK", NAMES["meta"])
             # Nobody can tell that from a Redis that has lost the scope, and leases with it.
             assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
-            service.catalog.clock_offset += 36 * MICROSECONDS
+            limits = service.limits
+            service.catalog.clock_offset += round((limits.most_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS)
             assert (await leased(service, ["a"])).states == [p.Reserved.LEASED]
 
     run(ask())

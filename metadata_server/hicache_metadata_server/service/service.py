@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.state.restoring import SlotRows
 
 MOST_SCOPES: Final = 4096
+LONGEST: Final = "longest"
+"""A counter's name in the store."""
 _ZEROS: Final = (0, 0, 0)
 
 
@@ -88,7 +91,9 @@ class MetadataService:
         """Of a scope."""
         self._started: float | None = None
         """Since when it knows of every lease that is given."""
-        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0}
+        self._longest = math.ceil(limits.most_lease_seconds + limits.quarantine_seconds)
+        """Seconds that a slot may be held and rest, by the longest limits that this store has seen: leases outlive a restart."""
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0, LONGEST: 0}
         """As they are written down, or would be found by a restart without them."""
 
     # Scopes.
@@ -156,7 +161,7 @@ class MetadataService:
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for i, scope in enumerate(scopes):
             scope.settle(now)
-            if used := len(scope.recency) + len(scope.leases) + scope.resting:
+            if used := len(scope.recency) + len(scope.leases) + scope.quarantined:
                 raise in_use(scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]")
         for name in dict.fromkeys(request.scopes):
             scope, number = self.scopes.pop(name), self._numbers.pop(name)
@@ -369,6 +374,8 @@ class MetadataService:
         self._made, self._changed = {}, {}
         changes.dropped, self._dropped = self._dropped, []
         ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
+        if changes:
+            ceilings[LONGEST] = self._longest
         for name, ceiling in ceilings.items():
             if ceiling != self._ceilings[name]:
                 changes.counters[name] = self._ceilings[name] = ceiling
@@ -413,13 +420,20 @@ class MetadataService:
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
         self._last_number = max([recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)])
-        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
+        kept = recovered.counters.get(LONGEST, 0)
+        self._longest = max(self._longest, kept)
+        self._ceilings = {
+            "lease": self._leases.ceiling,
+            "pin": self._pin_numbers.ceiling,
+            "scope": self._last_number,
+            LONGEST: kept,
+        }
         for record in recovered.scopes:
             name = record.geometry.scope
             scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
             if not record.epoch and record.cleared_until > now:
-                scope.close_until(min(record.cleared_until, now + self.limits.most_lease_seconds))
+                scope.close_until(min(record.cleared_until, now + self._longest))
             self.tenants.of_scope[name] = record.tenant
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
@@ -428,7 +442,7 @@ class MetadataService:
                 if number in self._by_number:
                     self._by_number[number].pin(pin.pin, slots, pin.until)
         for number, scope in self._by_number.items():
-            problems = restore(scope, rows(number), now, self.limits.most_lease_seconds)
+            problems = restore(scope, rows(number), now, self._longest)
             self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
         self.answers.restore(recovered.answers)
 
@@ -468,7 +482,9 @@ class MetadataService:
         return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
 
     def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
-        return all(may_use(caller, self.tenants.of_scope[self._by_number[number].geometry.scope]) for number in pin.slots)
+        # A number whose scope was dropped says nothing of who has one of that name now.
+        there = [self._by_number[number] for number in pin.slots if number in self._by_number and number not in self._gone]
+        return all(may_use(caller, self.tenants.of_scope[scope.geometry.scope]) for scope in there)
 
     def _known(self, name: str, field: str) -> Scope:
         scope = self.scopes.get(name)

@@ -67,7 +67,6 @@ class Scopes:
         self.clock_offset = 0
         """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
         self._quarantine = round(limits.quarantine_seconds * MICROSECONDS)
-        self._lease = limits.lease_seconds
         self._most_lease = limits.most_lease_seconds
         self._once_milliseconds = max(1, round(limits.idempotency_seconds * 1000))
 
@@ -180,24 +179,28 @@ class Scopes:
             raise key_reused()
         return replies
 
-    async def used(self, name: str, *, remove: bool = False) -> int:
+    async def used(self, name: str) -> int:
         """How many slots of a scope are not free; one that has none can be removed."""
-        (reply,) = await self.link.run([self._call(Task("drop", name, "", [remove]), NOT_ONCE)])
-        used: int = 0 if reply[0] == UNKNOWN else value_of(reply)
+        used, _ = await self._drop(name, remove=False)
         return used
 
     async def remove(self, name: str) -> int:
         """Remove a scope, unless slots of it are in use; how many are."""
-        record = await self.link.command("HGET", SCOPES, name)
         # Off the list first: another server makes anew what is on it.
         await self.link.command("HDEL", SCOPES, name)
-        used = await self.used(name, remove=True)
-        if used and record:
-            await self.link.command("HSET", SCOPES, name, record)
-        elif not used:
+        used, record = await self._drop(name, remove=True)
+        if used:
+            # As the scope itself has it: what the list had may be of one that was dropped meanwhile, or be missing.
+            await self.link.command("HSET", SCOPES, name, packed(record))
+        else:
             self.known.pop(name, None)
             self._tenants.of_scope.pop(name, None)
         return used
+
+    async def _drop(self, name: str, *, remove: bool) -> tuple[int, list[str]]:
+        (reply,) = await self.link.run([self._call(Task("drop", name, "", [remove]), NOT_ONCE)])
+        used, record = (0, []) if reply[0] == UNKNOWN else value_of(reply)
+        return used, record
 
     async def claim(self, once: Once) -> bool:
         """Hold an idempotency key for a request, where the keys of its scopes may lie on other nodes; whether it was nobody's.
@@ -222,8 +225,8 @@ class Scopes:
             self.known.pop(name, None)
         found = await self.find([task.scope for task in tasks], [task.field for task in tasks])
         for one in found:
-            # Or Redis has lost what was in them, leases as well.
-            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._lease})
+            # Or Redis has lost what was in them, leases as well: nobody knows how long the longest was.
+            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._most_lease})
         replies = await self.link.run([self._call(task, once) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
             if reply[0] == UNKNOWN:
