@@ -67,7 +67,7 @@ export class SlotView {
       ["Slot", this.#slotLinks(slot, scope)],
       slot.key && ["Key", this.key ? make("span", { class: "name" }, slot.key) : make("a", { class: "name", href: keyLink(this.scope, slot.key) }, slot.key)],
       slot.prefix && ["Key before it", make("a", { class: "name", href: keyLink(this.scope, slot.prefix) }, slot.prefix)],
-      ["Generation", slot.generation ? count(slot.generation) : "0: it was never leased"],
+      ["Generation", slot.generation ? String(slot.generation) : "0: it was never leased"],
       live && ["Length", slot.length ? `${count(slot.length)} bytes (${bytes(slot.length)}${size ? `, ${figure((100 * slot.length) / size)}% of the slot` : ""})` : "not known: a client of the compatible part wrote it"],
       live && ["Checksum", make("code", {}, hexadecimal(slot.checksum)), make("span", { class: "quiet" }, ` ${slot.checksum}`)],
       slot.state === "leased" && ["Owner", slot.owner ? make("code", {}, slot.owner) : "did not name itself"],
