@@ -47,7 +47,7 @@ Without = Annotated[
 MostLease = Annotated[
     float,
     typer.Option(
-        help="How long a lease may last in a store that no server has open: so long its slot rests.",
+        help="How long a lease may last in a store that no server has open: so long its slot stays in quarantine.",
         envvar="HICACHE_METADATA_MOST_LEASE_SECONDS",
         min=0.001,
     ),

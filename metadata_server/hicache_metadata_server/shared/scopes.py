@@ -199,8 +199,8 @@ class Scopes:
 
     async def _drop(self, name: str, *, remove: bool) -> tuple[int, list[str]]:
         (reply,) = await self.link.run([self._call(Task("drop", name, "", [remove]), NOT_ONCE)])
-        used, record = (0, []) if reply[0] == UNKNOWN else value_of(reply)
-        return used, record
+        found: tuple[int, list[str]] = (0, []) if reply[0] == UNKNOWN else tuple(value_of(reply))
+        return found
 
     async def claim(self, once: Once) -> bool:
         """Hold an idempotency key for a request, where the keys of its scopes may lie on other nodes; whether it was nobody's.

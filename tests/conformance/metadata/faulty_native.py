@@ -270,6 +270,41 @@ class DrainsNothing(Reference):
         return answer
 
 
+@plant("MD-OPS-6")
+class DropsWhatIsQuarantined(Reference):
+    def used(self, scope):
+        return len(scope.live) + len(scope.leases)
+
+
+@plant("MD-OPS-6")
+class DropsSomeOfSeveral(Reference):
+    def drop(self, request, now):
+        return p.Dropped(
+            slots=[super(DropsSomeOfSeveral, self).drop(p.Drop(scopes=[name]), now).slots[0] for name in request.scopes]
+        )
+
+
+@plant("MD-OPS-6")
+class KeepsThePagesOfDroppedScopes(Reference):
+    def drop(self, request, now):
+        dropped = {name: self.scope(name, now) for name in request.scopes}
+        answer = super().drop(request, now)
+        self.scopes |= dropped
+        return answer
+
+
+@plant("MD-OPS-6")
+class CountsAnewAfterADrop(Reference):
+    def reserve_in(self, scope, pairs, *rest):
+        self.next_lease = getattr(scope, "next_lease", 1)
+        states = super().reserve_in(scope, pairs, *rest)
+        scope.next_lease = self.next_lease
+        return states
+
+    def lease_at(self, now):
+        return self.next_lease
+
+
 @plant("MD-OPS-5")
 class MeasuresInJson(Handler):
     def metrics(self):

@@ -206,6 +206,17 @@ class Reference:
         scopes = [self.scope(name, now, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         return p.Cleared(pages=[scope.clear(now) for scope in scopes])
 
+    def drop(self, request: p.Drop, now: float) -> p.Dropped:
+        scopes = [self.scope(name, now, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        for i, scope in enumerate(scopes):
+            if used := self.used(scope):
+                raise Refused(409, "in_use", f"{used} slots are in use", f"scopes[{i}]")
+        self.scopes = {name: scope for name, scope in self.scopes.items() if name not in request.scopes}
+        return p.Dropped(slots=[len(scope.slots) for scope in scopes])
+
+    def used(self, scope: Scope) -> int:
+        return len(scope.slots) - len(scope.free)
+
     def list_scopes(self, now: float) -> p.Scopes:
         return p.Scopes(scopes=[
             p.ScopeStatus(

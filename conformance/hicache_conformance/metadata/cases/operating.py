@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.catalogue import covers
 from hicache_conformance.metadata.book import Need
 from hicache_conformance.metadata.wire import expect
 from hicache_conformance.violation import Violation
-from hicache_metadata_server.protocol import Checked, Commit, CommitScope, Drain, Draining, Fsck, Reserve, ReserveScope, SlotState
+from hicache_metadata_server.protocol import (
+    Checked,
+    Commit,
+    CommitScope,
+    Drain,
+    Draining,
+    Drop,
+    Dropped,
+    Fsck,
+    Lookup,
+    LookupScope,
+    Reserve,
+    ReserveScope,
+    SlotState,
+)
 
 if TYPE_CHECKING:
     from hicache_conformance.metadata.lab import ServerLab
+    from hicache_conformance.metadata.native import NativeScope
 
 SAMPLE: Final = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? [-+0-9.eEinfNa]+( \d+)?")
 
 
 class OperatingCases:
-    """`scopes`, `inspect`, `fsck`, `drain`, health and metrics."""
+    """`scopes`, `inspect`, `fsck`, `drain`, `drop`, health and metrics."""
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_scopes_are_listed(self, lab: ServerLab) -> None:
@@ -111,3 +127,62 @@ class OperatingCases:
             raise Violation(
                 "MD-OPS-5", f"/metrics is {reply.content_type} with {len(lines)} samples; not one of Prometheus': {wrong!r}"
             )
+
+    @covers("MD-OPS-6", needs=[Need.NATIVE])
+    def test_scopes_in_use_are_not_dropped(self, lab: ServerLab) -> None:
+        """A live, a leased and a quarantined slot each keep their scope, and with it those that are named beside it."""
+        empty, live, leased = (lab.native_scope(4) for _ in range(3))
+        live.store(lab.keys(1))
+        leases = leased.reserve(lab.keys(1), lease_seconds=20.0).leases
+        for state, scope in (("live", live), ("leased", leased)):
+            self._stays(lab, f"with a slot that is {state}", empty, scope)
+            self._stays(lab, f"with a slot that is {state}", scope)
+        quarantine, begin = lab.offer.limits.quarantine_seconds, time.monotonic()
+        leased.abort(leases)
+        reply = lab.native.send("/v2/drop", Drop(scopes=[leased.name]))
+        if time.monotonic() - begin < quarantine:
+            expect(reply, "MD-OPS-6", 409, because=f"a drop within the quarantine of {quarantine:g} s")
+
+    @covers("MD-OPS-6", needs=[Need.NATIVE])
+    def test_scopes_that_give_no_slot_yet_are_not_dropped(self, lab: ServerLab) -> None:
+        """Else whoever makes it anew would open it while leases of an earlier server last."""
+        scope = lab.native_scope(4, earlier_lease_seconds=20.0)
+        # A server that serves for long knows that they are over.
+        if scope.status().quarantined == scope.slots:
+            self._stays(lab, "with slots that are quarantined for leases of an earlier server", scope)
+
+    @covers("MD-OPS-6", needs=[Need.NATIVE])
+    def test_dropped_scopes_are_made_anew(self, lab: ServerLab) -> None:
+        """Two scopes that are empty go together; one of another size under the name has no page, and refuses the leases of the first."""
+        scope, other, keys = lab.native_scope(6), lab.native_scope(3), lab.keys(4)
+        limit = lab.rest_seconds
+        pages = scope.store(keys)
+        scope.clear()
+        dropped = list[list[int]]()
+
+        def is_gone() -> bool:
+            reply = lab.native.send("/v2/drop", Drop(scopes=[scope.name, other.name]))
+            if expect(reply, "MD-OPS-6", 200, 409, because="a drop of scopes that were cleared").status == 200:
+                dropped.append(lab.native.understood(reply, Dropped).slots)
+            return bool(dropped)
+
+        lab.eventually("MD-OPS-6", lambda: "scopes that were cleared are not dropped after their quarantine", is_gone, limit)
+        if dropped != [[6, 3]]:
+            raise Violation("MD-OPS-6", f"a drop of scopes of 6 and 3 slots answers {dropped[0]}")
+        lookup = Lookup(scopes=[LookupScope(scope=scope.name, keys=keys)])
+        expect(lab.native.send("/v2/lookup", lookup), "MD-OPS-6", 404, because="a lookup in a scope that was dropped")
+        scope.slots = 4
+        if not scope.initialize():
+            raise Violation("MD-OPS-6", "a scope that was dropped is not made anew")
+        if any(scope.live(keys)) or scope.status().free != 4:
+            raise Violation("MD-OPS-6", f"a scope that was dropped and made anew with 4 slots is listed as {scope.status()}")
+        again = scope.reserve(lab.keys(4), lease_seconds=20.0)
+        most = max(page.lease for page in pages)
+        if min(again.leases) <= 0 or set(again.leases) & {page.lease for page in pages} or any(scope.commit([most])):
+            raise Violation("MD-OPS-6", f"leases up to {most} were given before the scope was dropped, and then {again.leases}")
+
+    def _stays(self, lab: ServerLab, because: str, *scopes: NativeScope) -> None:
+        reply = lab.native.send("/v2/drop", Drop(scopes=[scope.name for scope in scopes]))
+        expect(reply, "MD-OPS-6", 409, because=f"a drop of a scope {because}")
+        lookup = Lookup(scopes=[LookupScope(scope=scope.name, keys=lab.keys(1)) for scope in scopes])
+        expect(lab.native.send("/v2/lookup", lookup), "MD-OPS-6", 200, because="a lookup after a drop that was refused")

@@ -1,5 +1,5 @@
 -- How many slots of a scope are not free, and what the scope is made of. A scope that has none is removed, if asked for.
-local LAST_SECONDS = 86400 -- by then every clock that was ahead of this one is caught up with
+local LAST_SECONDS = 86400 -- until then this clock has caught up with one that was ahead
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 local remove = unpack(cmsgpack.unpack(ARGV[3]), 1, 1)
 settle()

@@ -7,8 +7,8 @@ export const STATES = ["live", "leased", "quarantined", "free"];
 
 export const MEANING = {
   live: "The slot holds the page of its key.",
-  leased: "One client may write the slot until the lease ends. Without a commit by then, the slot rests and is free again.",
-  quarantined: "The slot rests: whoever was told about its last page may still be reading. Then it is free.",
+  leased: "One client may write the slot until the lease ends. Without a commit by then, the slot is quarantined, and then free again.",
+  quarantined: "The slot is given to nobody: whoever was told about its last page may still be reading. Then it is free.",
   free: "The slot may be given to any key.",
 };
 
