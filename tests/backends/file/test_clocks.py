@@ -95,8 +95,33 @@ def test_a_clock_that_is_set_meanwhile_is_noticed(node, monkeypatch):
 
 def test_small_differences_are_none():
     clock = Clock(lambda: 10**18)
-    clock.adjust(10**18 - clock_module.TOLERANCE_NS)
+    clock.adjust(lambda: 10**18 - clock_module.TOLERANCE_NS)
     assert clock.now_ns() == 10**18
-    clock.adjust(10**18 - 3 * clock_module.TOLERANCE_NS)
+    clock.adjust(lambda: 10**18 - 3 * clock_module.TOLERANCE_NS)
     assert clock.now_ns() == 10**18 - 3 * clock_module.TOLERANCE_NS
     assert clock.age_seconds(10**18 - 4 * clock_module.TOLERANCE_NS) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["asked late", "answered late"])
+@pytest.mark.parametrize("wrong_ns", [0, YEAR_NS, -YEAR_NS], ids=["right", "ahead", "behind"])
+def test_how_long_the_file_server_takes_to_answer_says_nothing_about_its_clock(after, wrong_ns):
+    """A disk that stalls for a minute does not put a clock wrong by a minute."""
+    now, minute_ns = [10**18], 60_000_000_000
+    clock = Clock(lambda: now[0] + wrong_ns)
+    clock.adjust(lambda: now[0])
+
+    def slow():
+        now[0] += 0 if after else minute_ns
+        moment = now[0]
+        now[0] += minute_ns if after else 0
+        return moment
+
+    clock.adjust(slow)
+    assert clock.now_ns() == now[0]
+
+
+def test_a_clock_that_is_set_is_noticed_without_a_capacity(rig, monkeypatch):
+    a = rig()
+    monkeypatch.setattr(a.store.clock, "_source", lambda: time.time_ns() + YEAR_NS)
+    a.store.collect_logs()
+    assert abs(a.store.clock.now_ns() - time.time_ns()) < 60_000_000_000
