@@ -194,7 +194,13 @@ class DeadlineLayer(AnsweringLayer):
         # Drawn here at the latest: the line about a call that is late has to tell which one.
         told = replace(info, caller=caller, request_id=call_request_id(info.request_id))
         job = _Job(lambda: ask(told))
-        if self._workers.run(job, seconds):
+        try:
+            in_time = self._workers.run(job, seconds)
+        except BaseException:
+            # Interrupted, as by Ctrl-C: the memory is the caller's again, as after the deadline.
+            caller.leave()
+            raise
+        if in_time:
             self._answers = True
             return job.result()
         # From here on nothing is written to the caller's memory, and nothing of it is published.
@@ -296,7 +302,12 @@ class _Workers:
             inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)
             # Within the lock: `close` joins whatever thread it finds here.
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The process may have no more threads: a fault like any other.
+                logger.debug("cannot start a thread: %s", error)
+                return None
             self._threads[inbox] = thread
         return inbox
 

@@ -56,7 +56,7 @@ class Capabilities:
     """Calls leave the machine, so that round trips count (rule EX-10)."""
     stuck_reads: StuckReads = StuckReads.WAITS
     may_hang: bool = True
-    """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 50 us a call).
+    """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 60 us a call).
 
     False for what needs no device: memory. A local disk may stall as well as a network.
     """

@@ -282,3 +282,39 @@ def test_the_default_stack(kit):
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         StorageOptions(**options)
+
+
+def test_who_is_interrupted_has_left(hanging, monkeypatch):
+    """GET-9, as after the deadline: after Ctrl-C the memory is the caller's again."""
+    layer, _storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    pool.fill(0, 1)
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    run = layer._workers.run
+
+    def interrupted(job, seconds):
+        run(job, SHORT_SECONDS)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._workers, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            layer.batch_get_v2([pool.transfer("kv", ["a"], [1])])
+    page = pool.fill(1, 7)
+    release.set()
+    layer.close()
+    assert pool.page(1) == page
+
+
+def test_without_a_thread_to_be_had_a_call_is_a_miss(hanging, monkeypatch):
+    """FT-1."""
+    layer, _storage, pool, _release = hanging("none")
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+        assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    assert layer.fault_count() == 2
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}

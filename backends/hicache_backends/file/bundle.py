@@ -27,6 +27,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from hicache_storage.objects import ENVELOPE_BYTES
@@ -51,8 +52,7 @@ class NotABundleError(ValueError):
     """The file's real length, where it is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(msgspec.Struct, frozen=True, gc=False):
     """What a bundle holds."""
 
     keys: list[str]

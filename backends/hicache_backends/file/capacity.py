@@ -154,6 +154,15 @@ class Capacity:
                         self._queue.put_back(bundle)
             return max(0, excess)
 
+    def forget_gone(self) -> None:
+        """Let go of the bundles that others have removed; a process that writes nothing never looks for a victim."""
+        # Who makes room holds the lock during I/O. The next time will do.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._queue.forget_gone()
+            finally:
+                self._lock.release()
+
     def _evict(self, victim: Bundle, excess: int) -> int | None:
         """Remove a bundle, or its last pages if these are enough.
 

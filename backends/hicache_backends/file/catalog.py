@@ -135,7 +135,8 @@ class Catalog:
         """Whether `catch_up` would do nothing."""
         now = time.monotonic()
         retries = (self._refused and now >= self._retry_at) or (self._doubted and now >= self._doubt_at)
-        return self.complete and not retries and self.shelf.is_current(notices)
+        # The shelf first: what it has taken in meanwhile, in another thread, is among the unread before it is current.
+        return self.shelf.is_current(notices) and self.complete and not retries
 
     @property
     def complete(self) -> bool:
@@ -301,8 +302,8 @@ class Catalog:
         with self.shelf.lock:
             for bundle, index in read:
                 if bundle.gone:
-                    continue
-                if index is None:
+                    pass  # Meanwhile; whoever has removed it has told us.
+                elif index is None:
                     gone.append(bundle)
                 elif isinstance(index, Index):
                     self._note_index(bundle, index)

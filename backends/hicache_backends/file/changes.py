@@ -9,6 +9,8 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.names import Added, BundleName, Claim, Removed, Unlisted, bundles_among
 from hicache_backends.file.owner import is_dead, this_process
@@ -179,7 +181,7 @@ class Changes:
             FileNotFoundError: someone else has won it.
             OSError: the claim failed.
         """
-        name = old.name._replace(claim=Claim(self._owner, new.name.id))
+        name = msgspec.structs.replace(old.name, claim=Claim(self._owner, new.name.id))
         path = self._tree.bundle(old.namespace, name)
         try:
             self._expect_unclaimed(old)

@@ -31,7 +31,17 @@ class Clock:
         """How long ago the file server's clock said something."""
         return (self.now_ns() - moment_ns) / 1e9
 
-    def adjust(self, moment_ns: int) -> None:
-        """Take in what the file server's clock says now."""
-        offset = moment_ns - self._source()
+    def adjust(self, ask: Callable[[], int]) -> None:
+        """Take in what the file server's clock says.
+
+        Args:
+            ask: what it says at some moment of this call, which may take long.
+
+        Raises:
+            OSError: of `ask`.
+        """
+        before = self._source()
+        moment = ask()
+        # How long the answer was on its way is not known: no more is put right than must be wrong.
+        offset = min(moment - before, max(self._offset_ns, moment - self._source()))
         self._offset_ns = offset if abs(offset) > TOLERANCE_NS else 0

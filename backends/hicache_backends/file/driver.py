@@ -246,7 +246,8 @@ class FileStorage(ObjectStorage):
             store.writer.open(draft)
         try:
             excess = store.capacity.make_room(call.expired)
-        except OSError:
+        except BaseException:
+            # Whatever it is: their room is taken, and their files are open.
             for draft in drafts:
                 store.writer.discard(draft)
             raise

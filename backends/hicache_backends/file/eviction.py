@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 STAT_SECONDS = 1.0
 """A file's mtime is not asked for again sooner."""
 
-_Entry = tuple[int, int, str, str, "Bundle"]
+MANY_GONE = 1024
+"""Fewer bundles that are gone are not worth going through all of them."""
+
+_Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
 class EvictionQueue:
@@ -39,6 +42,8 @@ class EvictionQueue:
         self._clock = clock
         self._heap: list[_Entry] = []
         self._fresh: deque[Bundle] = deque()
+        self._gone = 0
+        """How many have been removed since such were last looked for."""
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         """Called by shelves, from any thread."""
@@ -48,13 +53,23 @@ class EvictionQueue:
         self._fresh.extend(bundles)
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
-        """Called by shelves; a bundle that is gone is noticed when its turn comes."""
+        """Called by shelves, from any thread; a bundle that is gone is noticed when its turn comes."""
+        # Of several threads one may get lost, which delays what is done about it.
+        self._gone += len(bundles)
+
+    def forget_gone(self) -> None:
+        """Let go of bundles that are gone, where there are many: their turn may never come."""
+        self._take_fresh()
+        if self._gone > max(MANY_GONE, len(self._heap) // 2):
+            self._gone = 0
+            self._heap = [entry for entry in self._heap if not entry[-1].gone]
+            heapq.heapify(self._heap)
 
     def pop(self) -> Bundle | None:
         """Take out the next victim; None if there is none left."""
         self._take_fresh()
         while self._heap:
-            recency, _, _, _, bundle = self._heap[0]
+            recency, *_, bundle = self._heap[0]
             if bundle.gone:
                 heapq.heappop(self._heap)
                 continue
@@ -95,4 +110,5 @@ class EvictionQueue:
 
 def _entry(bundle: Bundle) -> _Entry:
     # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a tail rather than a head.
-    return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, bundle
+    # What comes back after it seemed to be gone is there twice: which of the two comes first does not matter.
+    return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, id(bundle), bundle

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,8 +76,11 @@ class Claim(NamedTuple):
     replacement: BundleId
 
 
-class BundleName(NamedTuple):
-    """A bundle's file name tells its length and age, so that a listing of names is enough to know what is used."""
+class BundleName(msgspec.Struct, frozen=True, gc=False):
+    """A bundle's file name tells its length and age, so that a listing of names is enough to know what is used.
+
+    There is one for each file of a store: the garbage collector need not go through them.
+    """
 
     writer: str
     sequence: int
@@ -95,7 +100,7 @@ class BundleName(NamedTuple):
     @property
     def plain(self) -> BundleName:
         """The name without a claim: a name that differs in anything else is another file's."""
-        return self if self.claim is None else self._replace(claim=None)
+        return self if self.claim is None else msgspec.structs.replace(self, claim=None)
 
     def __str__(self) -> str:
         plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
@@ -122,20 +127,21 @@ def parse_bundle(text: str) -> BundleName | None:
     return name if _is_sane(name) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+# Thousands of these may come with a lookup; the garbage collector need not know of them.
+
+
+class Added(msgspec.Struct, frozen=True, gc=False):
     """A bundle has been published."""
 
     bundle: BundleName
-    index: Index | None = field(default=None, compare=False, repr=False)
+    index: Index | None = None
     """For the event log; a marker's name has no room for it."""
 
     def __str__(self) -> str:
         return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True, gc=False):
     """A bundle is gone: evicted, cleared, or rewritten as another."""
 
     bundle: BundleId
@@ -144,19 +150,17 @@ class Removed:
         return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, gc=False):
     """Another writer's bundle is there, of which it has not told; it may have been killed before it could."""
 
     bundle: BundleName
 
     def __str__(self) -> str:
-        writer, sequence, size, created_us, checksum, _ = self.bundle
-        return f"f{writer}-{sequence:x}-{size:x}-{created_us:x}-{checksum:x}"
+        name = self.bundle
+        return f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Unlisted:
+class Unlisted(msgspec.Struct, frozen=True, gc=False):
     """More has changed than can be told: all who read this list the namespace."""
 
     def __str__(self) -> str:

@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from hicache_backends.file.attributes import list_directory
 from hicache_backends.file.names import Added, BundleId, BundleName, Event, Found, Removed, Unlisted, bundles_among
 from hicache_backends.file.tree import sync_directory
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_backends.file.board import Board, Notices
+    from hicache_backends.file.bundle import Index
     from hicache_backends.file.events import EventLogs
     from hicache_backends.file.names import Marker
     from hicache_backends.file.tree import Tree
@@ -39,31 +42,31 @@ def never() -> bool:
     return False
 
 
-class Bundle:
-    """A bundle as this process knows it."""
+class Bundle(msgspec.Struct, eq=False, gc=False):
+    """A bundle as this process knows it.
 
-    # There is one for each file of a store: what can be computed is not kept.
-    __slots__ = (
-        "checked", "directory", "envelopes", "gone", "id", "keys", "modified", "name", "namespace", "size", "touched", "useless",
-    )  # fmt: skip
+    There is one for each file of a store, so what can be computed is not kept, and the garbage collector, which would go
+    through all of them, leaves them alone: they refer to nothing that refers to them.
+    """
 
-    def __init__(self, namespace: str, name: BundleName, directory: str, id: BundleId | None = None) -> None:
-        self.namespace, self.name, self.directory = namespace, name, directory
-        self.id = name.id if id is None else id
-        self.size = name.size
-        """Bytes of the file: what its name says, until the file has been found to have another length."""
-        self.keys: list[str] = []
-        """The pages, once the index has been read."""
-        self.envelopes = b""
-        self.touched = 0
-        """When this process last used it, in nanoseconds since 1970."""
-        self.modified = name.created_us * 1_000
-        """The file's mtime when last asked for; what other processes say about its use."""
-        self.checked = 0.0
-        """When that was, on the monotonic clock."""
-        self.gone = False
-        self.useless = False
-        """It is no bundle, whatever its name says."""
+    namespace: str
+    name: BundleName
+    directory: str
+    id: BundleId
+    size: int
+    """Bytes of the file: what its name says, until the file has been found to have another length."""
+    modified: int
+    """The file's mtime when last asked for; what other processes say about its use."""
+    keys: list[str]
+    """The pages, once the index has been read."""
+    envelopes: bytes = b""
+    touched: int = 0
+    """When this process last used it, in nanoseconds since 1970."""
+    checked: float = 0.0
+    """When `modified` was asked for, on the monotonic clock."""
+    gone: bool = False
+    useless: bool = False
+    """It is no bundle, whatever its name says."""
 
     @property
     def path(self) -> str:
@@ -260,9 +263,10 @@ class Shelf:
         bundles = list(self._arriving.values())
         for listener in self._listeners:
             listener.bundles_added(bundles)
+        used = self.used + sum([bundle.size for bundle in bundles])
         self.bundles.update(self._arriving)
-        self._arriving = {}
-        self.used += sum([bundle.size for bundle in bundles])
+        # Together: nothing is interrupted between two assignments.
+        self.used, self._arriving = used, {}
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles whose files are gone."""
@@ -301,9 +305,10 @@ class Shelf:
         with contextlib.suppress(OSError):
             self._board.collect_retired(self.namespace, {id.writer for id in needed})
 
-    def bundle(self, name: BundleName) -> Bundle:
+    def bundle(self, name: BundleName, index: Index | None = None) -> Bundle:
         """A bundle of that name, not yet on the shelf."""
-        return Bundle(self.namespace, name, self._directory)
+        keys, envelopes = ([], b"") if index is None else (index.keys, index.envelopes)
+        return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
 
     def _events(self, markers: Mapping[str, Marker]) -> list[Event] | None:
         """What is new; None where that cannot be told, because a writer's log has a gap or its marker has disappeared."""
@@ -342,12 +347,9 @@ class Shelf:
                 return None
             if isinstance(event, Removed):
                 continue
-            bundle = Bundle(self.namespace, event.bundle, self._directory)
-            if bundle.id in self.bundles or bundle.id in removed:
-                continue
-            if isinstance(event, Added) and event.index is not None:
-                bundle.keys, bundle.envelopes = event.index.keys, event.index.envelopes
-            added.append(bundle)
+            bundle = self.bundle(event.bundle, event.index if isinstance(event, Added) else None)
+            if bundle.id not in self.bundles and bundle.id not in removed:
+                added.append(bundle)
         self.add(added)
         return list(removed)
 
@@ -439,5 +441,5 @@ class Shelf:
                 # Another file's, whose bytes are never read as the known bundle's: that one is gone.
                 self._remove([id])
         gone = [id for id in (*self.bundles, *self._expected) if id not in names]
-        self.add([Bundle(self.namespace, name, self._directory, id) for id, name in names.items() if id not in self.bundles])
+        self.add([self.bundle(name) for id, name in names.items() if id not in self.bundles])
         return gone

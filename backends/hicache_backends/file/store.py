@@ -56,7 +56,7 @@ COLLECT_SECONDS = 300.0
 """How often event logs of bundles that are gone are removed."""
 
 ADJUST_SECONDS = 60.0
-"""A clock that is set while the store is open is noticed after so long."""
+"""A clock that is set while a store with a capacity is open is noticed after so long; else after `COLLECT_SECONDS`."""
 
 CLOSE_SECONDS = 5.0
 
@@ -173,7 +173,8 @@ class Store:
             self.workers.start(self.flush_touches)
 
     def collect_logs(self) -> None:
-        """Remove event logs of bundles that are gone."""
+        """Remove event logs of bundles that are gone, and see whether the clock was set."""
+        self._adjust_clock()
         with contextlib.suppress(OSError):
             notices = self.board.read()
             for shelf in self.shelves.all():
@@ -183,6 +184,8 @@ class Store:
         """Tell other processes which bundles were used, by the files' mtimes."""
         if time.monotonic() >= self._adjust_at:
             self._adjust_clock()
+        if self.capacity is not None:
+            self.capacity.forget_gone()
         touched = [bundle for catalog in list(self._catalogs.values()) for bundle in catalog.take_touched()]
         # The most recent first: a victim is looked for at the other end.
         for bundle in sorted(touched, key=lambda bundle: bundle.touched, reverse=True)[:FLUSHED_BUNDLES]:
@@ -270,7 +273,7 @@ class Store:
         self._adjust_at = time.monotonic() + ADJUST_SECONDS
         # Where nothing can be written, nothing is evicted either.
         with contextlib.suppress(OSError):
-            self.clock.adjust(self.drafts.ask_time())
+            self.clock.adjust(self.drafts.ask_time)
 
     def _tidy(self) -> None:
         try:

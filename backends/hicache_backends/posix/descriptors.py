@@ -52,6 +52,8 @@ class Descriptors:
         self._recovers_at = 0.0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
+        self._flags = set[int]()
+        """All that files were ever opened with."""
 
     def borrow(self, path: str, flags: int = 0) -> Handle:
         """The file of that path, open for reading as long as the handle is referenced.
@@ -71,6 +73,7 @@ class Descriptors:
         handle.used = now
         with self._lock:
             self._open[key] = handle
+            self._flags.add(flags)
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)
         return handle
@@ -103,8 +106,8 @@ class Descriptors:
     def forget(self, path: str) -> None:
         """Close a file that is about to go, or gone."""
         with self._lock:
-            for key in [key for key in self._open if key[0] == path]:
-                del self._open[key]
+            for flags in self._flags:
+                self._open.pop((path, flags), None)
 
     def expire(self) -> None:
         """Close what has not been used for a while."""

@@ -19,7 +19,8 @@ class Workers:
     """A bounded number of threads, started when first needed. Safe for many callers.
 
     Args:
-        count: most threads; the caller of `run` is one more pair of hands and is not counted.
+        count: most threads; the caller of `run` is one more pair of hands and is not counted. With 0 of them, `run` is left
+            to its caller, and what is only started has one thread: a caller must not wait for it.
         name: of the threads.
     """
 
@@ -52,10 +53,15 @@ class Workers:
         """Run a task some time, and do not wait for it."""
         with self._lock:
             closed = self._closed
-            if not closed and len(self._threads) < self._count:
+            if not closed and len(self._threads) < max(1, self._count):
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    # The process may have no more. Those that are there do it, or one that a later task can start.
+                    logger.debug("cannot start a thread: %s", error)
+                else:
+                    self._threads.append(thread)
         if closed:
             task()
         else:

@@ -401,3 +401,43 @@ def test_a_file_counts_by_its_length_and_not_by_its_name(room, rig):
     assert b.put(chain("more", 8)) == [True] * 8
     assert b.hit(keys) == a.hit(keys) == 8
     assert b.holds(keys)
+
+
+def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
+    """It seemed to be gone, as one does that is claimed while its index is read; the old entry goes only in its turn."""
+    a, b = room(3), room(3)
+    a.put(chain("a", 8))
+    assert b.hit(["other"]) == 0
+    shelf = b.store.shelves.get(b.namespace)
+    shelf.remove(list(shelf.bundles.values()))
+    shelf.distrust()
+    assert b.hit(["other"]) == 0
+    assert [b.put(chain(name, 8)) for name in "bcd"] == [[True] * 8] * 3
+    assert [b.hit(chain(name, 8)) for name in "abcd"] == [0, 8, 8, 8]
+
+
+def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
+    monkeypatch.setattr(eviction, "MANY_GONE", 4)
+    a, b = room(3), room(3)
+    for number in range(12):
+        key = chain(str(number), 8)
+        a.put(key)
+        assert b.hit(key) == 8
+        b.store.flush_touches()
+    queue = b.store.capacity._queue
+    assert len(b.store.shelves.get(b.namespace).bundles) == 3
+    assert len(queue._heap) + len(queue._fresh) <= 3 + 5
+
+
+def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room, monkeypatch):
+    a = room(3)
+    a.put(chain("a", 8))
+
+    def fail(expired):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store.capacity, "make_room", fail)
+        with pytest.raises(KeyboardInterrupt):
+            a.put(chain("b", 8))
+    assert os.listdir(a.store.tree.temporaries) == []

@@ -14,6 +14,9 @@ from tests.backends.file.harness import chain
 
 YEAR_NS = 365 * 24 * 3600 * 1_000_000_000
 
+TICK_SECONDS = 0.02
+"""A file system's clock goes in steps of up to 10 ms: what is less apart may come in any order by a clock that follows it."""
+
 
 def skewed(offset_ns):
     return lambda: Clock(lambda: time.time_ns() + offset_ns)
@@ -42,6 +45,7 @@ def test_what_a_node_with_a_wrong_clock_wrote_goes_in_its_turn(node, offset_ns):
     for name in "cdef":
         assert right.put(chain(name, 8)) == [True] * 8
     assert [right.hit(chain(name, 8)) for name in "abcdef"] == [0, 0, 8, 8, 8, 8]
+    time.sleep(TICK_SECONDS)
     for name in "gh":
         assert wrong.put(chain(name, 8)) == [True] * 8
     assert [wrong.hit(chain(name, 8)) for name in "cdefgh"] == [0, 0, 8, 8, 8, 8]
@@ -52,8 +56,7 @@ def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
     wrong, right = node(offset_ns), node()
     for name in "abcd":
         right.put(chain(name, 8))
-    # The file server's time is known as exactly as asking for it took long.
-    time.sleep(0.2)
+    time.sleep(TICK_SECONDS)
     assert wrong.hit(chain("a", 8)) == 8
     wrong.store.flush_touches()
     right.store.capacity._queue._fresh.extend(right.store.shelves.get(right.namespace).bundles.values())
@@ -97,8 +100,33 @@ def test_a_clock_that_is_set_meanwhile_is_noticed(node, monkeypatch):
 
 def test_small_differences_are_none():
     clock = Clock(lambda: 10**18)
-    clock.adjust(10**18 - clock_module.TOLERANCE_NS)
+    clock.adjust(lambda: 10**18 - clock_module.TOLERANCE_NS)
     assert clock.now_ns() == 10**18
-    clock.adjust(10**18 - 3 * clock_module.TOLERANCE_NS)
+    clock.adjust(lambda: 10**18 - 3 * clock_module.TOLERANCE_NS)
     assert clock.now_ns() == 10**18 - 3 * clock_module.TOLERANCE_NS
     assert clock.age_seconds(10**18 - 4 * clock_module.TOLERANCE_NS) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["asked late", "answered late"])
+@pytest.mark.parametrize("wrong_ns", [0, YEAR_NS, -YEAR_NS], ids=["right", "ahead", "behind"])
+def test_how_long_the_file_server_takes_to_answer_says_nothing_about_its_clock(after, wrong_ns):
+    """A disk that stalls for a minute does not put a clock wrong by a minute."""
+    now, minute_ns = [10**18], 60_000_000_000
+    clock = Clock(lambda: now[0] + wrong_ns)
+    clock.adjust(lambda: now[0])
+
+    def slow():
+        now[0] += 0 if after else minute_ns
+        moment = now[0]
+        now[0] += minute_ns if after else 0
+        return moment
+
+    clock.adjust(slow)
+    assert clock.now_ns() == now[0]
+
+
+def test_a_clock_that_is_set_is_noticed_without_a_capacity(rig, monkeypatch):
+    a = rig()
+    monkeypatch.setattr(a.store.clock, "_source", lambda: time.time_ns() + YEAR_NS)
+    a.store.collect_logs()
+    assert abs(a.store.clock.now_ns() - time.time_ns()) < 60_000_000_000

@@ -321,3 +321,44 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
         (tmp_path / f"{number}").touch()
         made.borrow(str(tmp_path / f"{number}"))
     assert len(made._open) == 8
+
+
+def test_what_is_only_started_has_a_thread_also_where_callers_have_none():
+    """`threads: 1`, or one core."""
+    workers, done = Workers(0), threading.Event()
+    workers.start(done.set)
+    assert done.wait(60)
+    names = list[str]()
+    workers.run([lambda: names.append(threading.current_thread().name)] * 2)
+    assert names == [threading.current_thread().name] * 2
+    workers.close(60)
+
+
+def test_without_a_thread_to_be_had_the_caller_does_it_all(monkeypatch):
+    workers, done, later = Workers(2), list[int](), threading.Event()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        workers.run([lambda: done.append(1)] * 4)
+        workers.start(later.set)
+    assert done == [1] * 4
+    workers.start(lambda: None)
+    assert later.wait(60)
+    workers.close(60)
+
+
+def test_a_file_that_goes_is_closed_however_it_was_opened(tmp_path):
+    path, other = tmp_path / "file", tmp_path / "other"
+    path.touch()
+    other.touch()
+    descriptors = Descriptors(4)
+    numbers = [descriptors.borrow(str(path), flags).descriptor for flags in (0, os.O_NOATIME)]
+    kept = descriptors.borrow(str(other)).descriptor
+    descriptors.forget(str(path))
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+    assert os.fstat(kept).st_ino == other.stat().st_ino

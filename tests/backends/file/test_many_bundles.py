@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import threading
@@ -273,3 +274,58 @@ def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, p
     a.storage.clear()
     assert b.hit(keys) == 0
     assert shelf.used == 0
+
+
+def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
+    """Between two looks of a lookup without I/O another thread takes in bundles, and its deadline passes."""
+    keys = fill(rig(), logged=False)
+    b = rig()
+    b.storage.open()
+    assert look_up(b, ["other"], Call()) == [False]
+    catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+    more = chain("more", 4)
+    assert rig().put(more) == [True] * 4
+    notices, looked = b.store.board.read(), catalog.shelf.is_current
+
+    def meanwhile(notices):
+        catalog.shelf.is_current = looked
+        catalog.catch_up(notices, lambda: True)
+        return looked(notices)
+
+    catalog.shelf.is_current = meanwhile
+    assert not catalog.is_current(notices)
+    assert not catalog.complete
+    assert look_up(b, [*keys, *more], Call()) == [True] * (BUNDLES + 4)
+
+
+def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
+    from hicache_backends.file import shelf as shelf_module
+
+    fill(rig(), logged=True)
+    b = rig()
+    b.storage.open()
+
+    def interrupted(numbers):
+        if isinstance(numbers, list):
+            monkeypatch.delattr(shelf_module, "sum")
+            raise KeyboardInterrupt
+        return sum(numbers)
+
+    monkeypatch.setattr(shelf_module, "sum", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        look_up(b, ["other"], Call())
+    assert look_up(b, ["other"], Call()) == [False]
+    shelf = b.store.shelves.get(b.namespace)
+    assert len(shelf.bundles) == BUNDLES
+    assert shelf.used == sum(bundle.size for bundle in shelf.bundles.values())
+
+
+def test_bundles_are_nothing_to_the_garbage_collector(rig):
+    """A collection would go through all of a store."""
+    fill(rig(), logged=True)
+    b = rig()
+    b.storage.open()
+    assert look_up(b, ["other"], Call()) == [False]
+    for bundle in b.store.shelves.get(b.namespace).bundles.values():
+        assert not gc.is_tracked(bundle)
+        assert not gc.is_tracked(bundle.name)

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.names import BundleId, Claim, Found, Owner, parse_bundle
@@ -297,7 +298,7 @@ def claimed_elsewhere(path: Path) -> Path:
     """Let a process of another machine claim a bundle, and say no more."""
     name = parse_bundle(path.name)
     assert name is not None
-    claimed = path.with_name(str(name._replace(claim=Claim(Owner("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
+    claimed = path.with_name(str(structs.replace(name, claim=Claim(Owner("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
     path.rename(claimed)
     return claimed
 

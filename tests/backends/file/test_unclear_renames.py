@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from hicache_backends.file import changes as changes_module
 from hicache_backends.file.names import parse_bundle
@@ -192,7 +193,7 @@ def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
     (mine,) = a.bundles()
     a.put(others)
     (second,) = set(a.bundles()) - {mine}
-    name = parse_bundle(second.name)._replace(sequence=parse_bundle(mine.name).sequence)
+    name = structs.replace(parse_bundle(second.name), sequence=parse_bundle(mine.name).sequence)
     second.rename(second.with_name(str(name)))
     for side in (a, knows):
         side.store.descriptors.close()
