@@ -77,7 +77,8 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         Seconds, Meta(description="How long a slot stays with a writer that has died. Slow writes renew their leases.")
     ] = 10.0
     wait_seconds: Annotated[
-        float, Meta(ge=0, description="How long a set waits for pages that others are writing, or for slots that are quarantined.")
+        float,
+        Meta(ge=0, description="How long a set waits for pages that others are writing, or for slots that are quarantined."),
     ] = 1.0
     pin_seconds: Annotated[
         float,
