@@ -26,7 +26,7 @@ import contextlib
 import os
 import re
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import xxhash
@@ -66,21 +66,25 @@ HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _ADDED, _REMOVED, _FOUND, _UNLISTED = range(4)
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Entry(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """One event. Its number follows from its place, and so does the writer of an added bundle."""
 
     kind: int
     writer: str = ""
-    sequence: int = 0
-    size: int = 0
-    created_us: int = 0
-    checksum: int = 0
+    sequence: _Number = 0
+    size: _Number = 0
+    created_us: _Number = 0
+    checksum: _Number = 0
     keys: str = ""
     envelopes: bytes = b""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_Entry]).decode
+_WRITER = re.compile(WRITER_PATTERN)
 _SEGMENT = re.compile(f"({WRITER_PATTERN})-(0|[1-9a-f][0-9a-f]*)\\.events")
 
 
@@ -266,7 +270,8 @@ def _event(writer: str, number: int, entry: _Entry) -> Event:
     if kind == _ADDED:
         name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
         return Added(name, _index(entry) if entry.keys else None)
-    if kind == _FOUND:
+    # What it names becomes a path.
+    if kind == _FOUND and _WRITER.fullmatch(entry.writer):
         return Found(BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum))
     return Unlisted()
 

@@ -15,7 +15,7 @@ from hicache_backends.file import stamp as stamp_module
 from hicache_backends.file.attributes import list_directory, server_attributes
 from hicache_backends.file.board import Board
 from hicache_backends.file.clock import Clock
-from hicache_backends.file.names import Added, BundleName, Removed, parse_marker, random_writer
+from hicache_backends.file.names import Added, BundleName, Found, Removed, Unlisted, parse_marker, random_writer
 from hicache_backends.file.shelf import Shelf
 from hicache_backends.file.stamp import Stamp
 from hicache_backends.file.tree import Tree
@@ -452,3 +452,18 @@ def test_a_marker_whose_stamp_was_seen_is_believed_without_another(party, monkey
     monkeypatch.setattr(b.stamp, "renew", lambda value=None: pytest.fail("renewed the stamp"))
     for _ in range(5):
         assert a.publish() in b.sees()
+
+
+@pytest.mark.parametrize(
+    ("event", "read"),
+    [
+        (Found(BundleName("../../../b", 1, 10, 1, 7)), [Unlisted()]),
+        (Found(BundleName("b" * 10, 1, -10, 1, 7)), None),
+        (Added(BundleName("a" * 10, 1, -10, 1, 7)), None),
+    ],
+    ids=["path", "length found", "length added"],
+)
+def test_an_event_log_names_no_file_that_no_listing_would(party, event, read):
+    a = party()
+    assert a.board.logs.append(NAMESPACE, "a" * 10, 1, [event])
+    assert a.board.logs.since(NAMESPACE, "a" * 10, 0, 1) == read
