@@ -45,7 +45,8 @@ def reports(site, results, tmp_path_factory):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, KINDS))
-    return {path.parent.name: results(path.parent) for kind in KINDS for path in directory.glob(f"{kind}/report/*/results.json")}
+    found = [results(path.parent) for kind in KINDS for path in directory.glob(f"{kind}/report/**/results.json")]
+    return {report["driver"]["name"]: report for report in found}
 
 
 def _failed(report):
