@@ -172,8 +172,8 @@ class CircuitBreakerLayer(AnsweringLayer):
         finally:
             if faults.count or (before is not None and self.inner.fault_count() != before):
                 self.breaker.failed()
-            elif raised:
-                # Misuse says nothing about the store.
+            elif raised or not faults.store_asked:
+                # Neither misuse nor an answer from memory shows that the store works.
                 self.breaker.undecided()
             else:
                 self.breaker.succeeded()

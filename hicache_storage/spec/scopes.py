@@ -38,10 +38,12 @@ class CallInfoScope:
 class FaultScope:
     """`with FaultScope() as faults:` counts the faults that the calls within tell of, and those of no other thread's calls."""
 
-    __slots__ = ("_token", "count")
+    __slots__ = ("_token", "count", "store_asked")
 
     def __init__(self) -> None:
         self.count = 0
+        self.store_asked = True
+        """`False` once a call was answered from memory, which shows nothing about the store."""
 
     def __enter__(self) -> Self:
         self._token: Token[FaultScope | None] = _faults.set(self)
@@ -56,3 +58,10 @@ def note_fault() -> None:
     scope = _faults.get()
     if scope is not None:
         scope.count += 1
+
+
+def note_answer_from_memory() -> None:
+    """Record that the call in this context was answered without the store: a circuit breaker learns nothing from it."""
+    scope = _faults.get()
+    if scope is not None:
+        scope.store_asked = False

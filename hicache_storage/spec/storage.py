@@ -109,6 +109,20 @@ class HiCacheStorage(ABC):
             UnknownPoolError: a pool was never registered.
         """
 
+    def batch_get_cached(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]] | None:
+        """Answer `batch_get_v2` without anything that may hang; None where that is not possible.
+
+        After None the destination pages may hold anything. The deadline layer asks this first, in the caller's own
+        thread. It need not be implemented.
+
+        Raises:
+            InvalidTransferError: indices do not fit the keys or the pool; nothing has been read.
+            UnknownPoolError: a pool was never registered.
+        """
+        return None
+
     @abstractmethod
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None

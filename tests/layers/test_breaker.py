@@ -11,10 +11,13 @@ from hicache_storage.spec import (
     Capabilities,
     HiCacheStorageExtraInfo,
     InvalidTransferError,
+    PoolName,
     PoolTransfer,
+    PoolTransferResult,
     StorageClosedError,
     StorageRefusedError,
     StorageUnavailableError,
+    StuckReads,
     UnknownPoolError,
 )
 
@@ -258,6 +261,40 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
     asked = len(storage.asked)
     layer.batch_exists_v2(["a"])
     assert len(storage.asked) == asked + 1, "the next call tries"
+
+
+@pytest.mark.parametrize("call", ["exists", "get"])
+def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
+    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, stuck_reads=StuckReads.BUFFERED))
+    storage.open()
+    storage.batch_exists_cached = lambda *args: PoolTransferResult({})
+    storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
+    clock = Clock()
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), CircuitBreaker(2, 10.0, clock))
+    layer.register_mem_host_pool_v2(pool, "kv")
+
+    def set_fails():
+        layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+
+    def answer_from_memory():
+        if call == "exists":
+            layer.batch_exists_v2(["a"])
+        else:
+            layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
+
+    def fail(operation):
+        raise OSError("down")
+
+    storage.before = fail
+    set_fails()
+    answer_from_memory()
+    assert layer.breaker.state is BreakerState.CLOSED
+    set_fails()
+    assert layer.breaker.state is BreakerState.OPEN
+    clock.now = 10.0
+    answer_from_memory()
+    assert layer.breaker.state is BreakerState.OPEN
+    layer.close()
 
 
 def test_a_refusal_is_no_fault(kit, caplog):

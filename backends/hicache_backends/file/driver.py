@@ -40,6 +40,7 @@ class FileStorage(ObjectStorage):
     """
 
     caches_lookups = True
+    caches_reads = True
 
     def __init__(self, identity: StorageIdentity, config: FileConfig) -> None:
         super().__init__(
@@ -148,6 +149,23 @@ class FileStorage(ObjectStorage):
         store.after_call()
         self.note_partial_faults(faults, served=bool(arrived))
         return [[read in arrived for read in batch.reads] for batch in batches]
+
+    def read_objects_cached(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        store = self.store
+        catalogs = store.cached_catalogs([batch.namespace for batch in batches])
+        if catalogs is None:
+            return False
+        runs = _runs(catalogs, [batch.reads for batch in batches])
+        if sum([len(run.reads) for run in runs]) < sum([len(batch.reads) for batch in batches]):
+            return False
+        if not store.reader.read_cached(runs, call):
+            return False
+        for catalog, batch in zip(catalogs, batches, strict=True):
+            catalog.note_service()
+            if store.capacity is not None:
+                catalog.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
+        store.after_call(may_wait=False)
+        return True
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         store = self.store

@@ -162,9 +162,16 @@ class Store:
         for namespace in {bundle.namespace for bundle in bundles}:
             self.shelves.get(namespace).distrust()
 
-    def after_call(self) -> None:
-        """Do now and then what must not make a call wait."""
-        self.descriptors.expire()
+    def after_call(self, *, may_wait: bool = True) -> None:
+        """Do now and then what must not make a call wait.
+
+        Args:
+            may_wait: whether idle files are closed in this thread, which waits on a stalled disk.
+        """
+        if may_wait:
+            self.descriptors.expire()
+        elif self.descriptors.has_idle():
+            self.workers.start(self.descriptors.expire)
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + COLLECT_SECONDS
             self.workers.start(self.collect_logs)

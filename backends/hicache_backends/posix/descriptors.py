@@ -43,6 +43,8 @@ class Handle:
 class Descriptors:
     """The most recently used files, kept open. Safe for many threads.
 
+    Files are closed outside the lock: on a stalled disk, closing a file that has been removed waits for the journal.
+
     Args:
         limit: files kept open while nobody uses them.
     """
@@ -61,21 +63,27 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
-        key, now = (path, flags), time.monotonic()
-        with self._lock:
-            handle = self._open.get(key)
-            if handle is not None:
-                handle.used = now
-                self._open.move_to_end(key)
-                return handle
+        handle = self.borrow_open(path, flags)
+        if handle is not None:
+            return handle
         # Outside the lock: opening takes a request or more on a network mount.
         handle = Handle(self.open(path, os.O_RDONLY | flags), flags)
-        handle.used = now
+        handle.used = time.monotonic()
+        closing = list[Handle]()
         with self._lock:
-            self._open[key] = handle
+            self._open[path, flags] = handle
             self._flags.add(flags)
             if len(self._open) > self._limit:
-                self._open.popitem(last=False)
+                closing.append(self._open.popitem(last=False)[1])
+        return handle
+
+    def borrow_open(self, path: str, flags: int = 0) -> Handle | None:
+        """The file of that path if it is open already; never waits for the file system."""
+        with self._lock:
+            handle = self._open.get((path, flags))
+            if handle is not None:
+                handle.used = time.monotonic()
+                self._open.move_to_end((path, flags))
         return handle
 
     def open(self, path: str, flags: int) -> int:
@@ -106,21 +114,28 @@ class Descriptors:
     def forget(self, path: str) -> None:
         """Close a file that is about to go, or gone."""
         with self._lock:
-            for flags in self._flags:
-                self._open.pop((path, flags), None)
+            closing = [self._open.pop((path, flags), None) for flags in self._flags]
+        del closing
+
+    def has_idle(self) -> bool:
+        """Whether `expire` has a file to close."""
+        with self._lock:
+            return bool(self._open) and next(iter(self._open.values())).used < time.monotonic() - IDLE_SECONDS
 
     def expire(self) -> None:
         """Close what has not been used for a while."""
         now = time.monotonic()
         before = now - IDLE_SECONDS
+        closing = list[Handle]()
         with self._lock:
             if self._limit < self._most and now >= self._recovers_at:
                 self._limit = min(self._most, 2 * self._limit + 1)
                 self._recovers_at = now + RECOVERY_SECONDS
             while self._open and next(iter(self._open.values())).used < before:
-                self._open.popitem(last=False)
+                closing.append(self._open.popitem(last=False)[1])
 
     def close(self) -> None:
         """Close all files, but those in use. They are opened again when asked for."""
         with self._lock:
-            self._open.clear()
+            closing, self._open = self._open, OrderedDict()
+        del closing

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from hicache_backends.file import reader, store
+from hicache_backends.posix import descriptors
 from hicache_backends.posix.mounts import Mount
 from hicache_backends.posix.page_cache import is_cached, read_cached_into
 from hicache_storage.layers import DeadlineLayer
@@ -160,9 +161,46 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
     assert a.holds(keys)
+    looked, threads = a.bare.store.cached_catalogs, []
+    a.bare.store.cached_catalogs = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
     disk.stall()
+    # With a deadline that a worker thread would not keep: the caller's own thread reads.
+    hurry(a)
+    a.bare.read_objects = None
     assert a.holds(keys)
+    assert set(threads) == {threading.current_thread()}
     assert not disk.asked
+    assert a.stats().pages_read == 16
+
+
+@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, components):
+    a, keys = guarded(components=components, pages=4), chain("a", 4)
+    a.put(keys)
+    assert a.holds(keys)
+    (bundle,) = a.path.rglob("*.bundle")
+    with bundle.open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    assert a.versions(keys) == [None, 0, 0, 0]
+    assert a.stats().pages_damaged == 1
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_reads_from_the_page_cache_close_idle_files_in_another_thread(guarded, disk, monkeypatch, idle):
+    a, keys = guarded(), chain("a", 4)
+    a.put(keys)
+    assert a.holds(keys)
+    threads = []
+    expire = a.bare.store.descriptors.expire
+    monkeypatch.setattr(a.bare.store.descriptors, "expire", lambda: (threads.append(threading.current_thread()), expire())[1])
+    if idle:
+        monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
+    assert a.holds(keys)
+    a.bare.store.workers.close(PATIENCE_SECONDS)
+    assert bool(threads) is idle
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
