@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_backends.file import catalog
+from hicache_backends.file.names import Owner, TemporaryName, Unlisted
 from hicache_backends.posix import vectored
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError
@@ -344,3 +345,23 @@ def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
     assert c.holds(others)
     assert c.hit(keys) == 4
     assert c.holds(keys)
+
+
+@pytest.mark.parametrize("kind", ["description", "log"])
+def test_a_symbolic_link_in_the_place_of_a_file_is_not_written_through(rig, tmp_path, kind):
+    """Somebody else who may write in the directory cannot point the driver's writes at a file outside of it."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"untouched")
+    a = rig()
+    tree, namespace = a.store.tree, a.storage.pools["kv"].namespace
+    tree.create_namespace(namespace.name)
+    if kind == "description":
+        draft = TemporaryName(Owner("a" * 8, 1, 1), "a" * 10, 1, 0)
+        os.symlink(outside, tree.temporary(draft))
+        with pytest.raises(FileExistsError):
+            tree.describe_namespace(namespace, draft)
+    else:
+        os.makedirs(tree.events(namespace.name))
+        os.symlink(outside, f"{tree.events(namespace.name)}/{'a' * 10}-0.events")
+        assert not a.store.board.logs.append(namespace.name, "a" * 10, 1, [Unlisted()])
+    assert outside.read_bytes() == b"untouched"
