@@ -183,6 +183,48 @@ def hybrid() -> Drawing:
     return d
 
 
+def architecture() -> Drawing:
+    """Packages from the engine down to the stores, and where the conformance suite stands."""
+    d = Drawing(860, 474, "Packages from the engine to the stores, and the conformance suite beside them")
+    d.text(10, 26, "engine", "s")
+    d.box(110, 8, 160, 58, "SGLang", "unpatched")
+    d.box(300, 8, 330, 58, "hicache_storage.hybrid", "radix cache, controller, stack builders")
+    d.text(10, 110, "SDK", "s")
+    d.box(110, 96, 160, 58, "engines", "bridge for SGLang")
+    d.box(300, 96, 330, 58, "layers", "tracing, circuit breaker, deadline", kind="k")
+    d.box(110, 186, 520, 58, "objects: ObjectStorage", "contract, namespaces, envelopes, hit policies", kind="k")
+    d.text(10, 290, "drivers", "s")
+    for x, name, line in (
+        (110, "file", "bundles in a directory"),
+        (290, "hf3fs", "slots of large files"),
+        (470, "mooncake", "distributed memory"),
+    ):
+        d.box(x, 276, 160, 58, name, line, kind="k")
+        d.arrow((x + 80, 244), (x + 80, 276))
+    d.text(10, 395, "stores", "s")
+    d.box(110, 380, 160, 80, "any directory", "local disk, NFS, FUSE")
+    d.box(290, 380, 85, 80, "mount", "3FS, NFS")
+    d.box(385, 380, 165, 80, "metadata server", "key to slot", "SQLite or Redis", kind="k")
+    d.box(560, 380, 85, 80, "cluster", "Mooncake")
+    d.arrow((190, 66), (190, 96))
+    d.arrow((465, 66), (465, 96))
+    d.arrow((270, 125), (300, 125))
+    d.arrow((465, 154), (465, 186))
+    d.arrow((190, 334), (190, 380))
+    d.arrow((332, 334), (332, 380))
+    d.arrow((420, 334), (450, 380))
+    d.arrow((580, 334), (600, 380))
+    d.box(690, 96, 160, 238, "conformance suite", "plays the engine:", "processes, threads,", "host pools", kind="o")
+    d.text(702, 222, "injects faults below", "s")
+    d.text(702, 239, "the driver: FUSE disk,", "s")
+    d.text(702, 256, "TCP proxy, servers,", "s")
+    d.text(702, 273, "driver methods", "s")
+    d.arrow((690, 125), (630, 125))
+    d.box(100, 370, 555, 100, "", kind="o")
+    d.arrow((770, 334), (770, 420), (655, 420))
+    return d
+
+
 DRAWINGS: Final[dict[str, Callable[[], Drawing]]] = {
     "tiers": tiers,
     "hits": hits,
@@ -190,6 +232,7 @@ DRAWINGS: Final[dict[str, Callable[[], Drawing]]] = {
     "slot-life": slot_life,
     "page-in-3fs": page_in_3fs,
     "hybrid": hybrid,
+    "architecture": architecture,
 }
 
 if __name__ == "__main__":

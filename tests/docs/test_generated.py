@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from pages import ROOT, pages
+
+from hicache_storage.objects import ObjectStorage
+from hicache_storage.spec import HiCacheStorage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +38,12 @@ def test_every_model_has_a_table() -> None:
 @pytest.mark.parametrize("model", options.MODELS)
 def test_every_option_says_what_it_does(model: str) -> None:
     assert [option.name for option in options.MODELS[model]() if not option.meaning] == []
+
+
+def test_the_driver_reference_names_all_that_a_driver_inherits() -> None:
+    page = (ROOT / "docs" / "reference" / "driver-api.md").read_text("utf-8")
+    inherited = [name for name in vars(ObjectStorage) if not name.startswith("_") and not hasattr(HiCacheStorage, name)]
+    assert [name for name in inherited if not re.search(rf"\b{name}\b", page)] == []
 
 
 @pytest.mark.parametrize("name", diagrams.DRAWINGS)
