@@ -2,8 +2,9 @@
 
 Label values are bounded. `driver` and `operation` are the SDK's own words, and `pool` a pool that the engine has registered.
 `route` is one of the protocol's, never a path as it was asked for. `tenant` is one that the operator has named. `scope` is one of the first `MOST_SCOPES` that a server
-process has seen; what is told of all others is added up under `OTHER_SCOPES`. `model` is what a client has called
-one of these scopes, one line of at most 512 characters. No label has a key, a request or a client in it.
+process has seen; what is told of all others is added up under `OTHER_SCOPES`.
+`model` is the name that a client has given to one of these scopes: one line of at most 512
+characters. No label has a key, a request or a client in it.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ CACHE: Final = (
     TOKENS_STORED_AGAIN,
 )  # fmt: skip
 SERVER: Final = (
-    REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, SCOPE_INFO, QUARANTINE_SECONDS, READY,
-    DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
+    REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, SCOPE_INFO,
+    QUARANTINE_SECONDS, READY, DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
     RELOAD_FAILING, TENANT_HOLDS, TENANT_QUOTA, THROTTLED,
 )  # fmt: skip
 PROCESS: Final = (

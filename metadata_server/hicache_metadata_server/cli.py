@@ -155,8 +155,8 @@ def scopes(
     # A name is of use as a whole, for `clear` and `inspect`.
     name = Column("scope", overflow="fold")
     table = Table(
-        name, "slots", "live", "leased", "quarantined", "free", "slot bytes", Column("model", overflow="fold"), box=None,
-        header_style="bold", pad_edge=False,
+        name, "slots", "live", "leased", "quarantined", "free", "slot bytes",
+        Column("model", overflow="fold"), box=None, header_style="bold", pad_edge=False,
     )  # fmt: skip
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)

@@ -54,7 +54,7 @@ class Initialized(Answer, frozen=True, kw_only=True):
 
 
 class Describe(Request, frozen=True, kw_only=True):
-    """`POST /v2/describe`: name the model whose pages a scope holds, for people. Of several names the last one stays."""
+    """`POST /v2/describe`: name the model whose pages a scope holds. The last name stays."""
 
     scope: ScopeName
     model: ModelName

@@ -374,7 +374,14 @@ class MetadataService:
         for name, scope in self._made.items():
             tenant = self.tenants.of_scope[name]
             changes.scopes.append(
-                ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until, tenant, scope.model)
+                ScopeRecord(
+                    self._numbers[name],
+                    scope.geometry,
+                    scope.epoch,
+                    scope.cleared_until,
+                    tenant,
+                    scope.model,
+                )
             )
         for name, scope in self._changed.items():
             if scope.changed:

@@ -79,7 +79,8 @@ class Directory(ABC):
             lease_seconds: how long clients lease its slots.
             is_written: whether anybody may have written into its slots; asked when the scope is made. A server that makes it anew gives
                 no slot then before leases have passed that it knows nothing of.
-            model: name of the model whose pages these are, for people; the server is told it once it has the scope, and may ignore it.
+            model: name of the model whose pages these are, for operators; sent once the server has the
+                scope. A server may lack the route.
         """
         with self._lock:
             self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
@@ -204,10 +205,12 @@ class Directory(ABC):
                 self._describe(one)
 
     def _describe(self, one: _Declared) -> None:
-        # Nobody waits for it: a server that lacks the route answers 404, and pages do not depend on it.
-        if one.model:
-            with contextlib.suppress(MetadataError):
-                self.send_later("/v2/describe", p.Describe(scope=one.geometry.scope, model=one.model))
+        if not one.model:
+            return
+        request = p.Describe(scope=one.geometry.scope, model=one.model)
+        # No page depends on it, and a server that lacks the route answers 404.
+        with contextlib.suppress(MetadataError):
+            self.send_later("/v2/describe", request)
 
     def _see_slots(self, scope: str, slots: Sequence[int]) -> None:
         if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:

@@ -53,7 +53,7 @@ class OperatingCases:
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_the_name_of_a_model_is_listed(self, lab: ServerLab) -> None:
-        """Where a server has `describe`, the list has the name that was given last, also after a clear; another scope has none."""
+        """With `describe`, the list has the last name of the model, also after a clear."""
         scope, other = lab.native_scope(4), lab.native_scope(4)
         for model in ("org/model", 'a "second" \\ näme', 'a "second" \\ näme'):
             reply = lab.native.send("/v2/describe", Describe(scope=scope.name, model=model))
@@ -62,9 +62,9 @@ class OperatingCases:
             expect(reply, "MD-OPS-1", 204, because="the model of a scope was named")
             scope.clear()
             if (found := scope.status().model) != model:
-                raise Violation("MD-OPS-1", f"a scope whose model is {model!r} is listed with {found!r}")
+                raise Violation("MD-OPS-1", f"the model {model!r} is listed as {found!r}")
         if found := other.status().model:
-            raise Violation("MD-OPS-1", f"a scope whose model nobody has named is listed with {found!r}")
+            raise Violation("MD-OPS-1", f"a model that was not named is listed as {found!r}")
 
     @covers("MD-OPS-2", needs=[Need.NATIVE])
     def test_inspecting(self, lab: ServerLab) -> None:
