@@ -2,7 +2,9 @@
 
 Label values are bounded. `driver` and `operation` are the SDK's own words, and `pool` a pool that the engine has registered.
 `route` is one of the protocol's, never a path as it was asked for. `tenant` is one that the operator has named. `scope` is one of the first `MOST_SCOPES` that a server
-process has seen; what is told of all others is added up under `OTHER_SCOPES`. No label has a key, a request or a client in it.
+process has seen; what is told of all others is added up under `OTHER_SCOPES`.
+`model` is the name that a client has given to one of these scopes: one line of at most 512
+characters. No label has a key, a request or a client in it.
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ SLOTS: Final = _gauge("hicache_metadata_slots", "Slots by state: free, leased, l
 SCOPE_EVICTED_PAGES: Final = _counter("hicache_metadata_evicted_pages_total", "Pages evicted to make room.", "scope", source="evicted", of_store=True)  # fmt: skip
 LOOKED_UP_KEYS: Final = _counter("hicache_metadata_lookup_keys_total", "Keys that clients have asked for, by whether they were live: hit or miss.", "scope", "result", of_store=True)  # fmt: skip
 EXPIRED_LEASES: Final = _counter("hicache_metadata_expired_leases_total", "Leases that were neither committed nor given back in time: their writers are dead or slow.", "scope", source="expired_leases", of_store=True)  # fmt: skip
+SCOPE_INFO: Final = _gauge("hicache_metadata_scope_info", "Always 1; the model whose pages a scope holds, where a client has named it.", "scope", "model", of_store=True)  # fmt: skip
 QUARANTINE_SECONDS: Final = _gauge("hicache_metadata_quarantine_seconds", "How long a slot stays in quarantine before it is used again.", unit="seconds")  # fmt: skip
 READY: Final = _gauge("hicache_metadata_ready", "1 while the server is ready, as /readyz says it.")
 DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are given.")
@@ -159,8 +162,8 @@ CACHE: Final = (
     TOKENS_STORED_AGAIN,
 )  # fmt: skip
 SERVER: Final = (
-    REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, QUARANTINE_SECONDS, READY,
-    DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
+    REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, SCOPE_INFO,
+    QUARANTINE_SECONDS, READY, DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
     RELOAD_FAILING, TENANT_HOLDS, TENANT_QUOTA, THROTTLED,
 )  # fmt: skip
 PROCESS: Final = (

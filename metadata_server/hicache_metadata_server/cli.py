@@ -155,11 +155,13 @@ def scopes(
     # A name is of use as a whole, for `clear` and `inspect`.
     name = Column("scope", overflow="fold")
     table = Table(
-        name, "slots", "live", "leased", "quarantined", "free", "slot bytes", box=None, header_style="bold", pad_edge=False
-    )
+        name, "slots", "live", "leased", "quarantined", "free", "slot bytes",
+        Column("model", overflow="fold"), box=None, header_style="bold", pad_edge=False,
+    )  # fmt: skip
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
-        table.add_row(one.scope, *(f"{number:,}" for number in numbers))
+        # A client's text is no markup.
+        table.add_row(one.scope, *(f"{number:,}" for number in numbers), Text(one.model))
     Console(highlight=False).print(table)
 
 

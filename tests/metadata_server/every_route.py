@@ -11,7 +11,7 @@ from hicache_metadata_server.web.front import OPEN_PAGES, PAGES
 SCOPE = "0:kv"
 VALUES = {
     "scope": SCOPE, "slots": [0], "keys": ["live"], "prefixes": [""], "lengths": [1], "checksums": [1], "generations": [1],
-    "enabled": True, "num_pages": 64, "namespace": "kv", "pages_to_release": [], "pin_seconds": 1.0,
+    "enabled": True, "num_pages": 64, "namespace": "kv", "pages_to_release": [], "pin_seconds": 1.0, "model": "m",
 }  # fmt: skip
 """By field, of a server on which `prepared` was called."""
 

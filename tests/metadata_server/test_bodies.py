@@ -41,6 +41,15 @@ def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(monkeyp
 
 
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
+@pytest.mark.parametrize("model", ["", "m" * 513, "two\nlines", "line\n", "\x1b[31mred", "nul\0", "\x9b1m", None, 7])
+def test_the_name_of_a_model_is_one_line(content_type, model):
+    reader = Body(p.Describe, CONTENT_TYPES)
+    assert refused(ENCODE[content_type]({"scope": "0:kv", "model": model}), content_type, reader) == (422, "model")
+    longest = p.Describe(scope="0:kv", model="м" * 512)
+    assert reader.decode(ENCODE[content_type](longest), content_type) == longest
+
+
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
 @pytest.mark.parametrize("entry", ["k", 7, [], {}, None, ["k", ""]])
 def test_what_holds_too_many_values_is_refused_before_any_is_made(monkeypatch, content_type, entry):
     body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": [entry] * 150_000}]})

@@ -115,6 +115,33 @@ def test_a_leased_and_a_pinned_slot_keep_their_scope(serving):
     run(scenario())
 
 
+def test_the_name_of_its_model_goes_with_it(serving):
+    async def model_of(caller):
+        listed = (await caller.send("GET", "/v2/scopes")).json["scopes"]
+        return {one["scope"]: one["model"] for one in listed}["0:named"]
+
+    async def scenario():
+        async with serving() as caller:
+            await caller.post("/v2/initialize", scope("0:named"))
+            assert await model_of(caller) == ""
+            for model in ("org/первая", 'the "last" \\ one', 'the "last" \\ one'):
+                assert (await caller.post("/v2/describe", {"scope": "0:named", "model": model})).status == 204
+            assert await model_of(caller) == 'the "last" \\ one'
+        async with serving() as caller:
+            assert await model_of(caller) == 'the "last" \\ one', "it survives a restart"
+            await caller.post("/v2/clear", {"scopes": ["0:named"]})
+            await caller.post("/v2/initialize", scope("0:named"))
+            assert await model_of(caller) == 'the "last" \\ one'
+            assert (await dropped(caller, "0:named")).status == 200
+            refused = await caller.post("/v2/describe", {"scope": "0:named", "model": "m"})
+            assert (refused.status, refused.json["code"], refused.json["field"]) == (404, "unknown_scope", "scope")
+            await caller.post("/v2/initialize", scope("0:named"))
+            assert await model_of(caller) == ""
+            assert (await dropped(caller, "0:named")).status == 200
+
+    run(scenario())
+
+
 def test_another_server_of_the_store_forgets_it_too(tmp_path):
     async def scenario(url):
         async with running_shared(url, LIMITS) as one, running_shared(url, LIMITS) as two:

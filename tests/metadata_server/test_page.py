@@ -25,6 +25,7 @@ LASTING = f"env HICACHE_METADATA_MOST_PIN_SECONDS=900 {SERVE} --store sqlite:///
 SLOTS = 130
 ODD = 'a/b?c#d%2F "<img src=x onerror=alert(1)>" é'
 SCOPE = "0:kv-1f0c9a3b"
+MODEL = "org/<b>model</b>"
 TABLE = ".scopes tbody tr"
 ROWS = ".slots tbody tr"
 NONE = "\N{EN DASH}"
@@ -60,6 +61,7 @@ def server():
             NativeScope(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)).initialize()
         scope = NativeScope(client, SCOPE, SLOTS, 4096, random.Random(1))
         scope.initialize()
+        client.wire.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
         keys = [ODD, *(f"page-{i:03}" for i in range(99))]
         leased = scope.reserve(keys, ["", *keys[:-1]])
         sums = [2**64 - 1, *range(2**63, 2**63 + 99)]
@@ -86,11 +88,12 @@ def test_figures_are_those_of_the_api(page, server):
     assert about["Instance"] == page.run("return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)")
     assert (about["Durability"], about["Leases last"], about["Quarantine"]) == ("process", "600 s", "900 s")
     page.until(lambda: page.all(TABLE))
-    shown = {row[0]: row[1:6] for row in table(page)}
+    shown = {row[0]: row[2:7] for row in table(page)}
     status = scopes(client)[SCOPE]
     assert (status.live, status.leased, status.quarantined, status.free) == (93, 5, 7, 25)
     assert shown[SCOPE] == ["130", "93", "5", "7", "25"]
     assert len(shown) == 25
+    assert {row[0]: row[1] for row in table(page) if row[1]} == {SCOPE: MODEL}
     every = scopes(client).values()
     assert page.texts(".states b") == [
         f"{sum(getattr(one, state) for one in every):,}" for state in ("live", "leased", "quarantined", "free")
@@ -132,6 +135,7 @@ def test_from_the_list_through_a_scope_to_a_key(page, server):
     facts = page.facts()
     assert (facts["Slots"], facts["Bytes of a slot"], facts["All of it"]) == ("130", "4,096 (4 KiB)", "520 KiB")
     assert (facts["Identity"], facts["Geometry"], facts["Hit ratio"]) == ("cf-identity", "page_first", "75.0% of 4 keys")
+    assert facts["Model"] == MODEL
     page.until(lambda: len(page.all(ROWS)) == 50)
     page.click(".slots a", "page-007")
     page.shows("h1", "page-007")
@@ -217,20 +221,20 @@ def test_the_list_is_sorted_and_filtered(page, server):
     assert [row[0] for row in table(page)] == names[:25]
     page.click(".scopes th button", "Slots")
     page.until(lambda: any(head.text.startswith("Slots") for head in page.all("th[aria-sort=descending]")))
-    assert [int(row[1]) for row in table(page)] == [10 * number for number in range(39, 14, -1)]
+    assert [int(row[2]) for row in table(page)] == [10 * number for number in range(39, 14, -1)]
     page.click(".scopes th button", "Slots")
     page.until(lambda: page.all("th[aria-sort=ascending]"))
-    assert table(page)[0][1] == "10"
+    assert table(page)[0][2] == "10"
     page.click(".pager button", "Next")
     page.shows(".pager", "Page 2 of 2")
     assert len(table(page)) == 15
-    page.enter("#filter", "KV cf-ident")
+    page.enter("#filter", "KV cf-ident MODEL<")
     page.until(lambda: len(table(page)) == 1)
     assert "1 of 40" in page.texts("[role=status]")
     page.open(page.run("return location.href"))
     page.until(lambda: [row[0] for row in table(page)] == [SCOPE])
     page.enter("#filter", "nothing like it")
-    page.shows("p", "No scope has that in its name or identity.")
+    page.shows("p", "No scope has that in its name, model or identity.")
 
 
 def test_the_past_is_drawn_and_told(page, server):
@@ -362,14 +366,14 @@ def test_a_server_that_is_killed_and_comes_back(page):
         scope.initialize()
         scope.store(["a", "b"])
         page.open(place.url)
-        page.until(lambda: table(page) and table(page)[0][2] == "2")
+        page.until(lambda: table(page) and table(page)[0][3] == "2")
         place.kill()
         page.shows("#banner", "The server has not answered since")
-        assert table(page)[0][2] == "2", "what was known stays"
+        assert table(page)[0][3] == "2", "what was known stays"
         place.start()
         page.shows("#banner", "The server has started anew")
         page.shows("#freshness", "up to date")
-        assert table(page)[0][2] == "2"
+        assert table(page)[0][3] == "2"
 
 
 def test_a_server_that_drains(page):
@@ -442,7 +446,7 @@ def test_troubles_in_words_and_back(page):
     answers = dict(well)
     with saying(answers) as url:
         page.open(url)
-        page.until(lambda: table(page) == [[SCOPE, "8", "0", "0", "0", "8", "0%", NONE, "0"]])
+        page.until(lambda: table(page) == [[SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0"]])
         page.shows("p", "This server keeps no history.")
         for path, answer, words in (
             ("/v2/scopes", problem(503, "unavailable", "the store does not answer"), "The server cannot answer now: the store does not answer."),

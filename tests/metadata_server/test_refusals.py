@@ -45,7 +45,7 @@ def state(service):
     now = service.limits.lease_seconds
     return [
         (
-            name, scope.geometry, [msgspec.structs.replace(scope.status(slot, now), seconds_left=0) for slot in range(64)],
+            name, scope.geometry, scope.model, [msgspec.structs.replace(scope.status(slot, now), seconds_left=0) for slot in range(64)],
             list(scope.recency), scope.hits, scope.misses, scope.evicted, scope.epoch,
         )
         for name, scope in sorted(service.scopes.items())

@@ -60,6 +60,8 @@ def pages_of(store):
 def test_there_and_back(url, tmp_path):
     engine = filled()
     engine.service.tenants.of_scope["1:kv"] = "acme"
+    models = {"0:kv": "org/модель", "1:kv": ""}
+    engine.service.describe(p.Describe(scope="0:kv", model=models["0:kv"]), engine.now)
     write(tmp_path / "a.db", engine.service)
     done = hicache("copy", address(tmp_path / "a.db"), url)
     assert done.exit_code == 0, done.output
@@ -69,6 +71,7 @@ def test_there_and_back(url, tmp_path):
         assert pages_of(store) == bare(live(engine.service))
         told = store.call("/v2/scopes", None, p.Scopes).scopes
         assert {one.scope: one.tenant for one in told} == engine.service.tenants.of_scope
+        assert {one.scope: one.model for one in told} == models
         for name in ("0:kv", "1:kv"):
             scope = engine.service.scopes[name]
             held = [slot for slot, state in enumerate(scope.table.states) if state == 1]
@@ -84,6 +87,7 @@ def test_there_and_back(url, tmp_path):
     assert back.exit_code == 0, back.output
     with opened_store(address(tmp_path / "b.db")) as service:
         assert service.tenants.of_scope == engine.service.tenants.of_scope
+        assert {name: scope.model for name, scope in service.scopes.items()} == models
         missing = bare(live(engine.service)).items() - bare(live(service)).items()
         assert len(missing) <= 1, "one may have gone to make room"
         assert service.counters().lease > max(reserved.scopes[0].leases)

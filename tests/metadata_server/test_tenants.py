@@ -330,7 +330,9 @@ def test_a_store_of_schema_3_is_brought_up_to_date(tmp_path):
         store.fold(store.gather(service.scope_of), 1.0)
     store.close()
     with closing(sqlite3.connect(tmp_path / "m.db")) as database:
-        database.executescript("ALTER TABLE scopes DROP COLUMN tenant; PRAGMA user_version = 3;")
+        database.executescript(
+            "ALTER TABLE scopes DROP COLUMN model; ALTER TABLE scopes DROP COLUMN tenant; PRAGMA user_version = 3;"
+        )
     store, service = restored(tmp_path)
     assert service.tenants.of_scope == {"0:a": ""}
     assert service.list_scopes().scopes[0].leased == 1

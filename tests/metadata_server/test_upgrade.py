@@ -9,45 +9,20 @@ from __future__ import annotations
 import sqlite3
 import tarfile
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
+import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.changes import AnswerRecord, PinRecord
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.state.written import SlotChanges
+from hicache_metadata_server.stores import sqlite
 from hicache_metadata_server.stores.schema import VERSION
-from hicache_metadata_server.stores.store import open_store
+from hicache_metadata_server.stores.store import StoreError, open_store
 
 BEFORE = Path(__file__).with_name("data") / "store-schema-4.tar.gz"
 NOW = 1_700_000_000.0
 """When it was written."""
-
-
-@dataclass
-class ScopeOfThen:
-    """A scope's record as the version before reads it."""
-
-    number: int
-    geometry: p.ScopeGeometry
-    epoch: int = 0
-    cleared_until: float = 0.0
-    tenant: str = ""
-
-
-@dataclass
-class ChangesOfThen:
-    """A group of the log as the version before reads it."""
-
-    scopes: list[ScopeOfThen] = field(default_factory=list[ScopeOfThen])
-    slots: dict[int, SlotChanges] = field(default_factory=dict[int, SlotChanges])
-    pins: list[PinRecord] = field(default_factory=list[PinRecord])
-    unpinned: list[int] = field(default_factory=list[int])
-    answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
-    counters: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def opened(directory, now=NOW + 200):
@@ -80,23 +55,38 @@ def test_an_update_finds_everything_that_was_acknowledged(tmp_path):
     store.close()
 
 
-def test_the_way_back_reads_what_this_version_writes(tmp_path):
-    """No newer schema and no newer log: the version before knows no dropped scopes, finds them empty, and loses nothing else."""
+def columns(database):
+    return database.execute("SELECT name, type, \"notnull\", dflt_value FROM pragma_table_info('scopes')").fetchall()
+
+
+def test_an_update_gives_scopes_a_place_for_their_model(tmp_path):
     with tarfile.open(BEFORE) as archive:
         archive.extractall(tmp_path, filter="data")
     with closing(sqlite3.connect(tmp_path / "m.db")) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (VERSION,), (
-            "a newer schema has no way back: say so in release.md"
-        )
-        tables = database.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
+        assert database.execute("PRAGMA user_version").fetchone() == (4,)
     store, service = opened(tmp_path)
-    service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:new", slots=8)]), NOW)
-    service.drop(p.Drop(scopes=["0:new"]), NOW)
-    changes = service.take_changes()
-    store.write(changes)
-    then = msgspec.msgpack.decode(msgspec.msgpack.encode(changes), type=ChangesOfThen)
-    assert changes.dropped
-    assert (then.slots, then.pins, then.counters) == (changes.slots, changes.pins, changes.counters)
+    assert {scope.model for scope in service.scopes.values()} == {""}
+    service.describe(p.Describe(scope="0:logged", model="org/model"), NOW + 200)
+    store.write(service.take_changes())
     store.close()
-    with closing(sqlite3.connect(tmp_path / "m.db")) as database:
-        assert database.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() == tables
+    # Out of the log first, then out of the database.
+    for _ in range(2):
+        store, service = opened(tmp_path)
+        assert service.scopes["0:logged"].model == "org/model"
+        assert found(service, "0:logged", ["k0"]) == [True]
+        store.close()
+    (tmp_path / "new").mkdir()
+    opened(tmp_path / "new")[0].close()
+    with closing(sqlite3.connect(tmp_path / "m.db")) as old, closing(sqlite3.connect(tmp_path / "new" / "m.db")) as new:
+        assert old.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        assert columns(old) == columns(new)
+
+
+def test_there_is_no_way_back(tmp_path, monkeypatch):
+    """The version before refuses the store, and leaves it as it is."""
+    opened(tmp_path)[0].close()
+    before = (tmp_path / "m.db").read_bytes()
+    monkeypatch.setattr(sqlite, "VERSION", 4)
+    with pytest.raises(StoreError, match=f"later version of this server .schema {VERSION}; this one knows 4"):
+        opened(tmp_path)
+    assert (tmp_path / "m.db").read_bytes() == before

@@ -129,6 +129,7 @@ def test_a_server_exports_its_vocabulary(tmp_path):
         async with running(store, service, security=security, slow_seconds=1e-9) as caller:
             await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme)
             await caller.store("0:kv", ["a", "b"], headers=root)
+            await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
             while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
                 pass
             return exported((await caller.send("GET", "/metrics", headers=root)).body.decode())
@@ -157,6 +158,20 @@ def test_leases_that_end_by_themselves_are_counted():
     assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in Metrics(service).text()
 
 
+def test_the_model_of_a_scope_is_a_label():
+    service = MetadataService()
+    for name in ("0:kv", "0:unnamed"):
+        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
+    for model in ("before", 'a "quoted" \\ name{}'):
+        service.describe(p.Describe(scope="0:kv", model=model), 1.0)
+    [family] = [
+        family
+        for family in text_string_to_metric_families(Metrics(service).text().decode())
+        if family.name == "hicache_metadata_scope_info"
+    ]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [({"scope": "0:kv", "model": model}, 1.0)]
+
+
 def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
     service = MetadataService()
     for number in range(MOST_SCOPES):
@@ -166,9 +181,11 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
     # Sorted before all others, and still not one that is named.
     for name in ("0:a", "0:b"):
         service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
+        service.describe(p.Describe(scope=name, model="m"), 1.0)
     for _ in range(2):
         text = metrics.text().decode()
         assert '{scope="0:' not in text
+        assert 'model="m"' not in text
         assert f'hicache_metadata_slots{{scope="{OTHER_SCOPES}",state="free"}} 16.0' in text
         assert text.count('state="live"') == MOST_SCOPES + 1
 

@@ -80,7 +80,8 @@ class Store:
                 scope = ScopeOfSlots.of(namespace, self.files, self._id, self.config.file_bytes)
                 # Without a server, the lock of the directory tells that no other process writes.
                 lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
-                self.directory.declare(scope.geometry, lease_seconds, scope.file.is_written)
+                model = namespace.identity.model
+                self.directory.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
                 self._scopes[namespace.name] = scope
             return scope
 

@@ -23,6 +23,8 @@ Key = Annotated[str, Meta(min_length=1)]
 Namespace = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$(?!\n)")]
 ScopeName = Annotated[str, Meta(pattern=r"^[0-9]{1,9}:[A-Za-z0-9._-]{1,128}$(?!\n)")]
 """`rank:namespace`."""
+ModelName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,512}$(?!\n)")]
+"""One line for people: logs, terminals and labels of metrics show it."""
 Slots = Annotated[int, Meta(ge=1, le=2**40)]
 
 

@@ -13,6 +13,7 @@ from hicache_metadata_server.protocol.elements import (
     Answer,
     Checksum,
     Key,
+    ModelName,
     Natural,
     Positive,
     Request,
@@ -50,6 +51,13 @@ class Initialized(Answer, frozen=True, kw_only=True):
     """Whether each scope is new."""
 
     created: list[bool]
+
+
+class Describe(Request, frozen=True, kw_only=True):
+    """`POST /v2/describe`: name the model whose pages a scope holds. The last name stays."""
+
+    scope: ScopeName
+    model: ModelName
 
 
 class LookupScope(Request, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from hicache_metadata_server.protocol.pages import (
     Cleared,
     Commit,
     Delete,
+    Describe,
     Initialize,
     Initialized,
     Leases,
@@ -61,6 +62,7 @@ ROUTES: Final = {
     for route in (
         Route("GET", "/v2", None, About, Token.READ),
         Route("POST", "/v2/initialize", Initialize, Initialized, Token.WRITE, changes=True),
+        Route("POST", "/v2/describe", Describe, None, Token.WRITE),
         Route("POST", "/v2/lookup", Lookup, LookedUp, Token.READ),
         Route("POST", "/v2/reserve", Reserve, Leases, Token.WRITE, changes=True),
         Route("POST", "/v2/commit", Commit, SettledLeases, Token.WRITE, changes=True),

@@ -55,6 +55,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     """Whose token has made it; empty for none."""
     expired_leases: Natural = 0
     """Leases that were neither committed nor given back in time."""
+    model: str = ""
+    """As `describe` has named it; empty where nobody has."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

@@ -19,6 +19,8 @@ class ScopeRecord:
     cleared_until: float = 0.0
     tenant: str = ""
     """Whose token has made it; empty for none."""
+    model: str = ""
+    """As `describe` has named it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Changes:
     """One group of them: all hold after a crash, or none."""
 
     scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
-    """New, or cleared."""
+    """New, cleared or described."""
     slots: dict[int, SlotChanges] = field(default_factory=dict[int, SlotChanges])
     """By the number of their scope."""
     pins: list[PinRecord] = field(default_factory=list[PinRecord])

@@ -83,7 +83,7 @@ class MetadataService:
         self._pins = PinBook()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
-        """New or cleared scopes."""
+        """New, cleared or described scopes."""
         self._dropped: list[int] = []
         self._gone = set[int]()
         """Numbers of all scopes that were dropped by this process."""
@@ -131,6 +131,13 @@ class MetadataService:
         self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
+
+    def describe(self, request: p.Describe, now: float) -> None:
+        """Name the model whose pages a scope holds; the last name stays."""
+        scope = self._known(request.scope, "scope")
+        if scope.model != request.model:
+            scope.model = request.model
+            self._made[request.scope] = scope
 
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
         """Every scope that is there for the caller, its geometry, its slots by state."""
@@ -366,7 +373,16 @@ class MetadataService:
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
         for name, scope in self._made.items():
             tenant = self.tenants.of_scope[name]
-            changes.scopes.append(ScopeRecord(self._numbers[name], scope.geometry, scope.epoch, scope.cleared_until, tenant))
+            changes.scopes.append(
+                ScopeRecord(
+                    self._numbers[name],
+                    scope.geometry,
+                    scope.epoch,
+                    scope.cleared_until,
+                    tenant,
+                    scope.model,
+                )
+            )
         for name, scope in self._changed.items():
             if scope.changed:
                 changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
@@ -434,7 +450,7 @@ class MetadataService:
             self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
             if not record.epoch and record.cleared_until > now:
                 scope.close_until(min(record.cleared_until, now + self._longest))
-            self.tenants.of_scope[name] = record.tenant
+            self.tenants.of_scope[name], scope.model = record.tenant, record.model
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
             for number, slots in pin.slots.items():
@@ -525,7 +541,7 @@ class MetadataService:
             identity=geometry.identity, free=scope.available, leased=len(scope.leases), live=len(scope.recency),
             quarantined=scope.quarantined, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
             tenant=self.tenants.of_scope[geometry.scope],
-            expired_leases=scope.expired,
+            expired_leases=scope.expired, model=scope.model,
         )  # fmt: skip
 
 

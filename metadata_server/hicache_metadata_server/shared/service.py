@@ -102,6 +102,11 @@ class SharedService:
         quota = self.tenants.quotas.of(caller.tenant)
         return await self.catalog.register(parts, once, self.most_scopes, caller, quota, earlier)
 
+    async def describe(self, request: p.Describe, once: Once = NOT_ONCE) -> None:
+        """Name the model whose pages a scope holds; the last name stays."""
+        await self.catalog.find([request.scope], ["scope"])
+        await self.catalog.run([Task("describe", request.scope, "scope", [request.model])])
+
     async def see_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there (`Tenants.see`)."""
         await self.catalog.learn(names)
@@ -287,18 +292,18 @@ class SharedService:
                 # Redis has lost the scope since.
                 continue
             for name, reply in zip(some, replies, strict=True):
-                is_more, *numbers = value_of(reply)
-                self._statuses[name] = self._status(name, numbers)
+                is_more, *told = value_of(reply)
+                self._statuses[name] = self._status(name, told)
                 more = more or is_more
         return more
 
-    def _status(self, name: str, numbers: list[int]) -> p.ScopeStatus:
+    def _status(self, name: str, told: list[Any]) -> p.ScopeStatus:
         geometry = self.catalog.known[name].geometry
-        free, leased, live, quarantined, hits, misses, evicted, expired = numbers
+        free, leased, live, quarantined, hits, misses, evicted, expired, model = told
         return p.ScopeStatus(
             scope=name, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry, identity=geometry.identity,
             free=free, leased=leased, live=live, quarantined=quarantined, hits=hits, misses=misses, evicted=evicted, expired_leases=expired,
-            tenant=self.catalog.known[name].tenant,
+            tenant=self.catalog.known[name].tenant, model=model,
         )  # fmt: skip
 
     async def _check(self, request: Columns) -> None:

@@ -35,6 +35,7 @@ class ScopeHead(msgspec.Struct, frozen=True, tag="scope"):
     geometry: ScopeGeometry
     epoch: int = 0
     tenant: str = ""
+    model: str = ""
 
 
 class Pages(msgspec.Struct, frozen=True, tag="pages"):

@@ -14,6 +14,7 @@ from hicache_metadata_server.shared.exporting import read_slots, tasks_of
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys
 from hicache_metadata_server.shared.opening import see_redis
+from hicache_metadata_server.shared.scopes import Task
 from hicache_metadata_server.shared.service import TOGETHER, SharedService
 from hicache_metadata_server.shared.starting import open_link
 from hicache_metadata_server.snapshots.parts import Pages, Rests, ScopeHead, SnapshotError, Tally
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
     from types import TracebackType
 
-    from hicache_metadata_server.shared.scopes import Task
     from hicache_metadata_server.snapshots.parts import Part
 
 T = TypeVar("T")
@@ -149,6 +149,8 @@ class RedisTarget:
         await catalog.link.command("UNLINK", *ScopeKeys(name).all)
         self._heads.append(head)
         await catalog.make([head.geometry], head.tenant)
+        if head.model:
+            await catalog.run([Task("describe", name, "scope", [head.model])])
 
     async def _run(self, tasks: Iterable[Task]) -> None:
         waiting = list(tasks)

@@ -83,7 +83,7 @@ class RemoteSource:
         self._given = {}
         for scope in self._scopes():
             name, told = scope.scope, self._told(scope.scope, 0)
-            yield ScopeHead(_geometry(scope), told.epoch, told.tenant)
+            yield ScopeHead(_geometry(scope), told.epoch, told.tenant, scope.model)
             first, answer = 0, told
             while first < answer.used:
                 yield from self._second(name, first, answer.digest, drained=drained)

@@ -116,7 +116,7 @@ def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
         match part:
             case ScopeHead():
                 number, epoch = number + 1, part.epoch
-                yield Changes(scopes=[ScopeRecord(number, part.geometry, epoch, tenant=part.tenant)])
+                yield Changes(scopes=[ScopeRecord(number, part.geometry, epoch, tenant=part.tenant, model=part.model)])
             case Pages() | Rests():
                 if part:
                     yield Changes(slots={number: _pages(part, epoch) if isinstance(part, Pages) else _rests(part, epoch)})

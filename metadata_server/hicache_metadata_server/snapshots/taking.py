@@ -22,7 +22,7 @@ def snapshot_of(service: MetadataService, now: float) -> Iterator[Part]:
     """All of a service, which must not change meanwhile."""
     for name in sorted(service.scopes):
         scope = service.scopes[name]
-        yield ScopeHead(scope.geometry, scope.epoch, service.tenants.of_scope[name])
+        yield ScopeHead(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
         for first in range(0, len(scope.table), PIECE):
             yield from taken(scope, first, first + PIECE, now, service.limits.most_lease_seconds)
     yield service.counters()

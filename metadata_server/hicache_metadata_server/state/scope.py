@@ -35,6 +35,8 @@ class Scope:
 
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
         self.geometry = geometry
+        self.model = ""
+        """The name that `describe` has given; empty for none."""
         self.quarantine_seconds = quarantine_seconds
         self.table = SlotTable()
         self.free = FreeSlots(self.table, geometry.slots)

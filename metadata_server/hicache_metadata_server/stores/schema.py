@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 4
+VERSION: Final = 5
 OLDEST: Final = 3
 """Earlier ones are refused; this one and those after it are brought up to date when they are opened."""
 APPLICATION: Final = 0x68694D64
@@ -16,7 +16,7 @@ TABLES: Final = """
 CREATE TABLE scopes (
     number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, slots INTEGER NOT NULL, slot_bytes INTEGER NOT NULL,
     geometry TEXT NOT NULL, identity TEXT NOT NULL, epoch INTEGER NOT NULL, cleared_until REAL NOT NULL,
-    tenant TEXT NOT NULL DEFAULT ''
+    tenant TEXT NOT NULL DEFAULT '', model TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE blocks (place INTEGER PRIMARY KEY, slots BLOB NOT NULL);
 CREATE TABLE pins (pin INTEGER PRIMARY KEY, until REAL NOT NULL, slots BLOB NOT NULL);
@@ -27,7 +27,10 @@ CREATE TABLE answers (
 CREATE INDEX answers_by_end ON answers (until);
 CREATE TABLE counters (name TEXT PRIMARY KEY, ceiling INTEGER NOT NULL);
 """
-CHANGES: Final = {3: "ALTER TABLE scopes ADD COLUMN tenant TEXT NOT NULL DEFAULT ''"}
+CHANGES: Final = {
+    3: "ALTER TABLE scopes ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+    4: "ALTER TABLE scopes ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+}
 """What makes a schema of that number the next one."""
 SCOPE_BITS: Final = 40
 BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1

@@ -237,10 +237,10 @@ class SqliteStore:
         for record in changes.scopes:
             one = record.geometry
             run(
-                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch,
-                    record.cleared_until, record.tenant,
+                    record.cleared_until, record.tenant, record.model,
                 ),
             )  # fmt: skip
         for number in changes.dropped:

@@ -315,7 +315,7 @@ class Desk:
             "/v2/unpin": service.unpin,
         }
         do = fixed.get(path) or getattr(service, name)
-        changes = route.changes or path in ("/v2/unpin", "/v2/drop")
+        changes = route.changes or path in ("/v2/describe", "/v2/unpin", "/v2/drop")
         checked: Do | None = getattr(service, f"do_{name}", None)
         return Endpoint(
             path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes,

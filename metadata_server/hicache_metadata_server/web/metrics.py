@@ -97,14 +97,18 @@ class Metrics:
     def _of_scopes(self) -> Iterator[Metric]:
         slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
         asked, expired = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
+        info = scalars(v.SCOPE_INFO)
         for status in self._service.list_scopes().scopes:
             scope = self._label(status)
+            if status.model and scope != v.OTHER_SCOPES:
+                info.add_metric([scope, status.model], 1)
             for state in SlotState:
                 slots[scope, state] += getattr(status, state)
             for result, keys in zip(RESULTS, (status.hits, status.misses), strict=True):
                 asked[scope, result] += keys
             evicted[scope] += status.evicted
             expired[scope] += status.expired_leases
+        yield info
         for metric, by_labels in ((v.SLOTS, slots), (v.LOOKED_UP_KEYS, asked)):
             family = scalars(metric)
             for labels, value in by_labels.items():

@@ -117,6 +117,26 @@ def test_pins_are_let_go(directory):
     directory.unpin(located.pins)
 
 
+def models(directory):
+    """What the server has been told."""
+    if isinstance(directory, LocalDirectory):
+        listed = directory._open()._service.list_scopes()
+    else:
+        listed = directory._wait("/v2/scopes", None, p.Scopes, Call(10))
+    return {one.scope: one.model for one in listed.scopes}
+
+
+def test_the_server_is_told_the_model_of_each_scope(directory):
+    directory.declare(geometry(), model="org/model")
+    directory.declare(geometry("0:mamba-test", slots=4))
+    store(directory, ["a"])
+    store(directory, ["a"], "0:mamba-test")
+    until = time.monotonic() + PATIENCE_SECONDS
+    while models(directory) != {SCOPE: "org/model", "0:mamba-test": ""}:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 def test_another_geometry_is_refused(directory):
     store(directory, ["a"])
     directory._made.clear()

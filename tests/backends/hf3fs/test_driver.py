@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+import urllib.request
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,6 +459,41 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):
         stats = one.storage.get_stats()
         assert (stats.failovers >= 1, stats.faults) == (True, 0)
         assert one.storage.health().ok
+
+
+def test_a_server_that_does_not_know_describe_is_no_fault(rig, server):
+    one = rig(metadata_url=server.url)
+    [asked] = one.store.directory._servers._all
+    method, url = asked.routes["/v2/describe"]
+    asked.routes["/v2/describe"] = method, url.with_path("/v2/nothing")
+    keys = chain("a", 8)
+    assert all(one.put(keys))
+    until = time.monotonic() + PATIENCE_SECONDS
+    while b'route="other",status="404"' not in metrics(server):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    one.expect(keys)
+    stats = one.storage.get_stats()
+    assert (stats.failovers, stats.faults) == (0, 0)
+    assert metrics(server).count(b'status="404"') == 1, "nobody asks again"
+
+
+def test_a_storage_names_its_model_once(rig, server):
+    one = rig(metadata_url=server.url)
+    assert all(one.put(chain("a", 8)))
+    until = time.monotonic() + PATIENCE_SECONDS
+    while f'hicache_metadata_scope_info{{model="{identity().model}",scope="{one.scope.name}"}} 1.0'.encode() not in metrics(
+        server
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    one.expect(chain("a", 8))
+    assert b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0' in metrics(server)
+
+
+def metrics(server):
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        return answer.read()
 
 
 def test_usrbio_without_its_library_says_what_is_missing(rig):

@@ -64,6 +64,13 @@ class IgnoresIdentities(Reference):
         return super().initialize(p.Initialize(scopes=parts), now)
 
 
+@plant("MD-OPS-1", only=("test_the_name_of_a_model_is_listed",))
+class KeepsTheFirstName(Reference):
+    def describe(self, request, now):
+        if not self.scope(request.scope, now, "scope").model:
+            super().describe(request, now)
+
+
 @plant("MD-LOOK-1")
 class HalvesChecksums(Scope):
     def commit(self, index, length, checksum):

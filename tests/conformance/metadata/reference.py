@@ -89,6 +89,9 @@ class Reference:
                     scope.close(now + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds)
         return p.Initialized(created=created)
 
+    def describe(self, request: p.Describe, now: float) -> None:
+        self.scope(request.scope, now, "scope").model = request.model
+
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
         pin, found = (self.next_pin, list[p.Found]()) if seconds else (0, [])
@@ -221,7 +224,7 @@ class Reference:
         return p.Scopes(scopes=[
             p.ScopeStatus(
                 scope=name, slots=len(scope.slots), slot_bytes=scope.geometry.slot_bytes, geometry=scope.geometry.geometry,
-                identity=scope.geometry.identity, **{str(state): scope.count(state) for state in p.SlotState},
+                identity=scope.geometry.identity, model=scope.model, **{str(state): scope.count(state) for state in p.SlotState},
             )
             for name, scope in ((name, self.scope(name, now)) for name in sorted(self.scopes))
         ])  # fmt: skip

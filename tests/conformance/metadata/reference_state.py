@@ -31,6 +31,7 @@ class Slot:
 class Scope:
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
         self.geometry = geometry
+        self.model = ""
         self.quarantine_seconds = quarantine_seconds
         self.slots = [Slot() for _ in range(geometry.slots)]
         self.free = deque(range(geometry.slots))

@@ -65,7 +65,13 @@ class Directory(ABC):
 
     # What a driver asks.
 
-    def declare(self, geometry: p.ScopeGeometry, lease_seconds: float = 0.0, is_written: Callable[[], bool] = bool) -> None:
+    def declare(
+        self,
+        geometry: p.ScopeGeometry,
+        lease_seconds: float = 0.0,
+        is_written: Callable[[], bool] = bool,
+        model: str = "",
+    ) -> None:
         """Name a scope before the first question about it; asks nobody.
 
         Args:
@@ -73,9 +79,11 @@ class Directory(ABC):
             lease_seconds: how long clients lease its slots.
             is_written: whether anybody may have written into its slots; asked when the scope is made. A server that makes it anew gives
                 no slot then before leases have passed that it knows nothing of.
+            model: name of the model whose pages these are, for operators; sent once the server has the
+                scope. A server may lack the route.
         """
         with self._lock:
-            self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written)
+            self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
 
     def lookup(self, scopes: Sequence[p.LookupScope], call: Call, *, pin_seconds: float = 0.0, touch: bool = True) -> Located:
         """Where pages are, pinned for a time if asked for."""
@@ -193,6 +201,16 @@ class Directory(ABC):
             with self._lock:
                 self._made.update(geometry.scope for geometry in geometries)
                 self._declared |= {one.geometry.scope: one._replace(was_made=True) for one in wanted}
+            for one in wanted:
+                self._describe(one)
+
+    def _describe(self, one: _Declared) -> None:
+        if not one.model:
+            return
+        request = p.Describe(scope=one.geometry.scope, model=one.model)
+        # No page depends on it, and a server that lacks the route answers 404.
+        with contextlib.suppress(MetadataError):
+            self.send_later("/v2/describe", request)
 
     def _see_slots(self, scope: str, slots: Sequence[int]) -> None:
         if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:
@@ -205,6 +223,7 @@ class _Declared(NamedTuple):
     geometry: p.ScopeGeometry
     lease_seconds: float
     is_written: Callable[[], bool]
+    model: str = ""
     was_made: bool = False
     """A server has known it: others may have written since."""
 

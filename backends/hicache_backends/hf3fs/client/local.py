@@ -50,6 +50,7 @@ class _State:
         service = self._service
         self._operations: dict[str, Callable[[Any, float], Any]] = {
             "/v2/initialize": service.initialize,
+            "/v2/describe": service.describe,
             "/v2/lookup": service.lookup,
             "/v2/reserve": service.reserve,
             "/v2/commit": service.commit,

@@ -14,6 +14,7 @@ from hicache_metadata_server.protocol import (
     Checked,
     Commit,
     CommitScope,
+    Describe,
     Drain,
     Draining,
     Drop,
@@ -34,7 +35,7 @@ SAMPLE: Final = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? [-+0-9.eEinfNa]+( \d+)?")
 
 
 class OperatingCases:
-    """`scopes`, `inspect`, `fsck`, `drain`, `drop`, health and metrics."""
+    """`scopes`, `describe`, `inspect`, `fsck`, `drain`, `drop`, health and metrics."""
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_scopes_are_listed(self, lab: ServerLab) -> None:
@@ -49,6 +50,21 @@ class OperatingCases:
             raise Violation("MD-OPS-1", f"a scope of {geometry} is listed as {status}")
         if status.free + status.leased + status.live + status.quarantined != slots or (status.leased, status.live) != (2, 3):
             raise Violation("MD-OPS-1", f"a scope of {slots} slots with 3 live and 2 leased is listed as {status}")
+
+    @covers("MD-OPS-1", needs=[Need.NATIVE])
+    def test_the_name_of_a_model_is_listed(self, lab: ServerLab) -> None:
+        """With `describe`, the list has the last name of the model, also after a clear."""
+        scope, other = lab.native_scope(4), lab.native_scope(4)
+        for model in ("org/model", 'a "second" \\ näme', 'a "second" \\ näme'):
+            reply = lab.native.send("/v2/describe", Describe(scope=scope.name, model=model))
+            if reply.status == 404:
+                return
+            expect(reply, "MD-OPS-1", 204, because="the model of a scope was named")
+            scope.clear()
+            if (found := scope.status().model) != model:
+                raise Violation("MD-OPS-1", f"the model {model!r} is listed as {found!r}")
+        if found := other.status().model:
+            raise Violation("MD-OPS-1", f"a model that was not named is listed as {found!r}")
 
     @covers("MD-OPS-2", needs=[Need.NATIVE])
     def test_inspecting(self, lab: ServerLab) -> None:

@@ -67,8 +67,8 @@ export class ScopeView {
     } }, make("label", { for: "key" }, "Key"), key, make("button", {}, "Find"));
   }
 
-  #showFacts({ slots, slot_bytes, geometry, identity }) {
-    const said = JSON.stringify([slots, slot_bytes, geometry, identity]);
+  #showFacts({ slots, slot_bytes, geometry, identity, model }) {
+    const said = JSON.stringify([slots, slot_bytes, geometry, identity, model]);
     if (this.said === said) return;
     this.said = said;
     this.facts.replaceChildren(facts([
@@ -77,6 +77,7 @@ export class ScopeView {
       slot_bytes ? ["All of it", bytes(slots * slot_bytes)] : null,
       ["Hit ratio", this.ratio],
       ["Evicted", this.gone],
+      ["Model", model || "not named"],
       ["Identity", identity ? make("code", {}, identity) : "none given"],
       ["Geometry", geometry ? make("code", {}, geometry) : "none given"],
     ]));

@@ -12,6 +12,7 @@ export const occupied = (scope) => (scope.slots - scope.free) / scope.slots;
 const hitRatio = (scope) => (scope.hits + scope.misses ? scope.hits / (scope.hits + scope.misses) : -1);
 const COLUMNS = [
   { name: "scope", title: "Scope", value: (scope) => scope.scope },
+  { name: "model", title: "Model", value: (scope) => scope.model ?? "", wide: true },
   { name: "slots", title: "Slots", value: (scope) => scope.slots, wide: true },
   { name: "live", title: "Live", value: (scope) => scope.live, wide: true },
   { name: "leased", title: "Leased", value: (scope) => scope.leased, wide: true },
@@ -30,7 +31,7 @@ export class ScopeTable {
     this.onOptions = onOptions;
     this.scopes = null;
     this.filter = make("input", {
-      type: "search", id: "filter", placeholder: "name or identity", value: this.options.filter, spellcheck: "false", autocomplete: "off",
+      type: "search", id: "filter", placeholder: "name, model or identity", value: this.options.filter, spellcheck: "false", autocomplete: "off",
       oninput: () => this.#change({ filter: this.filter.value, page: "1" }),
     });
     this.found = make("span", { class: "quiet", role: "status" });
@@ -53,7 +54,7 @@ export class ScopeTable {
     const { filter, sort, order } = this.options;
     const column = COLUMNS.find(({ name }) => name === sort) ?? COLUMNS[0];
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = scopes.filter((scope) => words.every((word) => `${scope.scope} ${scope.identity}`.toLowerCase().includes(word)));
+    const found = scopes.filter((scope) => words.every((word) => `${scope.scope} ${scope.model ?? ""} ${scope.identity}`.toLowerCase().includes(word)));
     found.sort((a, b) => (order === "down" ? -1 : 1) * compare(column.value(a), column.value(b)) || NATURALLY.compare(a.scope, b.scope));
     const pages = Math.max(1, Math.ceil(found.length / ON_A_PAGE));
     const page = Math.min(pages, Math.max(1, Number.parseInt(this.options.page, 10) || 1));
@@ -66,7 +67,7 @@ export class ScopeTable {
     setText(this.found, found === all ? count(all) : `${count(found)} of ${count(all)}`);
     this.scroll.hidden = !found;
     this.empty.hidden = Boolean(found);
-    setText(this.empty, all ? "No scope has that in its name or identity." :
+    setText(this.empty, all ? "No scope has that in its name, model or identity." :
       "No scope yet. The first engine that uses this server initializes its scopes.");
     COLUMNS.forEach(({ name }, i) => {
       const order = name !== this.options.sort ? "none" : this.options.order === "down" ? "descending" : "ascending";
@@ -81,7 +82,7 @@ export class ScopeTable {
 
   #sortBy(name) {
     const { sort, order } = this.options;
-    const first = name === "scope" ? "up" : "down";
+    const first = name === "scope" || name === "model" ? "up" : "down";
     this.#change({ sort: name, order: sort === name ? (order === "up" ? "down" : "up") : first, page: "1" });
   }
 
@@ -112,13 +113,16 @@ class Pager {
 
 function makeRow(scope) {
   const bar = new Bar();
-  const numbers = COLUMNS.slice(1).map(({ wide, mid }) => make("td", { class: wide ? "wide" : mid ? "mid" : null }));
+  const model = make("td", { class: "wide name" });
+  const numbers = COLUMNS.slice(2).map(({ wide, mid }) => make("td", { class: wide ? "wide" : mid ? "mid" : null }));
   const occupiedShare = make("span", { class: "figure" });
   numbers[5].classList.add("occupied");
   numbers[5].append(bar.element, occupiedShare);
-  const row = make("tr", {}, make("th", { scope: "row" }, make("a", { href: scopeLink(scope.scope) }, scope.scope)), numbers);
+  const row = make("tr", {}, make("th", { scope: "row" }, make("a", { href: scopeLink(scope.scope) }, scope.scope)), model, numbers);
   const update = (now) => {
     bar.show(now);
+    setText(model, now.model ?? "");
+    model.title = now.model ?? "";
     setText(occupiedShare, share(now.slots - now.free, now.slots));
     ["slots", "live", "leased", "quarantined", "free"].forEach((name, i) => setText(numbers[i], count(now[name])));
     setText(numbers[6], share(now.hits, now.hits + now.misses));
