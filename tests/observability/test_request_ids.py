@@ -168,7 +168,8 @@ def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
         rig.storage.batch_set_v2([rig._transfer(chain("c", 2))], info)
         rig.storage.batch_exists_v2(chain("c", 2))
         rig.storage.close()
-    named = [(path, request_id) for path, request_id in seen if path != "/v2"]
+    # Nobody waits for `describe`: it comes at any time.
+    named = [(path, request_id) for path, request_id in seen if path not in ("/v2", "/v2/describe")]
     assert {request_id for path, request_id in named[:-1]} == {b"chat-7"}
     assert {path for path, _ in named[:-1]} == {"/v2/initialize", "/v2/lookup", "/v2/reserve", "/v2/commit"}
     assert named[-1][0] == "/v2/lookup"
