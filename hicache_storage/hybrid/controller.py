@@ -255,6 +255,8 @@ class HybridCacheController:
         """
         if self._binding is not None:
             raise StorageAttachedError("a storage is attached; detach it first")
+        # A storage that failed on one rank only would let the ranks see different hits: all ranks
+        # attach, or none.
         error = self._register(storage)
         if not self._rank_group.all_reduce_min([int(error is None)])[0]:
             close_quietly(storage, self._stop_seconds, self._counter)
@@ -269,6 +271,7 @@ class HybridCacheController:
         Prefetches deliver nothing more; backups make no further attempt. Returns within a few times
         `stop_seconds`, even if the storage hangs.
         """
+        # Operations end before the workers are stopped, so that no retry is submitted to them.
         binding = self._binding
         self._binding = None
         self._prefetcher.detach()

@@ -45,6 +45,7 @@ class RunningCopies:
         Raises:
             StreamFailedError: a copy of this rank failed; it votes that the copy has not ended.
         """
+        # The same operations run on every rank, in the same order, so the test is the same on all.
         if not self._operations:
             return []
         votes, error = list[int](), None
@@ -154,6 +155,7 @@ class DeviceCopies:
 
         -1 if no load is running.
         """
+        # A request of this step may use pages of an earlier load that is still running.
         if not self._queued_loads:
             return next(reversed(self._counters), -1)
         queued = _by_priority(self._queued_loads)

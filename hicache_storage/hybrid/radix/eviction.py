@@ -54,6 +54,7 @@ class Evictor:
     def _evict(self, tier: Mapping[SlotKind, LRUList], tokens: int, states: int) -> Evicted:
         freed_tokens = freed_states = 0
         while freed_tokens < tokens and (node := tier[SlotKind.KV].least_recent()):
+            # A state is useless on a tier without the KV before it, so it is freed with the KV.
             self._keep_copy(tier, node)
             freed_states += self._ownership.drop(tier, SlotKind.STATE, node)
             freed_tokens += self._ownership.drop(tier, SlotKind.KV, node)

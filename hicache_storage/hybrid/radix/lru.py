@@ -60,10 +60,10 @@ class LRUList(ABC):
         """Add slots to a node that holds none."""
         self.of(node).indices = indices
         self._held += indices.numel()
-        self.add_split(node)
+        self.add_to_order(node)
 
-    def add_split(self, node: Node) -> None:
-        """Add a node that got its slots by a split."""
+    def add_to_order(self, node: Node) -> None:
+        """Add a node that holds slots to the order, as most recently used."""
         if self.holds(node) and not self._is_excluded(node):
             self._order[node] = None
         self.touch(node)
@@ -106,6 +106,7 @@ class LRUList(ABC):
             assert held.indices is not None
             self._locked += 0 if held.locks else held.indices.numel()
             held.locks += 1
+            # A locked node would be skipped by every search for the least recently used one.
             if self._is_excluded(each):
                 self._order.pop(each, None)
 

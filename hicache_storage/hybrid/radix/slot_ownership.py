@@ -73,7 +73,7 @@ class SlotOwnership:
         """Split a node before token `end`; returns the upper part."""
         upper = self._tree.split(node, end)
         for lru in (*self.device.values(), *self.host.values()):
-            lru.add_split(upper)
+            lru.add_to_order(upper)
         return upper
 
     def insert(self, tier: Mapping[SlotKind, LRUList], node: Node, tokens: Units, rows: torch.Tensor) -> Node:

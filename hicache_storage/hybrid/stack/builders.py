@@ -116,10 +116,13 @@ def _build(
     rank_group: RankGroup | None,
     streams: tuple[Device, Stream] | None,
 ) -> StackT:
+    # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
     with ExitStack() as closing, ExitStack() as failing:
         if storage is not None:
             seconds = given.stop_seconds if isinstance(given, StackConfig) else STOP_SECONDS
             failing.callback(close_quietly, storage, seconds, StatsCounter())
+        # Without a group there is no way to report a refused config to the other ranks: `parallel`
+        # in the config is needed to make the group.
         if rank_group is None:
             given = _make_config(described, given)
             rank_group = _make_rank_group(given, closing)
@@ -150,6 +153,7 @@ def _agreed_config(
     streams: tuple[Device, Stream] | None,
 ) -> StackConfig:
     """Return the config, once all ranks have accepted theirs and agree. A collective."""
+    # A rank that refuses takes part in the comparison all the same, with a vector of equal length.
     config, refusal = None, None
     values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
     try:

@@ -41,6 +41,7 @@ class StorageBinding:
         self.calls = StorageCalls(storage, group, call_seconds, stats)
         self._storage = storage
         self._stats = stats
+        # One thread for each kind of call, so that long reads and backups do not delay lookups.
         self.query = StorageWorker("hicache-query", call_seconds, stats)
         self.read = StorageWorker("hicache-read", call_seconds, stats)
         self.backup = StorageWorker("hicache-backup", call_seconds, stats)
@@ -52,6 +53,7 @@ class StorageBinding:
 
     def close(self, seconds: float) -> None:
         """End the threads and close the storage; waits for each at most so long."""
+        # Workers first: a storage must not be closed under a call that still runs, unless it hangs.
         for worker in (self.query, self.read, self.backup):
             worker.stop(seconds)
         close_quietly(self._storage, seconds, self._stats)

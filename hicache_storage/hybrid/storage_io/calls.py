@@ -39,6 +39,7 @@ class StorageCalls:
         self._group = group
         self._call_seconds = call_seconds
         self._stats = stats
+        # Written by three threads without a lock: a race costs a log line of the wrong level.
         self._failing = False
 
     def restorable(self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None) -> list[int]:

@@ -87,6 +87,8 @@ class Job(ABC):
 
         Returns whether it is abandoned.
         """
+        # Results are published under the lock, so that a job is either abandoned or has published
+        # all of them, never a part.
         with self.lock:
             self.abandoned = not self.query()
         return self.abandoned
@@ -118,6 +120,8 @@ class StorageWorker:
 
     def submit(self, job: Job) -> None:
         """Queue a job. If no thread can run it, it ends at once, without a call."""
+        # A storage whose calls hang would take one thread after the other. Beyond the limit jobs miss
+        # at once, until a hanging call returns.
         with self._changed:
             accepted = not self._stopped and self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
             if accepted:
@@ -133,6 +137,8 @@ class StorageWorker:
         """
         with self._changed:
             running = self._running
+        # The job may end between this check and the next line; `_abandon` looks again under both
+        # locks.
         if running is not None and running.overdue(self._call_seconds):
             self._abandon(running)
 
@@ -143,6 +149,7 @@ class StorageWorker:
             waiting, running, thread = list(self._queue), self._running, self._thread
             self._queue.clear()
             self._changed.notify_all()
+        # Outside of the condition, which the thread needs to finish its job.
         for job in waiting:
             job.end()
         if running is not None:
@@ -173,6 +180,7 @@ class StorageWorker:
     def _ensure_thread(self) -> bool:
         """Start a thread if there is none; False if the system cannot start one."""
         if self._thread is None:
+            # A daemon: a call that hangs for ever must not keep the process from exiting.
             thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             try:
                 thread.start()
