@@ -1,6 +1,8 @@
-"""The three-tier cache of hybrid models above a storage: pools as one, copies, prefetch and backup, agreed by all ranks.
+"""Three-tier cache of hybrid models above a storage.
 
-Only what touches tensors imports torch, and only when it is first used.
+All ranks take the same decisions.
+
+Names are imported when they are first used: only modules that use tensors import torch.
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache_storage.hybrid.agreement import Agreement, AgreementError, GroupAgreement, SingleRank
-    from hicache_storage.hybrid.alike import OtherRankError
-    from hicache_storage.hybrid.attachment import StorageAttachedError
     from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.copies.operations import CacheOperation
+    from hicache_storage.hybrid.copies.transfers import HybridLayerCounter
     from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
-    from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchOutcome, PrefetchResult
-    from hicache_storage.hybrid.operations import CacheOperation
-    from hicache_storage.hybrid.parallel import ParallelConfig
     from hicache_storage.hybrid.policies import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
-    from hicache_storage.hybrid.prefetch import PrefetchOperation
+    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.pools.indices import HybridIndices
+    from hicache_storage.hybrid.ranks.consistency import OtherRankError
+    from hicache_storage.hybrid.ranks.group import RankGroup, RankGroupError, SingleRank
+    from hicache_storage.hybrid.ranks.parallel import ParallelConfig
+    from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
     from hicache_storage.hybrid.stack import (
         AttentionGeometry,
         DSAHybridStack,
@@ -35,18 +37,17 @@ if TYPE_CHECKING:
         build_mamba_hybrid_stack,
     )
     from hicache_storage.hybrid.stats import ControllerStats
-    from hicache_storage.hybrid.transfers import HybridLayerCounter
+    from hicache_storage.hybrid.storage_io.binding import StorageAttachedError
+    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
+    from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchOutcome, PrefetchResult
 
 __all__ = [
-    "Agreement",
-    "AgreementError",
     "AttentionGeometry",
     "BackupResult",
     "CacheOperation",
     "ControllerStats",
     "DSAHybridStack",
     "DSAStackConfig",
-    "GroupAgreement",
     "HostPoolGroup",
     "HybridCacheController",
     "HybridIndices",
@@ -66,9 +67,12 @@ __all__ = [
     "PrefetchResult",
     "PrefetchRules",
     "PrefetchTimeout",
+    "RankGroup",
+    "RankGroupError",
     "SingleRank",
     "StorageAttachedError",
     "StorageConfig",
+    "TorchRankGroup",
     "WritePolicy",
     "build_dsa_hybrid_stack",
     "build_mamba_hybrid_stack",
@@ -77,37 +81,37 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Agreement": "agreement",
-    "AgreementError": "agreement",
     "AttentionGeometry": "stack",
-    "BackupResult": "indices",
-    "CacheOperation": "operations",
+    "BackupResult": "storage_io.results",
+    "CacheOperation": "copies.operations",
     "ControllerStats": "stats",
     "DSAHybridStack": "stack",
     "DSAStackConfig": "stack",
-    "GroupAgreement": "agreement",
-    "HostPoolGroup": "groups",
+    "HostPoolGroup": "pools.group",
     "HybridCacheController": "controller",
-    "HybridIndices": "indices",
-    "HybridLayerCounter": "transfers",
+    "HybridIndices": "pools.indices",
+    "HybridLayerCounter": "copies.transfers",
     "HybridStack": "stack",
     "IndexerGeometry": "stack",
     "MLAGeometry": "stack",
     "MambaGeometry": "stack",
     "MambaHybridStack": "stack",
     "MambaStackConfig": "stack",
-    "OtherRankError": "alike",
-    "ParallelConfig": "parallel",
-    "PoolEntry": "groups",
-    "PrefetchOperation": "prefetch",
-    "PrefetchOutcome": "indices",
+    "OtherRankError": "ranks.consistency",
+    "ParallelConfig": "ranks.parallel",
+    "PoolEntry": "pools.group",
+    "PrefetchOperation": "storage_io.prefetch",
+    "PrefetchOutcome": "storage_io.results",
     "PrefetchPolicy": "policies",
-    "PrefetchResult": "indices",
+    "PrefetchResult": "storage_io.results",
     "PrefetchRules": "policies",
     "PrefetchTimeout": "policies",
-    "SingleRank": "agreement",
-    "StorageAttachedError": "attachment",
+    "RankGroup": "ranks.group",
+    "RankGroupError": "ranks.group",
+    "SingleRank": "ranks.group",
+    "StorageAttachedError": "storage_io.binding",
     "StorageConfig": "stack",
+    "TorchRankGroup": "ranks.torch_group",
     "WritePolicy": "policies",
     "build_dsa_hybrid_stack": "stack",
     "build_mamba_hybrid_stack": "stack",

@@ -1,4 +1,4 @@
-"""Page keys as SGLang makes them, so that both engines find each other's pages."""
+"""Page keys in SGLang's scheme, so that both engines find each other's pages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _WORD = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False) -> list[str]:
-    """Keys of the whole pages of a sequence: each a sha256 over the digest of the page before and the page's tokens.
+    """Return the keys of the whole pages of a sequence.
 
-    Tokens that do not fill a page have no key.
+    A partial page at the end has no key.
+
+    A key is the sha256 of the digest of the page before and the page's tokens.
 
     Args:
         tokens: ids in [0, 2**32).
         page_size: units per page; a unit is a token or, with `bigram`, a pair of neighbours.
-        prior: key of the page before the first, or the seed of a namespace; None at the start of a plain sequence.
+        prior: key of the page before the first, or the seed of a namespace; None at the start of a
+            plain sequence.
         bigram: hash pairs of neighbours, as for EAGLE: n tokens are n - 1 units.
 
     Returns:
@@ -48,14 +51,16 @@ def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = No
 
 
 def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) -> str | None:
-    """What stands before the first page of a sequence that shares no pages with others, as `prior` of its page keys.
+    """Return the seed of a namespace, the `prior` of its first page key.
+
+    Sequences of different namespaces share no pages.
 
     Args:
-        extra_key: what changes the KV besides the tokens, such as a LoRA adapter's name.
-        cache_salt: text of a tenant who shares with nobody else.
+        extra_key: any input besides the tokens that changes the KV, such as a LoRA adapter's name.
+        cache_salt: text of a tenant that shares no pages.
 
     Returns:
-        None where both are None: the sequence is in nobody's namespace.
+        None where both are None: the sequence is in the common namespace.
     """
     if extra_key is None and cache_salt is None:
         return None

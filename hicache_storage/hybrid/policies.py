@@ -1,4 +1,4 @@
-"""When pages are written, and how long a request waits for a prefetch: pure decisions, the same on every rank."""
+"""Policies of write-back and prefetch: pure functions, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SELECTIVE_HITS = 2
-"""Hits from which on `write_through_selective` takes a span for one that will be used again; its insertion is the first."""
+"""Hits at which `write_through_selective` writes a span; its insertion is the first."""
 
 
 class WritePolicy(StrEnum):
-    """When a span of pages is copied from the device to the host, and from there to storage."""
+    """Time at which a span is copied from the device to the host and the storage."""
 
     WRITE_THROUGH = "write_through"
     """When it is first inserted."""
@@ -26,12 +26,15 @@ class WritePolicy(StrEnum):
     """When the device evicts it."""
 
     def writes_on_hit(self, hits: int) -> bool:
-        """Whether a span that is not on the host is written now; its insertion counts as the first hit."""
+        """Return whether to write a span that is not on the host after so many hits.
+
+        Its insertion is the first hit.
+        """
         return self is not WritePolicy.WRITE_BACK and hits >= self._hits_needed
 
     @property
     def writes_on_eviction(self) -> bool:
-        """Whether eviction from the device waits for the span to be written."""
+        """True if eviction from the device writes the span to the host first."""
         return self is WritePolicy.WRITE_BACK
 
     @property
@@ -40,10 +43,10 @@ class WritePolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """How long a request waits for its prefetch when it could be scheduled."""
+    """Time that a request which could be scheduled waits for its prefetch."""
 
     BEST_EFFORT = "best_effort"
-    """Not at all: it takes what is there."""
+    """No time: the request uses the pages that have arrived."""
     WAIT_COMPLETE = "wait_complete"
     """Until the prefetch is done."""
     TIMEOUT = "timeout"
@@ -52,7 +55,7 @@ class PrefetchPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchTimeout:
-    """How long `PrefetchPolicy.TIMEOUT` waits, counted from `prefetch`.
+    """Time limit of `PrefetchPolicy.TIMEOUT`, counted from `prefetch`.
 
     Raises:
         ConfigError: a time is negative.
@@ -68,13 +71,13 @@ class PrefetchTimeout:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def seconds(self, tokens: int) -> float:
-        """For a prefetch of so many tokens."""
+        """Return the limit, in seconds, of a prefetch of so many tokens."""
         return min(self.maximum_seconds, self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchRules:
-    """Which prefetches are begun, and when a request stops waiting for one.
+    """Rules by which prefetches are started and requests stop waiting for them.
 
     Raises:
         ConfigError: a value is out of range.
@@ -83,9 +86,9 @@ class PrefetchRules:
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     timeout: PrefetchTimeout = field(default_factory=PrefetchTimeout)
     threshold_tokens: int = 256
-    """Fewer tokens are computed rather than fetched."""
+    """Minimum length of a prefetch; fewer tokens are computed."""
     occupancy: float = 0.5
-    """No prefetch is begun while those on their way ask for this share of the host's tokens or more."""
+    """Share of the host pool from which on prefetches in flight prevent further ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", PrefetchPolicy(self.policy))
@@ -95,22 +98,22 @@ class PrefetchRules:
             raise ConfigError(f"occupancy must be in (0, 1], got {self.occupancy}")
 
     def is_worth(self, tokens: int, page_size: int) -> bool:
-        """Whether so many tokens are worth fetching: a page at least."""
+        """Return whether to fetch so many tokens: the threshold, and a page, at least."""
         return tokens >= max(self.threshold_tokens, page_size)
 
     def admits(self, occupied_tokens: int, host_tokens: int) -> bool:
-        """Whether another prefetch may begin.
+        """Return whether to start another prefetch.
 
         Args:
-            occupied_tokens: asked for by those on their way.
+            occupied_tokens: tokens of the prefetches in flight.
             host_tokens: size of the host pool.
         """
         return occupied_tokens < self.occupancy * host_tokens
 
     def stops_waiting(self, elapsed_seconds: float, tokens: int) -> bool:
-        """Whether a request goes on without the rest of its prefetch.
+        """Return whether a request goes on without the rest of its prefetch.
 
-        The clock alone decides, whatever is still missing: also while KV is there and only a state is not.
+        Only the time decides, even if all KV has arrived and only a state is missing.
         """
         match self.policy:
             case PrefetchPolicy.BEST_EFFORT:
@@ -121,11 +124,11 @@ class PrefetchRules:
                 return elapsed_seconds >= self.timeout.seconds(tokens)
 
 
-def longest_fitting(restorable: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The greatest endpoint that fits, 0 if none does; never one that is not restorable.
+def max_fitting_endpoint(restorable: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Return the largest restorable endpoint that fits, 0 if none does.
 
     Args:
         restorable: endpoints in pages, ascending.
-        fits: whether there is room for a prefix; if there is for one, there is for all shorter ones.
+        fits: whether a prefix fits into memory; if one does, so do all shorter ones.
     """
     return next((endpoint for endpoint in reversed(restorable) if fits(endpoint)), 0)

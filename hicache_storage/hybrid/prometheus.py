@@ -1,4 +1,7 @@
-"""A controller's and a cache's counters as Prometheus metrics. Needs `hicache-storage[metrics]`."""
+"""Prometheus metrics of a controller and a cache.
+
+Needs `hicache-storage[metrics]`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ControllerCollector(Collector):
-    """Reads a controller's counters when Prometheus asks, in any thread.
+    """Exports a controller's counters, read in the thread that collects.
 
     Args:
         controller: this rank's.
@@ -28,19 +31,22 @@ class ControllerCollector(Collector):
     """
 
     def __init__(self, controller: HybridCacheController, labels: Mapping[str, str] | None = None) -> None:
-        self._controller, self._labels = controller, dict(labels or {})
+        self._controller = controller
+        self._labels = dict(labels or {})
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance."""
+        """Return no metrics in advance."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """The families of `vocabulary.CONTROLLER`."""
+        """Return the families of `vocabulary.CONTROLLER`."""
         return of_fields(v.CONTROLLER, self._controller.stats(), self._labels)
 
 
 class CacheCollector(Collector):
-    """Tells what a cache held when its scheduler last called `look`: a cache belongs to that thread, and may not be asked by another.
+    """Exports the usage of a cache as of the last `refresh`.
+
+    A cache is used by the scheduler's thread only, so that thread calls `refresh`.
 
     Args:
         cache: this rank's.
@@ -48,17 +54,21 @@ class CacheCollector(Collector):
     """
 
     def __init__(self, cache: HiMambaRadixCache, labels: Mapping[str, str] | None = None) -> None:
-        self._cache, self._labels = cache, dict(labels or {})
+        self._cache = cache
+        self._labels = dict(labels or {})
         self._usage: CacheUsage = cache.usage()
 
-    def look(self) -> None:
-        """Take down what the cache holds; for the scheduler's thread, such as once in each of its reports."""
+    def refresh(self) -> None:
+        """Read the cache's usage.
+
+        Called by the scheduler's thread, such as once for each log line.
+        """
         self._usage = self._cache.usage()
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance."""
+        """Return no metrics in advance."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """The families of `vocabulary.CACHE`."""
+        """Return the families of `vocabulary.CACHE`."""
         return of_fields(v.CACHE, self._usage, self._labels)

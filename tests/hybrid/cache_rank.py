@@ -13,7 +13,7 @@ from hicache_storage import create_storage
 from hicache_storage.hybrid import HybridIndices, page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
-from hicache_storage.hybrid.workers import Job
+from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import PoolHitPolicy, PoolTransfer
 from tests.conftest import DictStorage
 from tests.hybrid.rank import Rank
@@ -69,7 +69,7 @@ class CacheRank(Rank):
         self._attach(DictStorage(identity(self.parallel), objects))
         with (
             mock.patch.object(Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0),
-            mock.patch("hicache_storage.hybrid.backup.RETRY_SECONDS", 0.01),
+            mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
         ):
             common = random.Random(self.settings["seed"])
             for number in range(self.settings["steps"]):

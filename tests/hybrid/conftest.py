@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_storage.hybrid import page_hashes
-from hicache_storage.hybrid.workers import Job
+from hicache_storage.hybrid.storage_io.workers import Job
 from tests.hybrid.stack import PAGE, Stack, identity, tokens
 
 

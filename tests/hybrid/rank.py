@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from hicache_storage import create_storage
 from hicache_storage.hybrid import (
-    AgreementError,
-    GroupAgreement,
     HostPoolGroup,
     HybridCacheController,
     ParallelConfig,
     PrefetchRules,
+    RankGroupError,
+    TorchRankGroup,
     page_hashes,
 )
 from hicache_storage.layers import FaultLayer, FaultOptions
@@ -44,12 +44,12 @@ CALL_SECONDS = 0.1
 class Counted:
     """Counts the collectives of a rank."""
 
-    def __init__(self, agreement):
-        self.agreement, self.size, self.count = agreement, agreement.size, 0
+    def __init__(self, rank_group):
+        self.rank_group, self.size, self.count = rank_group, rank_group.size, 0
 
-    def minimum(self, values):
+    def all_reduce_min(self, values):
         self.count += 1
-        return self.agreement.minimum(values)
+        return self.rank_group.all_reduce_min(values)
 
 
 def presence(seed, rank):
@@ -72,13 +72,13 @@ class Rank:
         sizes = {f"{axis}_size": settings.get(axis, 1) for axis in ("tp", "cp", "pp")}
         self.settings = settings
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
-        self.agreement = Counted(GroupAgreement.of(self.parallel, timeout_seconds=WORLD_SECONDS))
+        self.rank_group = Counted(TorchRankGroup.of(self.parallel, timeout_seconds=WORLD_SECONDS))
         self.told, self.own = [], {}
         self.stack = self.make_stack()
         self.controller = self.stack.controller
 
     def make_stack(self, **changes):
-        return Stack(**{"states": 4, "parallel": self.parallel, "agreement": self.agreement, **changes})
+        return Stack(**{"states": 4, "parallel": self.parallel, "rank_group": self.rank_group, **changes})
 
     def tell(self, *what):
         """What has to be the same on every rank; printed, so that a rank that hangs is known by the last of it."""
@@ -86,7 +86,7 @@ class Rank:
         print(*what, flush=True)
 
     def close(self):
-        self.tell("collectives", self.agreement.count)
+        self.tell("collectives", self.rank_group.count)
         self.stack.close()
         assert not self.stack.simulator.races
 
@@ -106,7 +106,7 @@ class Rank:
         """Random presence on every rank; faults, host pressure and early ends in some of the rounds."""
         rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
         impatient = HybridCacheController(
-            self.stack.group, parallel=self.parallel, agreement=self.agreement, rules=rules,
+            self.stack.group, parallel=self.parallel, rank_group=self.rank_group, rules=rules,
             storage_call_seconds=CALL_SECONDS, stop_seconds=CALL_SECONDS,
         )  # fmt: skip
         for number in range(self.settings["rounds"]):
@@ -157,7 +157,7 @@ class Rank:
             (groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0]), (larger.group, rules[0])
         ):  # fmt: skip
             try:
-                HybridCacheController(group, rules=own, parallel=self.parallel, agreement=self.agreement)
+                HybridCacheController(group, rules=own, parallel=self.parallel, rank_group=self.rank_group)
             except ConfigError as error:
                 self.tell("refused", str(error).split(";")[0])
 
@@ -191,7 +191,7 @@ class Rank:
         for _ in range(2):
             try:
                 until(operation.poll)
-            except AgreementError:
+            except RankGroupError:
                 self.tell("lost")
         self.controller.detach()
 
@@ -199,7 +199,7 @@ class Rank:
         """A rank that waits for ever ends, and says where."""
         if self.parallel.rank == 0:
             threading.Event().wait()
-        self.agreement.minimum([1])
+        self.rank_group.all_reduce_min([1])
 
     # Steps -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hicache_storage.hybrid import AgreementError, GroupAgreement, ParallelConfig, StorageConfig
+from hicache_storage.hybrid import ParallelConfig, RankGroupError, StorageConfig, TorchRankGroup
 from hicache_storage.spec import HiCacheError
 from tests.hybrid.stacks import Session, build, mamba_config
 
@@ -21,9 +21,9 @@ def main():
     config = mamba_config(parallel=ParallelConfig.of_rank(rank, tp_size=2), storage=storage)
     refusals = (
         # One rank has been told that it is the other, or one of four.
-        lambda: GroupAgreement.of(ParallelConfig.of_rank(0, tp_size=2)),
-        lambda: GroupAgreement.of(ParallelConfig.of_rank(rank, tp_size=4 if rank else 2)),
-        lambda: GroupAgreement.of(ParallelConfig.of_rank(rank, **{"pp_size" if rank else "tp_size": 2})),
+        lambda: TorchRankGroup.of(ParallelConfig.of_rank(0, tp_size=2)),
+        lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, tp_size=4 if rank else 2)),
+        lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, **{"pp_size" if rank else "tp_size": 2})),
         lambda: build(replace(config, device_tokens=config.device_tokens * (1 + rank))),
         lambda: build(replace(config, storage=replace(storage, driver="none")) if rank else config),
     )
@@ -39,8 +39,8 @@ def main():
         told["restored"] = session.restore()
         assert stack.drain(60)
     try:
-        stack._agreement.minimum([1])
-    except AgreementError as error:
+        stack._rank_group.all_reduce_min([1])
+    except RankGroupError as error:
         told["closed"] = str(error)
     dist.destroy_process_group()
     told["threads"] = sorted(thread.name for thread in threading.enumerate())

@@ -18,7 +18,7 @@ KEYS = page_hashes(tokens(12), PAGE)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("hicache_storage.hybrid.backup.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.001)
 
 
 def backed_up(stack, host, keys=KEYS, prefix=()):
@@ -95,7 +95,7 @@ def test_what_is_never_stored_is_given_up(stack, store, pool, page, stored):
 
 
 def test_calls_take_so_many_pages_of_all_pools(stack, store, monkeypatch):
-    monkeypatch.setattr("hicache_storage.hybrid.backup.BATCH_PAGES", 4)
+    monkeypatch.setattr("hicache_storage.hybrid.storage_io.backups.BATCH_PAGES", 4)
     storage = Partial(store.open(), lambda call, pool, key: True)
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 6, ends=(2, 4, 5))).complete
@@ -220,11 +220,11 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
     class Two:
         size = 2
 
-        def minimum(self, values):
+        def all_reduce_min(self, values):
             return list(values)
 
     parallel = ParallelConfig(tp_rank=tp_rank, tp_size=2)
-    stack = make_stack(parallel=parallel, agreement=Two())
+    stack = make_stack(parallel=parallel, rank_group=Two())
     storage = Partial(kit.storage(identity(parallel, kv_replicated=replicated)), lambda call, pool, key: True)
     kit.opened.append(storage._inner)
     stack.controller.attach(storage)

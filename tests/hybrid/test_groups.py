@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import HostPoolGroup, HybridIndices, PoolEntry, SingleRank
-from hicache_storage.hybrid.tiers import AgreedRoom, PoolTier
+from hicache_storage.hybrid.pools.tiers import CollectiveAllocator, PoolTier
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName, SlotError
 from hicache_storage.transfer import HostSlots
@@ -107,7 +107,7 @@ def test_room_is_made_once_by_what_is_missing(tier):
 
     tier.on_shortage(PoolName("kv"), lambda slots: evict("kv", slots))
     tier.on_shortage(PoolName("mamba"), lambda slots: evict("mamba", slots))
-    room = AgreedRoom(SingleRank())
+    room = CollectiveAllocator(SingleRank())
     assert room.alloc(tier, {"kv": 16, "mamba": 1, "swa": 2}) is not None
     assert asked == [("kv", 8), ("mamba", 1)]
     assert room.alloc(tier, {"swa": 8}) is None
@@ -118,7 +118,7 @@ def test_nobody_evicts_where_one_pool_cannot(tier):
     tier.alloc({"kv": 32, "mamba": 3})
     asked = []
     tier.on_shortage(PoolName("kv"), asked.append)
-    assert AgreedRoom(SingleRank()).alloc(tier, {"kv": 4, "mamba": 1}) is None
+    assert CollectiveAllocator(SingleRank()).alloc(tier, {"kv": 4, "mamba": 1}) is None
     assert asked == []
 
 
@@ -128,7 +128,7 @@ def test_an_eviction_that_fails_leaves_what_is_free(tier, caplog):
 
     tier.alloc({"kv": 32})
     tier.on_shortage(PoolName("kv"), fail)
-    assert AgreedRoom(SingleRank()).alloc(tier, {"kv": 4}) is None
+    assert CollectiveAllocator(SingleRank()).alloc(tier, {"kv": 4}) is None
     assert "eviction failed" in caplog.text
 
 

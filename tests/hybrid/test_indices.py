@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import CacheOperation, HybridIndices
-from hicache_storage.hybrid.operations import Over
+from hicache_storage.hybrid.copies.operations import AllDone
 from hicache_storage.spec import InvalidTransferError
 from tests.hybrid.stack import MAMBA, PAGE, empty
 
@@ -34,14 +34,14 @@ def test_a_cut_span_is_joined_again(case):
     assert head.anchor.numel() == at * PAGE
     assert all(end <= at for found in head.endpoints.values() for end in found)
     assert all(end > 0 for found in tail.endpoints.values() for end in found)
-    assert described(HybridIndices.joined([head, tail], PAGE)) == described(whole)
+    assert described(HybridIndices.concat([head, tail], PAGE)) == described(whole)
 
 
 def test_nothing_is_false():
     assert not empty()
     assert span(1)
     assert span(0, (0,))
-    assert described(HybridIndices.joined([], PAGE)) == described(empty())
+    assert described(HybridIndices.concat([], PAGE)) == described(empty())
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_merged_operations_keep_everything():
     assert merged.host.anchor.tolist() == [*range(9 * PAGE, 11 * PAGE), *range(4 * PAGE, 5 * PAGE)]
     assert merged.device.side[MAMBA].tolist() == [0, 1, 5]
     assert merged.host.side[MAMBA].tolist() == [9, 10, 6]
-    merged.started(Over())
-    assert all(part.over() for part in parts)
+    merged.mark_started(AllDone())
+    assert all(part.done() for part in parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
-from hicache_storage.hybrid.policies import longest_fitting
+from hicache_storage.hybrid.policies import max_fitting_endpoint
 from hicache_storage.spec import ConfigError
 
 BEST, COMPLETE, TIMEOUT = PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT
@@ -78,7 +78,7 @@ def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
 )
 def test_a_prefix_is_cut_where_it_can_be_restored(restorable, free, longest):
     """D1: checkpoints 2 and 8 with 5 free pages are worth 2, not 5 and not 0."""
-    assert longest_fitting(restorable, lambda end: end <= free) == longest
+    assert max_fitting_endpoint(restorable, lambda end: end <= free) == longest
 
 
 @pytest.mark.parametrize(

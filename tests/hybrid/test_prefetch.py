@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeout, page_hashes, storage_calls
-from hicache_storage.hybrid.reading import stages
+from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeout, page_hashes
+from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES
+from hicache_storage.hybrid.storage_io.prefetch_jobs import plan_reads
 from hicache_storage.spec import PoolTransferResult
 from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
 from tests.hybrid.waiting import finished, until
@@ -157,7 +158,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
 
 def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(make_stack, store, gate, monkeypatch):
     """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its way is not."""
-    monkeypatch.setattr("hicache_storage.hybrid.reading.BATCH_PAGES", 4)
+    monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4)
     _, keys = store.fill(12, ends=(3, 7, 12))
     storage, hang = store.open(), gate("read")
     stack = make_stack(pages=16, states=4)
@@ -192,12 +193,12 @@ def test_a_second_termination_hands_over_nothing(stack, store):
 
 
 def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch):
-    monkeypatch.setattr("hicache_storage.hybrid.reading.BATCH_PAGES", 8)
-    plan = [(stage.start, stage.end, stage.saves) for stage in stages(21, [1, 6, 9, 21], saves=True)]
+    monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 8)
+    plan = [(step.start, step.end, step.with_windows) for step in plan_reads(21, [1, 6, 9, 21], with_windows=True)]
     assert plan == [(0, 6, True), (6, 14, False), (14, 21, True)]
-    plan = [(stage.start, stage.end, stage.saves) for stage in stages(21, [1, 6, 9, 21], saves=False)]
+    plan = [(step.start, step.end, step.with_windows) for step in plan_reads(21, [1, 6, 9, 21], with_windows=False)]
     assert plan == [(0, 8, False), (8, 16, False), (16, 21, True)]
-    assert storage_calls.BATCH_PAGES == 128
+    assert BATCH_PAGES == 128
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

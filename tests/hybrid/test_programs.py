@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hicache_storage.hybrid import page_hashes
-from hicache_storage.hybrid.workers import Job
+from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import StorageUnavailableError
 from tests.conftest import DictStorage
 from tests.hybrid.programs import PICKS, machine
@@ -46,8 +46,8 @@ class Programs(RuleBasedStateMachine):
         self.mood, self.objects = Moody(), {}
         self.patches = (
             mock.patch.object(Job, "overdue", lambda job, seconds: not job.query() and self.mood.mood == "hangs"),
-            mock.patch("hicache_storage.hybrid.backup.RETRY_SECONDS", 0.0),
-            mock.patch("hicache_storage.hybrid.reading.BATCH_PAGES", 4),
+            mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.0),
+            mock.patch("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4),
         )
         for patch in self.patches:
             patch.start()

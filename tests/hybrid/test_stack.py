@@ -162,7 +162,7 @@ def test_what_a_prefetch_has_brought_outlives_its_storage(config):
     with build(settings, storage=in_dict(settings, objects)) as stack:
         session = Session(stack)
         assert stack.cache.prefetch_from_storage("session", session.tokens)
-        operation = stack.cache._prefetching._running["session"].operation
+        operation = stack.cache._prefetches._running["session"].operation
         until(lambda: stack.cache.poll() or operation.done)
         stack.detach()
         assert session.restore() == (Session.LENGTH, Session.LENGTH)
@@ -280,7 +280,7 @@ class Pair:
     def __init__(self, *says):
         self._says = list(says)
 
-    def minimum(self, values):
+    def all_reduce_min(self, values):
         said = self._says.pop(0) if self._says else None
         return list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
 
@@ -288,18 +288,18 @@ class Pair:
 def test_a_build_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     with pytest.raises(OtherRankError, match="another rank could not make its pools"):
-        build(settings, agreement=Pair(None, None, [0]))
+        build(settings, rank_group=Pair(None, None, [0]))
 
 
 def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
     """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
-    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
+    with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
         assert settings.slots_of("kv")[1] == 8 * PAGE
         assert stack.host_pools[PoolName.KV].size == 2 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 6
     settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
-    with build(settings, agreement=Pair(None, [2 * PAGE, 3])) as stack:
+    with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
         assert stack.host_pools[PoolName.KV].size == 16 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 3
 
@@ -308,7 +308,7 @@ def test_a_storage_fails_with_that_of_another_rank(config):
     settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
     storage = in_dict(settings)
     with pytest.raises(OtherRankError, match="another rank could not make its storage"):
-        build(settings, storage=storage, agreement=Pair(None, None, None, None, [0]))
+        build(settings, storage=storage, rank_group=Pair(None, None, None, None, [0]))
     assert storage._lifecycle.closed
     assert storage.asked == []
 
@@ -332,7 +332,7 @@ def test_ranks_are_built_together(tmp_path):
     assert found[0]["refused"] == ["OtherRankError", "OtherRankError", "ConfigError", "ConfigError", "OtherRankError"]
     assert found[1]["refused"] == ["ConfigError", "ConfigError", "ConfigError", "ConfigError", "DriverNotFoundError"]
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
-    assert [one["closed"] for one in found] == ["the ranks agree no more: the agreement was closed"] * 2
+    assert [one["closed"] for one in found] == ["the rank group is unusable: the rank group was closed"] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_storage.hybrid.stats import StatsCounter
-from hicache_storage.hybrid.workers import Job, StorageWorker
+from hicache_storage.hybrid.storage_io.workers import Job, StorageWorker
 from tests.hybrid.waiting import until
 
 

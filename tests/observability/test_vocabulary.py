@@ -102,7 +102,7 @@ def test_a_cache_exports_its_vocabulary():
     collector = CacheCollector(world.cache)
     world.start(tuple(range(10, 27)))
     assert 'hicache_cache_tokens{tier="device"} 0.0' in exposition(collector)
-    collector.look()
+    collector.refresh()
     text = exposition(collector)
     assert exported(text) == expected("cache")
     assert f'hicache_cache_tokens{{tier="device"}} {world.cache.usage().device_tokens}.0' in text

@@ -1,4 +1,4 @@
-"""The radix cache of hybrid models: prefixes of tokens on three tiers, found in pages and gone on from at checkpoints."""
+"""Radix cache of hybrid models: prefixes on three tiers, reusable at checkpoints."""
 
 from hicache_storage.hybrid.radix.cache import CacheInUseError, HiMambaRadixCache
 from hicache_storage.hybrid.radix.config import RadixCacheConfig, checkpoint_grid

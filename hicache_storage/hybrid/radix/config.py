@@ -1,4 +1,4 @@
-"""What the radix cache is told about the model."""
+"""Configuration of the radix cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hicache_storage.spec import ConfigError, PoolName
 
 
 def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> int:
-    """Tokens between the places where a state can be kept: a page, a kernel's chunk and the engine's interval end there.
+    """Return the tokens between checkpoints: least common multiple of the intervals.
 
     Args:
         page_size: tokens per page.
@@ -28,7 +28,7 @@ def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadixCacheConfig:
-    """How a `HiMambaRadixCache` works.
+    """Configuration of a `HiMambaRadixCache`.
 
     Raises:
         ConfigError: a number is not positive, or the grid is not whole pages.
@@ -37,12 +37,12 @@ class RadixCacheConfig:
     page_size: int
     """Tokens per page."""
     checkpoint_grid: int | None = None
-    """Tokens between the places where the model's recurrent state is kept, see `checkpoint_grid()`; None for a model
-    without such states."""
+    """Tokens between checkpoints, where the model's recurrent state is kept; see `checkpoint_grid()`.
+    None for a model without such states."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     bigram: bool = False
-    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one after it. A sequence of n
-    tokens has n - 1 such rows then, and the cache is given one token more than rows."""
+    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one after
+    it. A sequence of n tokens has n - 1 such rows then, and `tokens` has one more than rows."""
     kv_pool: PoolName = PoolName.KV
     state_pool: PoolName = PoolName.MAMBA
 
@@ -57,12 +57,13 @@ class RadixCacheConfig:
 
     @property
     def grid(self) -> int:
-        """Tokens between the places where a request can go on."""
+        """Tokens between the positions from which a request can continue."""
         return self.checkpoint_grid or self.page_size
 
     def committed_length(self, length: int) -> int:
-        """How many tokens of a finished request of `length` tokens can be used again.
+        """Return the tokens of a finished request that can be used again.
 
-        The last token was sampled and never computed, so it has no KV. With `bigram` it is given to `insert` all the same.
+        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed to
+        `insert` all the same.
         """
         return max(0, length - 1) // self.grid * self.grid

@@ -1,48 +1,55 @@
-"""Nodes of the radix tree, and what each holds on the two tiers of memory."""
+"""Nodes of the radix tree, their slots on both tiers, and their page hashes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from hicache_storage.hybrid.hashing import page_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-    from hicache_storage.hybrid.radix.units import Units
+Bigram: TypeAlias = tuple[int, int]
+Units: TypeAlias = "tuple[int, ...] | tuple[Bigram, ...]"
+"""One unit for each row of KV: a token or, for EAGLE, a pair of neighbouring tokens (bigram). A draft
+model's row of a token depends on the token after it, so that both are its key."""
 
 
-class Kind(StrEnum):
-    """What a node can hold."""
+class SlotKind(StrEnum):
+    """Kind of slots that a node can hold."""
 
     KV = "kv"
-    """A row for each of its tokens, and all that is derived from those rows (an indexer's)."""
+    """A row for each of its tokens, and the rows derived from them (an indexer's)."""
     STATE = "state"
     """The recurrent state after its last token."""
 
 
 @dataclass(slots=True)
-class Holding:
-    """The slots that a node holds of one kind on one tier."""
+class HeldSlots:
+    """Slots of one kind that a node holds on one tier."""
 
     indices: torch.Tensor | None = None
-    """int64 on the CPU: one slot for each token (KV), or one in all (state). None: nothing is held."""
+    """int64 on the CPU: one slot for each token (KV), or one in all (state). None: no slots."""
     locks: int = 0
-    """How many users keep it from being evicted."""
+    """Number of users that keep the slots from being evicted."""
 
 
-def _holdings() -> dict[Kind, Holding]:
-    return {kind: Holding() for kind in Kind}
+def _held_slots() -> dict[SlotKind, HeldSlots]:
+    return {kind: HeldSlots() for kind in SlotKind}
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """Some pages of tokens that follow those of its parent.
 
-    A node below the root holds KV on the device, on the host, or on both; one that holds KV on a tier has a parent that
-    does as well, and one that holds a state on a tier holds its KV there. A split keeps the node as the lower part.
+    A node below the root holds KV on the device, on the host, or on both. A node that holds KV on a
+    tier has a parent that does as well; one that holds a state on a tier holds its KV there. A split
+    keeps the node as the lower part.
     """
 
     id: int
@@ -54,20 +61,21 @@ class Node:
     """Tokens before this node's first."""
     children: dict[Units, Node] = field(default_factory=dict["Units", "Node"], repr=False)
     """By their first page."""
-    device: dict[Kind, Holding] = field(default_factory=_holdings)
-    host: dict[Kind, Holding] = field(default_factory=_holdings)
+    device: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
+    host: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
     hits: int = 1
-    """How many requests made or used it."""
+    """Number of requests that inserted or used it."""
     hashes: tuple[str, ...] | None = None
-    """The page hashes, once they have been asked for; a root's is the seed of its namespace, if that has one."""
+    """The page hashes, computed when they are first used; a root's is the seed of its namespace, if
+    that has one."""
     writing: int = 0
     """Copies to the host that have not been acknowledged."""
     state_saved: bool = False
     """Whether its state was ever copied to the host."""
-    stored: set[Kind] = field(default_factory=set[Kind])
-    """What the storage was given, or gave."""
+    stored: set[SlotKind] = field(default_factory=set[SlotKind])
+    """Kinds that were stored in the storage, or fetched from it."""
     stored_by: int = 0
-    """The last backup that gave the storage something of it."""
+    """Id of the last backup that stored something of it."""
     is_lost: bool = False
     """Whether the storage had its KV, and has lost it."""
 
@@ -77,9 +85,50 @@ class Node:
         return self.start + len(self.tokens)
 
     def upward(self, start: int = 0) -> Iterator[Node]:
-        """This node and its ancestors below the root that begin at token `start` or later, from here up."""
+        """Iterate from this node up to the last that begins at `start` or later."""
         node = self
         while node.parent is not None and node.start >= start:
             parent = node.parent
             yield node
             node = parent
+
+
+def units_of(tokens: Sequence[int], *, bigram: bool) -> Units:
+    """Return the units of a sequence; n tokens are n - 1 pairs."""
+    return tuple(pairwise(tokens)) if bigram else tuple(tokens)
+
+
+def tokens_of(units: Units, *, bigram: bool) -> tuple[int, ...]:
+    """Return the tokens of units: the reverse of `units_of`."""
+    if not bigram or not units:
+        return cast("tuple[int, ...]", units)
+    pairs = cast("tuple[Bigram, ...]", units)
+    return (*(first for first, _ in pairs), pairs[-1][1])
+
+
+def hashes_of(node: Node, page_size: int, *, bigram: bool = False) -> tuple[str, ...]:
+    """Return the page keys of a node.
+
+    For a root the seed of its namespace, if it has one.
+
+    Computes the hashes of ancestors that are missing.
+    """
+    missing: list[Node] = []
+    known = node
+    while known.hashes is None:
+        missing.append(known)
+        assert known.parent is not None
+        known = known.parent
+    prior = known.hashes[-1] if known.hashes else None
+    for each in reversed(missing):
+        tokens = tokens_of(each.tokens, bigram=bigram)
+        each.hashes = tuple(page_hashes(tokens, page_size, prior=prior, bigram=bigram))
+        prior = each.hashes[-1]
+    assert node.hashes is not None
+    return node.hashes
+
+
+def prefix_hashes(node: Node, page_size: int, *, bigram: bool = False) -> list[str]:
+    """Return the page keys of the whole sequence up to the end of a node."""
+    path = reversed(list(node.upward()))
+    return [key for each in path for key in hashes_of(each, page_size, bigram=bigram)]

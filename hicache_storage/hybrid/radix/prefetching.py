@@ -1,60 +1,62 @@
-"""Prefixes on their way from the storage to the host."""
+"""Prefetches of waiting requests from the storage to the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from hicache_storage.hybrid.radix.hashes import hashes_of, prefix_hashes
-from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.nodes import SlotKind, hashes_of, prefix_hashes, tokens_of
 from hicache_storage.hybrid.radix.tiers import Operation
-from hicache_storage.hybrid.radix.units import tokens_of
 
 if TYPE_CHECKING:
-    from hicache_storage.hybrid.indices import PrefetchResult
-    from hicache_storage.hybrid.radix.backups import Backups
-    from hicache_storage.hybrid.radix.nodes import Node
-    from hicache_storage.hybrid.radix.residency import Residency
+    from hicache_storage.hybrid.radix.nodes import Node, Units
+    from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
     from hicache_storage.hybrid.radix.tiers import TierController
-    from hicache_storage.hybrid.radix.units import Units
+    from hicache_storage.hybrid.radix.write_back import NodeWriteBack
+    from hicache_storage.hybrid.storage_io.results import PrefetchResult
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch(Generic[Operation]):
-    """A prefetch under way."""
+    """A running prefetch."""
 
     operation: Operation
     node: Node
-    """What it brings follows this."""
+    """Fetched pages are inserted below this node."""
     kept: Node | None
-    """The lowest node of that path that was on the host, and is kept there."""
+    """The lowest node of that path that was on the host; it is locked there."""
     tokens: Units
 
     def is_wanted(self) -> bool:
-        """Whether what it brings still has a place: the path was not evicted."""
+        """Return whether the fetched pages can be inserted: the path was not evicted."""
         return not self.node.tokens or self.node.parent is not None
 
 
-class Prefetching(Generic[Operation]):
-    """Prefetches of waiting requests, one for each."""
+class RequestPrefetches(Generic[Operation]):
+    """All prefetches, at most one for each request."""
 
-    def __init__(self, residency: Residency, controller: TierController[Operation], backups: Backups, page_size: int) -> None:
-        self._residency, self._controller, self._backups, self._page_size = residency, controller, backups, page_size
+    def __init__(
+        self, ownership: SlotOwnership, controller: TierController[Operation], write_back: NodeWriteBack, page_size: int
+    ) -> None:
+        self._ownership = ownership
+        self._controller = controller
+        self._write_back = write_back
+        self._page_size = page_size
         self._running: dict[str, _Prefetch[Operation]] = {}
         self.dropped_tokens = 0
-        """Fetched, and given up for want of the prefix before them."""
+        """Tokens that were fetched and freed, as the prefix before them was missing."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._running
 
     def __len__(self) -> int:
-        """Prefetches under way. One that is over and waits for its request to ask is not."""
+        """Number of prefetches that have not ended."""
         return sum(not running.operation.done for running in self._running.values())
 
     def start(self, request_id: str, node: Node, tokens: Units) -> bool:
-        """Ask the storage for whole pages that follow `node`; False if nothing was begun.
+        """Start a prefetch of whole pages that follow `node`; False if none was started.
 
-        A request that waits keeps nothing on the device: what only the device has of its prefix may go meanwhile.
+        A waiting request locks nothing on the device: a prefix that is only there may be evicted.
         """
         if not tokens or not self._controller.attached:
             return False
@@ -65,7 +67,7 @@ class Prefetching(Generic[Operation]):
         )
         if operation is None:
             return False
-        host = self._residency.host[Kind.KV]
+        host = self._ownership.host[SlotKind.KV]
         kept = next((each for each in node.upward() if host.holds(each)), None)
         if kept:
             host.lock(kept)
@@ -73,7 +75,10 @@ class Prefetching(Generic[Operation]):
         return True
 
     def check(self, request_id: str) -> bool:
-        """Whether the request need not wait any more; what has come is in the tree then."""
+        """Return whether the request need not wait any more.
+
+        Fetched pages are in the tree then.
+        """
         running = self._running.get(request_id)
         if running is not None and not running.operation.ready:
             return False
@@ -81,40 +86,46 @@ class Prefetching(Generic[Operation]):
         return True
 
     def end(self, request_id: str) -> int:
-        """End a prefetch wherever it is and keep what it brought; returns that in tokens, 0 if there was none."""
+        """End a prefetch and insert the pages that arrived.
+
+        Returns their tokens, 0 without one.
+        """
         running = self._running.pop(request_id, None)
         if running is None:
             return 0
         result = self._controller.terminate_prefetch(running.operation)
-        # What follows a prefix can be on the host only if the prefix is.
-        wanted = bool(result.tokens) and running.is_wanted() and self._backups.back_up_kv(running.node.upward())
+        # Pages can be on the host only if the prefix before them is.
+        wanted = bool(result.tokens) and running.is_wanted() and self._write_back.back_up_kv(running.node.upward())
         if wanted:
-            self._graft(running.node, running.tokens, result)
+            self._insert_fetched(running.node, running.tokens, result)
         else:
             self._controller.free_host(result.host)
             self.dropped_tokens += result.tokens
         if running.kept:
-            self._residency.host[Kind.KV].unlock(running.kept)
+            self._ownership.host[SlotKind.KV].unlock(running.kept)
         return result.tokens if wanted else 0
 
     def end_all(self) -> None:
-        """End all prefetches, in the order in which they were begun."""
+        """End all prefetches, in the order in which they were started."""
         for request_id in list(self._running):
             self.end(request_id)
 
-    def _graft(self, anchor: Node, tokens: Units, result: PrefetchResult) -> None:
-        """Hang what came below the anchor; slots of what is there already go back."""
-        host, size = self._residency.host, self._page_size
-        states = self._residency.state_slots(result.host)
+    def _insert_fetched(self, anchor: Node, tokens: Units, result: PrefetchResult) -> None:
+        """Insert fetched pages below the anchor.
+
+        Slots of pages that are there already are freed.
+        """
+        host, size = self._ownership.host, self._page_size
+        states = self._ownership.state_slots(result.host)
         node, done = anchor, 0
         for pages in sorted({*states, result.tokens // size}):
             end = pages * size
-            node = self._residency.lay(host, node, tokens[done:end], result.host.anchor[done:end])
+            node = self._ownership.insert(host, node, tokens[done:end], result.host.anchor[done:end])
             done = end
             if pages in states:
-                self._residency.place_state(host, node, states[pages])
+                self._ownership.insert_state(host, node, states[pages])
         for each in node.upward(anchor.end):
-            each.stored.add(Kind.KV)
-        self._backups.fetched(result.tokens)
+            each.stored.add(SlotKind.KV)
+        self._write_back.record_fetched(result.tokens)
         if result.tokens // size in states:
-            node.stored.add(Kind.STATE)
+            node.stored.add(SlotKind.STATE)

@@ -1,4 +1,4 @@
-"""What the radix cache asks of the tiers below it: device slots, and the controller of copies and storage."""
+"""Interfaces of the radix cache to device slots and the hybrid controller."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchResult
+    from hicache_storage.hybrid.pools.indices import HybridIndices
+    from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchResult
     from hicache_storage.spec import PoolName
 
 
 class DeviceSlots(Protocol):
-    """The slots of a device pool."""
+    """Slot allocator of a device pool."""
 
     @property
     def page_size(self) -> int: ...
 
     @property
     def size(self) -> int:
-        """Slots in the pool."""
+        """Number of slots in the pool."""
         ...
 
     def alloc(self, count: int) -> torch.Tensor | None:
@@ -33,35 +34,41 @@ class DeviceSlots(Protocol):
     def available_size(self) -> int: ...
 
 
-class PoolTier(Protocol):
-    """All pools of one tier."""
+class ShortageHooks(Protocol):
+    """The pools of one tier, which call an evictor when slots are short."""
 
     def on_shortage(self, name: PoolName, evict: Callable[[int], object]) -> None:
-        """Say who frees so many slots of a pool, or what it can; asked by calls that take slots, on every rank alike."""
+        """Register the evictor of a pool: it frees so many slots, or as many as it can.
+
+        Calls that take slots call it, on every rank alike.
+        """
         ...
 
 
-class PoolGroup(Protocol):
-    """All pools."""
+class PoolTiers(Protocol):
+    """All pools, by tier."""
 
     @property
-    def host(self) -> PoolTier: ...
+    def host(self) -> ShortageHooks: ...
 
     @property
-    def device(self) -> PoolTier: ...
+    def device(self) -> ShortageHooks: ...
 
 
 class Prefetch(Protocol):
-    """A prefetch under way."""
+    """A running prefetch."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is to come."""
+        """True once nothing more will arrive."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether it is over, by its own end or by the prefetch policy; agreed by `advance_prefetches`."""
+        """True if it is done, or the policy does not wait for it.
+
+        Agreed by `advance_prefetches`.
+        """
         ...
 
 
@@ -69,47 +76,56 @@ Operation = TypeVar("Operation", bound=Prefetch)
 
 
 class TierController(Protocol[Operation]):
-    """The part of the hybrid controller that the cache uses, all from the scheduler's thread; no call waits for a copy."""
+    """The hybrid controller, as far as the cache uses it.
+
+    Called by the scheduler's thread; no call waits for a copy.
+    """
 
     @property
-    def group(self) -> PoolGroup:
+    def group(self) -> PoolTiers:
         """The pools of both tiers."""
         ...
 
     @property
     def attached(self) -> bool:
-        """Whether there is a storage now."""
+        """True if a storage is attached."""
         ...
 
     @property
     def bigram(self) -> bool:
-        """Whether it makes page keys of pairs of tokens."""
+        """True if page keys are of pairs of tokens."""
         ...
 
     def write(self, transfers: HybridIndices, node_id: int) -> HybridIndices | None:
-        """Take host slots for device slots and enqueue the copies; None, with nothing taken, if there is no room."""
+        """Take host slots for device slots and queue the copies; None if too few are free."""
         ...
 
     def start_writing(self) -> object:
-        """Launch the copies to the host that were enqueued."""
+        """Launch the queued copies to the host."""
         ...
 
     def completed_writes(self) -> list[int]:
-        """The ids of writes that every rank has finished since the last call, in the order of `write`."""
+        """Return the ids of writes that have ended on every rank, each once, in order."""
         ...
 
     def load(
         self, host: HybridIndices, node_ids: Sequence[int], *, into: Mapping[PoolName, torch.Tensor] | None = None
     ) -> HybridIndices | None:
-        """Take device slots for host slots, those in `into` excepted, and enqueue the copies; None if there is no room."""
+        """Take device slots for host slots, except those in `into`, and queue the copies.
+
+        None if too few are free.
+        """
         ...
 
     def start_loading(self) -> int:
-        """Launch the loads that were enqueued, layer by layer; the id of the counter of all under way, -1 for none."""
+        """Launch the queued loads.
+
+        Returns the id of the counter of all running loads, -1 for none.
+        """
         ...
 
     def completed_loads(self) -> list[int]:
-        """The ids of loads that every rank has finished since the last call."""
+        """Return the ids of loads that have ended on every rank, each once."""
         ...
 
     def before_overwrite(self, device: HybridIndices) -> None:
@@ -117,27 +133,33 @@ class TierController(Protocol[Operation]):
         ...
 
     def free_host(self, host: HybridIndices) -> None:
-        """Give host slots back; those that a copy still uses are handed out when it is done."""
+        """Free host slots; those that a copy still uses stay reserved until it ends."""
         ...
 
     def prefetch(
         self, request_id: str, tokens: Sequence[int], last_hash: str | None = None, prefix_hashes: Sequence[str] = ()
     ) -> Operation | None:
-        """Ask the storage for the pages of `tokens`, which follow the page of `last_hash`; None if it is declined."""
+        """Start to fetch the pages of `tokens`, which follow the page of `last_hash`.
+
+        None if it is declined.
+        """
         ...
 
     def advance_prefetches(self) -> None:
-        """Lead all prefetches on by what has come since."""
+        """Advance all prefetches."""
         ...
 
     def terminate_prefetch(self, operation: Operation) -> PrefetchResult:
-        """End a prefetch; what it brought belongs to the caller."""
+        """End a prefetch; the slots of the result belong to the caller."""
         ...
 
     def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
-        """Store host pages under their hashes; returns the id of the operation, until whose end they stay as they are."""
+        """Store host pages under their hashes; returns the id of the operation.
+
+        The pages must not change until it ends.
+        """
         ...
 
     def completed_backups(self) -> list[BackupResult]:
-        """The operations of `write_storage` that have ended on every rank since the last call."""
+        """Return the backups that have ended on every rank, each once."""
         ...

@@ -1,4 +1,4 @@
-"""The whole cache of a hybrid model from one config: pools on device and host, copies, controller, radix cache, storage."""
+"""Complete cache of a hybrid model, built from one config."""
 
 from hicache_storage.hybrid.stack.builders import build_dsa_hybrid_stack, build_mamba_hybrid_stack
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig, StorageConfig

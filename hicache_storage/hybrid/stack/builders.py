@@ -1,35 +1,61 @@
-"""Building a stack: everything or nothing, on every rank alike."""
+"""Construction of a stack: complete on every rank, or on none."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hicache_storage.hybrid.agreement import GroupAgreement, SingleRank
-from hicache_storage.hybrid.alike import agreed, check_alike
-from hicache_storage.hybrid.attachment import close_quietly
 from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
+from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
+from hicache_storage.hybrid.ranks.consistency import check_consistent, make_on_all_ranks
+from hicache_storage.hybrid.ranks.group import SingleRank
+from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig
-from hicache_storage.hybrid.stack.parts import make_parts
-from hicache_storage.hybrid.stack.same import SAME_FIELDS, same_on_all
-from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack
+from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack, StackPools
 from hicache_storage.hybrid.stats import StatsCounter
-from hicache_storage.spec import ConfigError, PoolName
-from hicache_storage.transfer import CudaDevice, CudaStream, StreamSimulator
+from hicache_storage.hybrid.storage_io.binding import close_quietly
+from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
+from hicache_storage.transfer import (
+    CudaDevice,
+    CudaStream,
+    HybridTransfers,
+    LayerMap,
+    PoolPair,
+    StreamSimulator,
+)
 from hicache_storage.transfer.cuda import cuda_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache_storage.hybrid.agreement import Agreement
-    from hicache_storage.hybrid.stack.parts import Parts
+    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.stack.geometry import PoolGeometry
     from hicache_storage.hybrid.stack.stack import HybridStack
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import Device, Stream
+
+RANK_INVARIANT_FIELDS: Final[tuple[str, ...]] = (
+    "the kind of stack",
+    "page_size",
+    "checkpoint_grid",
+    "device_tokens",
+    "device_states",
+    "host_tokens",
+    "host_states",
+    "layout",
+    "write_policy",
+    "prefetch",
+    "bigram",
+    "kv_replicated",
+    "storage",
+)
+"""Fields that must be equal on all ranks, as messages name them.
+
+All are compared for every kind of config, so that collectives have the same length on any ranks."""
 
 StackT = TypeVar("StackT", bound="HybridStack")
 
@@ -38,39 +64,48 @@ def build_mamba_hybrid_stack(
     config: MambaStackConfig | Callable[[], MambaStackConfig],
     *,
     storage: HiCacheStorage | None = None,
-    agreement: Agreement | None = None,
+    rank_group: RankGroup | None = None,
     streams: tuple[Device, Stream] | None = None,
 ) -> MambaHybridStack:
-    """The cache of a model with attention and recurrent states, ready to serve. A collective.
+    """Build the cache of a model with attention and recurrent states. A collective.
 
-    What is refused on one rank, or differs between ranks and must not, is refused on all, before anything is allocated.
+    A config that one rank refuses, or that differs between ranks where it must not, is refused on
+    all of them before memory is allocated.
 
     Args:
-        config: or, with `agreement`, what makes it: then ranks do not wait for one that cannot make its own.
-        storage: made by the caller with `config.identity()`, instead of `config.storage`. The stack owns it; a build that
-            fails closes it.
-        agreement: decides with the other ranks; None makes one over torch.distributed where there are several.
-        streams: what makes the streams of the copies, and the model's own, both the caller's. None means the current CUDA
-            stream of `config.device`, or on the CPU a simulator that the stack closes.
+        config: or, with `rank_group`, a function that makes it: then the other ranks do not wait
+            for a rank whose config is refused.
+        storage: made by the caller with `config.identity()`, instead of `config.storage`. The stack
+            owns it; a build that fails closes it.
+        rank_group: the ranks of the replica; None makes a group over torch.distributed if there are
+            several.
+        streams: the device that makes the streams of the copies, and the model's stream, both owned
+            by the caller. None means the current CUDA stream of `config.device`, or on the CPU a
+            simulator that the stack closes.
 
     Raises:
-        ConfigError: the device is not there, ranks are not those of torch.distributed or were told different things, there
-            are two storages, or the storage keeps other bytes; the message names the field. Nothing is open then.
-        OtherRankError: another rank refuses, or cannot do its part.
-        HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them; nothing is open then.
+        ConfigError: the device does not exist, ranks are not those of torch.distributed or have
+            different configs, there are two storages, or the storage is for other bytes; the
+            message names the field. Nothing is open then.
+        OtherRankError: another rank refuses its config, or fails.
+        HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
+            nothing is open then.
     """
-    return _build(MambaHybridStack, MambaStackConfig, config, storage, agreement, streams)
+    return _build(MambaHybridStack, MambaStackConfig, config, storage, rank_group, streams)
 
 
 def build_dsa_hybrid_stack(
     config: DSAStackConfig | Callable[[], DSAStackConfig],
     *,
     storage: HiCacheStorage | None = None,
-    agreement: Agreement | None = None,
+    rank_group: RankGroup | None = None,
     streams: tuple[Device, Stream] | None = None,
 ) -> DSAHybridStack:
-    """The cache of a model with latent attention and an indexer; otherwise as `build_mamba_hybrid_stack`."""
-    return _build(DSAHybridStack, DSAStackConfig, config, storage, agreement, streams)
+    """Build the cache of a model with latent attention and an indexer.
+
+    Otherwise as `build_mamba_hybrid_stack`.
+    """
+    return _build(DSAHybridStack, DSAStackConfig, config, storage, rank_group, streams)
 
 
 def _build(
@@ -78,20 +113,23 @@ def _build(
     described: type[StackConfig],
     given: StackConfig | Callable[[], StackConfig],
     storage: HiCacheStorage | None,
-    agreement: Agreement | None,
+    rank_group: RankGroup | None,
     streams: tuple[Device, Stream] | None,
 ) -> StackT:
+    # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
     with ExitStack() as closing, ExitStack() as failing:
         if storage is not None:
             seconds = given.stop_seconds if isinstance(given, StackConfig) else STOP_SECONDS
             failing.callback(close_quietly, storage, seconds, StatsCounter())
-        if agreement is None:
-            given = _made(described, given)
-            agreement = _agreement(given, closing)
-        config = _agreed_config(described, given, storage, agreement, streams)
-        host_slots = _host_slots(config, agreement)
-        parts = agreed(agreement, "pools", lambda: _parts(config, host_slots, streams, closing))
-        stack = kind(config, parts, *_caches(config, parts, agreement, closing), agreement)
+        # Without a group there is no way to report a refused config to the other ranks: `parallel`
+        # in the config is needed to make the group.
+        if rank_group is None:
+            given = _make_config(described, given)
+            rank_group = _make_rank_group(given, closing)
+        config = _agreed_config(described, given, storage, rank_group, streams)
+        host_slots = _host_slots(config, rank_group)
+        pools = make_on_all_ranks(rank_group, "pools", lambda: _make_pools(config, host_slots, streams, closing))
+        stack = kind(config, pools, *_make_caches(config, pools, rank_group, closing), rank_group)
         wanted = config.storage if storage is None else storage
         if wanted is not None:
             stack.attach(wanted)
@@ -100,7 +138,7 @@ def _build(
     return stack
 
 
-def _made(described: type[StackConfig], given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
+def _make_config(described: type[StackConfig], given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
     config = given if isinstance(given, StackConfig) else given()
     if not isinstance(config, described):
         raise ConfigError(f"config must be a {described.__name__}, got {type(config).__name__}")
@@ -111,19 +149,20 @@ def _agreed_config(
     described: type[StackConfig],
     given: StackConfig | Callable[[], StackConfig],
     storage: HiCacheStorage | None,
-    agreement: Agreement,
+    rank_group: RankGroup,
     streams: tuple[Device, Stream] | None,
 ) -> StackConfig:
-    """The config that no rank refuses, and that does not differ where it must not. A collective."""
+    """Return the config, once all ranks have accepted theirs and agree. A collective."""
+    # A rank that refuses takes part in the comparison all the same, with a vector of equal length.
     config, refusal = None, None
-    values: Mapping[str, object] = dict.fromkeys(SAME_FIELDS)
+    values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
     try:
-        config = _made(described, given)
+        config = _make_config(described, given)
         _check(config, storage, streams)
-        values = same_on_all(config, storage)
+        values = rank_invariant_values(config, storage)
     except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
         refusal = error
-    check_alike(agreement, values, refusal)
+    check_consistent(rank_group, values, refusal)
     assert config is not None
     return config
 
@@ -138,35 +177,39 @@ def _check(config: StackConfig, storage: HiCacheStorage | None, streams: tuple[D
         cuda_device(place)
 
 
-def _agreement(config: StackConfig, closing: ExitStack) -> Agreement:
+def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
     if config.parallel.replica_size == 1:
         return SingleRank()
     if not dist.is_initialized():
         raise ConfigError(
-            f"parallel has {config.parallel.replica_size} ranks that serve together, and torch.distributed is not initialized; "
-            "call init_process_group before, or pass agreement"
+            f"parallel has {config.parallel.replica_size} ranks that serve together, "
+            "and torch.distributed is not initialized; "
+            "call init_process_group before, or pass rank_group"
         )
-    agreement = GroupAgreement.of(config.parallel)
-    closing.callback(agreement.close)
-    return agreement
+    rank_group = TorchRankGroup.of(config.parallel)
+    closing.callback(rank_group.close)
+    return rank_group
 
 
-def _host_slots(config: StackConfig, agreement: Agreement) -> dict[PoolName, int]:
-    """Slots of each host pool; of a size in memory, as many as fit on every rank. A collective."""
+def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, int]:
+    """Return the slots of each host pool. A collective.
+
+    A size given as memory becomes the slots that fit on every rank.
+    """
     mine = {name: config.slots_of(name)[1] for name in config.pools}
-    least = dict(zip(mine, agreement.minimum(list(mine.values())), strict=True))
-    return {name: least[name] if config.is_sized_by_memory(name) else count for name, count in mine.items()}
+    fewest = dict(zip(mine, rank_group.all_reduce_min(list(mine.values())), strict=True))
+    return {name: fewest[name] if config.is_sized_by_memory(name) else count for name, count in mine.items()}
 
 
-def _parts(
+def _make_pools(
     config: StackConfig, host_slots: Mapping[PoolName, int], streams: tuple[Device, Stream] | None, closing: ExitStack
-) -> Parts:
+) -> StackPools:
     place = torch.device(config.device)
-    # Host memory is locked in the context of the current device.
+    # CUDA locks host memory in the context of the current device.
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        parts = make_parts(config, host_slots, *(streams or _own_streams(config, closing)))
-    closing.callback(parts.transfers.synchronize)
-    return parts
+        pools = build_pools(config, host_slots, *(streams or _own_streams(config, closing)))
+    closing.callback(pools.transfers.synchronize)
+    return pools
 
 
 def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Stream]:
@@ -177,14 +220,14 @@ def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Strea
     return simulator, simulator.stream("compute")
 
 
-def _caches(
-    config: StackConfig, parts: Parts, agreement: Agreement, closing: ExitStack
+def _make_caches(
+    config: StackConfig, pools: StackPools, rank_group: RankGroup, closing: ExitStack
 ) -> tuple[HybridCacheController, HiMambaRadixCache]:
     controller = HybridCacheController(
-        parts.group,
-        transfers=parts.transfers,
+        pools.group,
+        transfers=pools.transfers,
         parallel=config.parallel,
-        agreement=agreement,
+        rank_group=rank_group,
         rules=config.prefetch,
         bigram=config.bigram,
         storage_call_seconds=config.storage_call_seconds,
@@ -199,5 +242,74 @@ def _caches(
         bigram=config.bigram,
     )
     return controller, HiMambaRadixCache(
-        rules, controller, parts.device_pools[PoolName.KV], parts.device_pools.get(PoolName.MAMBA)
+        rules, controller, pools.device_pools[PoolName.KV], pools.device_pools.get(PoolName.MAMBA)
+    )
+
+
+def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -> dict[str, object]:
+    """Return the values that are compared between ranks, by `RANK_INVARIANT_FIELDS`.
+
+    Host pools whose size is given as memory get as many slots as fit on every rank. All other
+    numbers of slots are those of an engine's tables, so they are compared and never reduced.
+    """
+    values: dict[str, object] = {name: getattr(config, name, None) for name in RANK_INVARIANT_FIELDS}
+    values["the kind of stack"] = type(config).__name__
+    values["kv_replicated"] = config.identity("any").kv_replicated
+    values["storage"] = _storage_identity(config, storage)
+    values |= {name: "memory" for name in ("host_tokens", "host_states") if isinstance(values[name], str)}
+    return values
+
+
+def _storage_identity(config: StackConfig, storage: HiCacheStorage | None) -> object:
+    """Return the identity of the storage.
+
+    None for none, since attaching is a collective.
+    """
+    named = config.storage if storage is None else storage.identity
+    return named and (named.model, named.revision, named.tenant, named.adapter, named.salt)
+
+
+def build_pools(config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream) -> StackPools:
+    """Allocate all pools, and make their transfer engines.
+
+    Args:
+        host_slots: number of slots of each host pool.
+        device: makes the streams of the copies.
+        compute: the model's stream.
+
+    Raises:
+        InvalidPoolError: there is not enough memory, or `backend` cannot access it.
+    """
+    pairs = {name: _make_pair(config, name, geometry, host_slots[name]) for name, geometry in config.pools.items()}
+    transfers = HybridTransfers(device, compute, {str(name): pair for name, pair in pairs.items()}, backend=config.backend)
+    group = HostPoolGroup(_make_entry(name, pair, transfers) for name, pair in pairs.items())
+    return StackPools(
+        {name: pair.device_pool for name, pair in pairs.items()},
+        {name: pair.host_pool for name, pair in pairs.items()},
+        compute,
+        transfers,
+        group,
+    )
+
+
+def _make_pair(config: StackConfig, name: PoolName, geometry: PoolGeometry, on_host: int) -> PoolPair:
+    on_device, _, page_size = config.slots_of(name)
+    return PoolPair(
+        geometry.device_pool(on_device, page_size, torch.device(config.device)),
+        geometry.host_pool(on_host, page_size, config.layout_of(name), pin_memory=config.pin_memory),
+        LayerMap(geometry.layers),
+    )
+
+
+def _make_entry(name: PoolName, pair: PoolPair, transfers: HybridTransfers) -> PoolEntry:
+    derived = name is PoolName.INDEXER
+    return PoolEntry(
+        name=name,
+        host_pool=pair.host_pool,
+        device_pool=None if derived else pair.device_pool,
+        copies=transfers.engines[name],
+        layer_mapper=pair.layers,
+        is_primary_index_anchor=name is PoolName.KV,
+        indices_from_pool=PoolName.KV if derived else None,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES if name is PoolName.MAMBA else PoolHitPolicy.ALL_PAGES,
     )

@@ -1,21 +1,21 @@
-"""What a stack is built from: the model's geometry, sizes of the tiers, place, ranks, policies and storage."""
+"""Configuration of a stack: geometry, sizes, device, ranks, policies and storage."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hicache_storage.hybrid.parallel import ParallelConfig
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
-from hicache_storage.hybrid.stack.checks import check_count, check_pages, choice, named, slots_in
+from hicache_storage.hybrid.ranks.parallel import ParallelConfig
 from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.layers.options import StorageOptions
-from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
+from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
 from hicache_storage.transfer import BACKENDS
 
 if TYPE_CHECKING:
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.stack.geometry import PoolGeometry
     from hicache_storage.transfer import Backend
 
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+
 FALLBACK_LAYOUT = "page_first"
-"""What a pool beside KV gets where it does not have KV's layout."""
+"""Layout of a side pool that does not support the layout of KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """A storage by the name of its driver, and whose bytes it keeps.
+    """Storage of a stack: driver, options, and fields of its identity.
 
     Raises:
         ConfigError: a name is missing.
@@ -39,11 +41,11 @@ class StorageConfig:
     driver: str
     """As `hicache drivers` lists it."""
     model: str
-    """What the operator tells it apart by; with the fields below, part of the `StorageIdentity`."""
+    """Name chosen by the operator; with the fields below, part of the `StorageIdentity`."""
     options: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The driver's."""
+    """Options of the driver."""
     layers: StorageOptions = field(default_factory=StorageOptions)
-    """What the SDK puts around the driver."""
+    """Layers of the SDK around the driver."""
     kv_dtype: str | None = None
     """Logical element type of KV where the pool's does not say it, as for fp8 kept in bytes."""
     revision: str = ""
@@ -59,10 +61,10 @@ class StorageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(ABC):
-    """What all stacks have; to be used through `MambaStackConfig` or `DSAStackConfig`.
+    """Common fields of `MambaStackConfig` and `DSAStackConfig`.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and the fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
     """
 
     page_size: int
@@ -70,13 +72,14 @@ class StackConfig(ABC):
     device_tokens: int
     """KV slots on the device, whole pages."""
     host_tokens: int | str
-    """KV slots on the host, whole pages; or the memory for KV and what lies in its slots, such as "64GiB"."""
+    """KV slots on the host, whole pages; or the memory for KV and the pools in its slots, such as
+    "64GiB"."""
     layout: str = "page_first"
-    """Of KV on the host; pools beside it have the same, or `page_first` where they do not know it."""
+    """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
     device: str = "cuda"
     """A torch device; on "cpu" copies run on the stream simulator."""
     backend: Backend = "direct"
-    """How copies are made, see `PageTransfers`."""
+    """Back end of the copies, see `PageTransfers`."""
     pin_memory: bool = True
     """Lock host memory for CUDA copies, where CUDA is available."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -88,53 +91,59 @@ class StackConfig(ABC):
     storage: StorageConfig | None = None
     """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0
-    """After which a call of the storage is left behind; more than the storage's own deadline."""
+    """Time after which a call of the storage is abandoned; more than the storage's own deadline."""
     attach_seconds: float = 300.0
-    """How long opening a storage and registering the pools may take."""
+    """Time limit for opening a storage and registering the pools."""
     stop_seconds: float = 2.0
-    """How long closing waits for each thread that calls the storage."""
+    """Time that closing waits for each thread that calls the storage."""
 
     def __post_init__(self) -> None:
         for name, kind in self._kinds().items():
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {named(kind)}, got {getattr(self, name)!r:.80}")
-        object.__setattr__(self, "write_policy", choice("write_policy", WritePolicy, self.write_policy))
+                raise ConfigError(f"{name} must be {_kind_names(kind)}, got {getattr(self, name)!r:.80}")
+        object.__setattr__(self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy))
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         self._check_choices()
-        check_count("page_size", self.page_size)
-        check_pages("device_tokens", self.device_tokens, self.page_size)
-        slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
+        _check_count("page_size", self.page_size)
+        _check_pages("device_tokens", self.device_tokens, self.page_size)
+        _slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
         self._check_model()
 
     @property
     @abstractmethod
     def pools(self) -> dict[PoolName, PoolGeometry]:
-        """What each pool holds."""
+        """Geometry of each pool."""
 
     @property
     def checkpoint_grid(self) -> int | None:
-        """Tokens between the places where states are kept; None for a model without states."""
+        """Tokens between the places where states are kept.
+
+        None for a model without states.
+        """
         return None
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
-        """A pool's slots on the device and on the host, and how many are a page."""
-        on_host = slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
+        """Return a pool's slots on the device, on the host, and of a page."""
+        on_host = _slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
         return self.device_tokens, on_host, self.page_size
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
-        """Whether the size of a host pool was given as memory, so that its slots depend on this rank's layers."""
+        """Return whether a host pool's size is given as memory.
+
+        Its number of slots then depends on this rank's layers.
+        """
         return isinstance(self.host_tokens, str)
 
     def layout_of(self, pool: PoolName) -> str:
-        """A pool's layout on the host."""
+        """Return a pool's layout on the host."""
         return self.layout if self.layout in self.pools[pool].layouts else FALLBACK_LAYOUT
 
     def identity(
         self, model: str, *, kv_dtype: str | None = None, revision: str = "", tenant: str = "", adapter: str = "", salt: str = ""
     ) -> StorageIdentity:
-        """Whose bytes a storage of this stack has to keep: for a storage that is not made from a `StorageConfig`."""
+        """Return the identity for a storage that is not made from a `StorageConfig`."""
         attention = self._attention()
         base = StorageIdentity(
             model=model, kv_dtype=kv_dtype or str(attention.dtype).removeprefix("torch."), page_size=self.page_size,
@@ -144,18 +153,18 @@ class StackConfig(ABC):
 
     @abstractmethod
     def _attention(self) -> AttentionGeometry | MLAGeometry:
-        """What KV is like."""
+        """Return the geometry of KV."""
 
     @abstractmethod
     def _check_model(self) -> None:
-        """Refuse what does not fit together."""
+        """Check the fields of the model against each other."""
 
     def _kinds(self) -> dict[str, tuple[type, ...]]:
-        """Fields that are descriptions themselves, and of which kinds."""
+        """Return the types of the fields that are configurations themselves."""
         return {"parallel": (ParallelConfig,), "prefetch": (PrefetchRules,), "storage": (StorageConfig, NoneType)}
 
     def _kv_page_bytes(self) -> int:
-        """Bytes of a page of KV and of what lies in its slots."""
+        """Return the bytes of a page of KV and of the pools in its slots."""
         return self._attention().page_bytes(self.page_size)
 
     def _check_choices(self) -> None:
@@ -176,7 +185,7 @@ class MambaStackConfig(StackConfig):
     """A model with attention layers and layers with recurrent states.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and the fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
     """
 
     attention: AttentionGeometry | MLAGeometry
@@ -186,7 +195,8 @@ class MambaStackConfig(StackConfig):
     host_states: int | str
     """State slots on the host, or the memory for them, such as "16GiB"."""
     checkpoint_interval: int = 256
-    """Tokens between the states that are kept. The grid is the least common multiple with the page and the state chunk."""
+    """Tokens between the states that are kept. The grid is the least common multiple with the page and
+    the state chunk."""
 
     @property
     def pools(self) -> dict[PoolName, PoolGeometry]:
@@ -199,7 +209,7 @@ class MambaStackConfig(StackConfig):
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         if pool != PoolName.MAMBA:
             return super().slots_of(pool)
-        return self.device_states, slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
+        return self.device_states, _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
         return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
@@ -211,9 +221,9 @@ class MambaStackConfig(StackConfig):
         return {**super()._kinds(), "attention": (AttentionGeometry, MLAGeometry), "mamba": (MambaGeometry,)}
 
     def _check_model(self) -> None:
-        check_count("device_states", self.device_states)
-        check_count("checkpoint_interval", self.checkpoint_interval)
-        slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1))
+        _check_count("device_states", self.device_states)
+        _check_count("checkpoint_interval", self.checkpoint_interval)
+        _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1))
         both = sorted(set(self.attention.layers) & set(self.mamba.layers))
         if both:
             raise ConfigError(f"mamba.layers and attention.layers both have {both}; a layer is of one kind")
@@ -221,10 +231,10 @@ class MambaStackConfig(StackConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DSAStackConfig(StackConfig):
-    """A model with sparse attention: latent attention, and an indexer that selects the tokens. It has no states.
+    """A model with sparse attention: latent attention with an indexer, no states.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and the fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
     """
 
     attention: MLAGeometry
@@ -247,3 +257,44 @@ class DSAStackConfig(StackConfig):
         others = sorted(set(self.indexer.layers) - set(self.attention.layers))
         if others:
             raise ConfigError(f"indexer.layers has {others}, which attention.layers has not; an indexer selects for attention")
+
+
+def _kind_names(kinds: tuple[type, ...]) -> str:
+    """Return the names of types for a message."""
+    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+
+
+def _check_count(name: str, count: int) -> None:
+    """Check that a field is an integer of 1 at least."""
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
+
+
+def _check_pages(name: str, slots: int, page_size: int) -> None:
+    """Check that a number of slots is whole pages."""
+    _check_count(name, slots)
+    if slots % page_size:
+        fitting = -(-slots // page_size) * page_size
+        raise ConfigError(f"{name} must be a multiple of page_size ({page_size}), got {slots}; pass {fitting}")
+
+
+def _slots_in(name: str, size: int | str, page_size: int, page_bytes: int) -> int:
+    """Return the slots of a size in slots, or of the whole pages that fit into memory."""
+    if not isinstance(size, str):
+        _check_pages(name, size, page_size)
+        return size
+    try:
+        pages = parse_bytes(size) // page_bytes
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if not pages:
+        raise ConfigError(f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least")
+    return pages * page_size
+
+
+def _choice(name: str, kind: type[ChoiceT], value: str) -> ChoiceT:
+    """Return the member of an enumeration with that value."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be one of {', '.join(kind)}; got {value!r}") from error

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a prefix: from each of these descriptions a device pool and a host pool follow."""
+"""Geometry of each kind of state; it makes the device pool and the host pool."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 
 class PoolGeometry(Protocol):
-    """One kind of state, and which layers of the model have it."""
+    """One kind of state, and the layers of the model that have it."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers in the model, counted from the rank's first layer on, ascending."""
+        """Layers of the model, counted from the rank's first layer, ascending."""
         ...
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Layouts that the host pool has."""
+        """Layouts that the host pool supports."""
         ...
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page of so many slots, all layers together."""
+        """Return the bytes of a page of so many slots, all layers together."""
         ...
 
     def device_pool(self, size: int, page_size: int, device: torch.device) -> DevicePoolBase:
-        """A device pool of so many slots."""
+        """Make a device pool of so many slots."""
         ...
 
     def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> HostPoolBase:
-        """A host pool of so many slots."""
+        """Make a host pool of so many slots."""
         ...
 
 
@@ -112,7 +112,7 @@ class AttentionGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAGeometry:
-    """Multi-head latent attention: one row per token and layer, the same on all TP ranks.
+    """Multi-head latent attention: a row per token and layer, equal on all TP ranks.
 
     Raises:
         InvalidPoolError: a field is out of range; the message names it.
@@ -134,7 +134,7 @@ class MLAGeometry:
 
     @property
     def replicated(self) -> bool:
-        """Whether all TP ranks hold the same rows: always."""
+        """True: all TP ranks hold the same rows."""
         return True
 
     @property
@@ -164,7 +164,9 @@ class MLAGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaGeometry:
-    """Recurrent states: Mamba, gated delta nets and other linear attention. A slot is a page.
+    """Recurrent states: Mamba, gated delta nets and other linear attention.
+
+    A slot is a page.
 
     Raises:
         InvalidPoolError: a field is out of range; the message names it.
@@ -199,14 +201,14 @@ class MambaGeometry:
         return page_size * len(self.layers) * (temporal + windows)
 
     def device_pool(self, size: int, page_size: int, device: torch.device) -> MambaDevicePool:
-        _refuse_pages(page_size)
+        _check_state_page_size(page_size)
         return MambaDevicePool(
             size=size, layer_num=len(self.layers), temporal_shape=self.temporal_shape, conv_shapes=self.conv_shapes,
             temporal_dtype=self.temporal_dtype, conv_dtype=self.conv_dtype, device=device,
         )  # fmt: skip
 
     def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> MambaHostPool:
-        _refuse_pages(page_size)
+        _check_state_page_size(page_size)
         return MambaHostPool(
             size=size, layer_num=len(self.layers), temporal_shape=self.temporal_shape, conv_shapes=self.conv_shapes,
             temporal_dtype=self.temporal_dtype, conv_dtype=self.conv_dtype, layout=layout, pin_memory=pin_memory,
@@ -253,13 +255,13 @@ class IndexerGeometry:
 
 
 def _checked_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """A pool's layers; at least one, as no pool is empty."""
+    """Return a pool's layers; at least one, as no pool is empty."""
     found = LayerMap(layers).layers
     if not found:
         raise InvalidPoolError("layers must name at least one layer")
     return found
 
 
-def _refuse_pages(page_size: int) -> None:
+def _check_state_page_size(page_size: int) -> None:
     if page_size != 1:
         raise InvalidPoolError(f"page_size of a state pool must be 1, got {page_size}")

@@ -1,51 +1,68 @@
-"""An assembled cache: its parts, the storage that comes and goes, and their common end."""
+"""Assembled cache: pools, controller, radix cache, and a replaceable storage."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
-from hicache_storage.hybrid.alike import agreed
-from hicache_storage.hybrid.attachment import StorageAttachedError
-from hicache_storage.hybrid.stack.storage import storage_for
-from hicache_storage.spec import PoolName
+from hicache_storage.hybrid.ranks.consistency import make_on_all_ranks
+from hicache_storage.hybrid.storage_io.binding import StorageAttachedError
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from hicache_storage.hybrid.agreement import Agreement
     from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.pools.group import HostPoolGroup
     from hicache_storage.hybrid.radix import HiMambaRadixCache
+    from hicache_storage.hybrid.ranks.group import RankGroup
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
-    from hicache_storage.hybrid.stack.parts import Parts
-    from hicache_storage.pools import MambaDevicePool, MHADevicePool, MLADevicePool
-    from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.pools import DevicePoolBase, HostPoolBase, MambaDevicePool, MHADevicePool, MLADevicePool
+    from hicache_storage.transfer import HybridTransfers, Stream
 
 POLL_SECONDS = 0.0005
 
 
-class HybridStack:
-    """A cache on three tiers, made by `build_mamba_hybrid_stack` or `build_dsa_hybrid_stack`. To be closed.
+@dataclass(frozen=True, slots=True, eq=False)
+class StackPools:
+    """Pools of a stack by name, and the copies between them."""
 
+    device_pools: dict[PoolName, DevicePoolBase]
+    host_pools: dict[PoolName, HostPoolBase]
+    compute: Stream
+    transfers: HybridTransfers
+    group: HostPoolGroup
+
+
+class HybridStack:
+    """Cache on three tiers. To be closed.
+
+    Made by `build_mamba_hybrid_stack` or `build_dsa_hybrid_stack`.
     Called by one thread, the scheduler's; with several ranks in the same order on each.
     """
 
     def __init__(
         self,
         config: StackConfig,
-        parts: Parts,
+        pools: StackPools,
         controller: HybridCacheController,
         cache: HiMambaRadixCache,
-        agreement: Agreement,
+        rank_group: RankGroup,
     ) -> None:
-        self.config, self.controller, self.cache = config, controller, cache
-        self.group = parts.group
-        """The pools as one. Their slots are taken through `cache` and `controller`."""
-        self.device_pools, self.host_pools = parts.device_pools, parts.host_pools
-        self.compute = parts.compute
+        self.config = config
+        self.controller = controller
+        self.cache = cache
+        self.group = pools.group
+        """All pools together. Their slots are taken through `cache` and `controller`."""
+        self.device_pools = pools.device_pools
+        self.host_pools = pools.host_pools
+        self.compute = pools.compute
         """The stream whose kernels read and write the device pools."""
-        self._agreement, self._closing = agreement, ExitStack()
+        self._rank_group = rank_group
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -54,43 +71,59 @@ class HybridStack:
         self.close()
 
     def own(self, closing: ExitStack) -> None:
-        """Take over what `close` has to end."""
+        """Take over the resources that `close` releases."""
         self._closing = closing
 
     def attach(self, storage: HiCacheStorage | StorageConfig) -> None:
-        """Use a storage from now on, on every rank or on none; the stack owns it. A collective.
+        """Use a storage from now on, on every rank or on none; the stack owns it.
+
+        A collective.
 
         Raises:
-            StorageAttachedError: there is one already; the new one is not touched.
-            ConfigError: it keeps other bytes than the stack's; the message names the field. It is not touched.
+            StorageAttachedError: there is one already; the new one is unchanged.
+            ConfigError: it is for other bytes than the stack's; the message names the field. The
+                storage is unchanged.
             OtherRankError: another rank could not make its storage.
-            HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the stack is as before.
+            HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the stack
+                is as before.
         """
         if self.controller.attached:
             raise StorageAttachedError("a storage is attached; detach it first")
-        self.controller.attach(agreed(self._agreement, "storage", lambda: storage_for(self.config, storage)))
+        made = make_on_all_ranks(self._rank_group, "storage", lambda: _make_storage(self.config, storage))
+        self.controller.attach(made)
         self.cache.storage_changed()
 
     def detach(self) -> None:
-        """Stop using the storage, and close it; what prefetches have brought is kept. Idempotent."""
+        """Stop using the storage, and close it; pages that have arrived are kept.
+
+        Idempotent.
+        """
         self.cache.end_prefetches()
         self.controller.detach()
 
     def drain(self, seconds: float) -> bool:
-        """Poll until nothing is under way on any tier, for so long at most; whether that came. A collective."""
+        """Poll until no operation is running on any tier, or the time is over.
+
+        A collective.
+
+        Returns:
+            Whether all operations have ended.
+        """
         end = time.monotonic() + seconds
         while not self.cache.idle():
             # The clocks of ranks differ, and the number of their collectives must not.
-            if not self._agreement.minimum([int(time.monotonic() < end)])[0]:
+            if not self._rank_group.all_reduce_min([int(time.monotonic() < end)])[0]:
                 return False
             self.cache.poll()
             time.sleep(POLL_SECONDS)
         return True
 
     def close(self) -> None:
-        """Drop what is queued, close the storage, and wait for copies that run; the pools are not used any more. Idempotent.
+        """Drop queued operations, close the storage, and wait for running copies.
 
-        Does not wait for backups: `drain` does.
+        Idempotent.
+
+        The pools are not used afterwards. Does not wait for backups: `drain` does.
 
         Raises:
             StreamFailedError: a copy has failed; everything is closed all the same.
@@ -103,12 +136,12 @@ class MambaHybridStack(HybridStack):
 
     @property
     def kv(self) -> MHADevicePool | MLADevicePool:
-        """KV on the device, of the kind that `config.attention` describes."""
+        """KV on the device, as `config.attention` describes it."""
         return cast("MHADevicePool | MLADevicePool", self.device_pools[PoolName.KV])
 
     @property
     def states(self) -> MambaDevicePool:
-        """States on the device: of requests that run, and of cached prefixes."""
+        """States on the device: of running requests, and of cached prefixes."""
         return cast("MambaDevicePool", self.device_pools[PoolName.MAMBA])
 
 
@@ -119,3 +152,34 @@ class DSAHybridStack(HybridStack):
     def kv(self) -> MLADevicePool:
         """Latent rows on the device."""
         return cast("MLADevicePool", self.device_pools[PoolName.KV])
+
+
+def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:
+    """Make a storage from its description, or check the identity of the caller's own.
+
+    Raises:
+        ConfigError: it has another page size or layout, or takes KV for replicated where it is not.
+        DriverError: as `create_storage` raises it.
+    """
+    if isinstance(storage, HiCacheStorage):
+        _check_identity(config, storage)
+        return storage
+    identity = config.identity(
+        storage.model,
+        kv_dtype=storage.kv_dtype,
+        revision=storage.revision,
+        tenant=storage.tenant,
+        adapter=storage.adapter,
+        salt=storage.salt,
+    )
+    return create_storage(storage.driver, identity, storage.options, options=storage.layers)
+
+
+def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
+    wanted = config.identity("any")
+    for name in ("page_size", "layout", "kv_replicated"):
+        found, ours = getattr(storage.identity, name), getattr(wanted, name)
+        if found != ours:
+            raise ConfigError(
+                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the storage with config.identity()"
+            )

@@ -194,12 +194,12 @@ class RealController:
         """Device slots of KV whose load has not been waited for."""
         return self._arriving
 
-    def landing(self):
+    def prefetched_slots(self):
         """Host slots of prefetches that have not been handed over."""
         prefetcher = self.controller._prefetcher
         for operation in prefetcher._live:
             if operation.done:
                 yield from self.group.owned(prefetcher._delivered(operation)).items()
                 continue
-            for slots in (operation.landing.slots, *operation.landing.sets) if operation.landing else ():
-                yield from slots.items()
+            if operation.buffers:
+                yield from operation.buffers.all_slots().items()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from hicache_storage.hybrid.indices import BackupResult, HybridIndices, PrefetchOutcome, PrefetchResult
-from hicache_storage.hybrid.policies import longest_fitting
+from hicache_storage.hybrid.policies import max_fitting_endpoint
+from hicache_storage.hybrid.pools.indices import HybridIndices
+from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchOutcome, PrefetchResult
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import PoolName, PoolPresence, common_hit
 from hicache_storage.spec.policies import PoolHitPolicy
@@ -272,7 +273,7 @@ class StandInController:
         loads = [load for load in (*self.queued_loads, *self.loads) if not load.gate.passed]
         return {slot for load in loads for slot in load.targets[KV].tolist()}
 
-    def landing(self):
+    def prefetched_slots(self):
         """Host slots of prefetches that have not been handed over."""
         for fetch in self.fetches:
             if fetch.result is not None:
@@ -306,7 +307,7 @@ class StandInController:
             return all(self.host_slots[name].available_size() >= count for name, count in needs(pages).items())
 
         self._make_room(self.host_slots, self.group.host.by_pool, needs(restorable[-1]))
-        pages = longest_fitting(restorable, fits)
+        pages = max_fitting_endpoint(restorable, fits)
         pages = pages if pages * self.page_size >= self.threshold else 0
         taken = self._alloc(self.host_slots, {}, needs(pages)) if pages else {}
         assert taken is not None

@@ -7,7 +7,7 @@ import torch
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, HiMambaRadixCache, RadixCacheConfig, StalePrefixError, checkpoint_grid
-from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.nodes import SlotKind
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import ConfigError, InvalidTransferError
 from tests.hybrid.radix.real import RealController
@@ -74,7 +74,7 @@ def test_a_hit_refreshes_the_state_it_consumed_and_no_other(world):
     served(world, other)
     lock = world.cache.lock(world.cache.match(LONG))
     world.cache.unlock(lock)
-    for lru in (world.residency.device[Kind.STATE], world.residency.host[Kind.STATE]):
+    for lru in (world.ownership.device[SlotKind.STATE], world.ownership.host[SlotKind.STATE]):
         assert [(node.tokens[0], node.end) for node in lru] == [(10, 4), (14, 8), (50, 4), (18, 16)]
 
 
@@ -273,7 +273,7 @@ def test_a_state_that_comes_later_is_written_later(world):
 
 
 def host_states(world):
-    return sorted(node.end for node in world.residency.host[Kind.STATE])
+    return sorted(node.end for node in world.ownership.host[SlotKind.STATE])
 
 
 def test_old_states_do_not_take_the_host_from_a_new_one(make_world):

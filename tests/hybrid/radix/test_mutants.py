@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import pytest
 
-from hicache_storage.hybrid import prefetch as controller_prefetch
-from hicache_storage.hybrid.prefetch import Prefetcher
 from hicache_storage.hybrid.radix import HiMambaRadixCache
-from hicache_storage.hybrid.radix.backups import Backups
-from hicache_storage.hybrid.radix.loading import Loading
-from hicache_storage.hybrid.radix.locks import Locks
+from hicache_storage.hybrid.radix.loading import DeviceLoads
 from hicache_storage.hybrid.radix.lru import LRUList
-from hicache_storage.hybrid.radix.nodes import Kind
-from hicache_storage.hybrid.radix.prefetching import Prefetching
-from hicache_storage.hybrid.radix.residency import Residency
+from hicache_storage.hybrid.radix.nodes import SlotKind
+from hicache_storage.hybrid.radix.prefetching import RequestPrefetches
+from hicache_storage.hybrid.radix.prefixes import PrefixLocks
+from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
+from hicache_storage.hybrid.radix.write_back import NodeWriteBack
+from hicache_storage.hybrid.storage_io import prefetch as controller_prefetch
+from hicache_storage.hybrid.storage_io.prefetch import Prefetcher
 from hicache_storage.transfer import PageTransfers
 from tests.hybrid.programs import assert_found
 from tests.hybrid.radix import standin
@@ -35,12 +35,12 @@ def nothing(*arguments, **options):
 
 
 def evict_without_launching(cache, tokens=0, states=0):
-    return cache._eviction.device(tokens, states)
+    return cache._evictor.device(tokens, states)
 
 
 def store_at_once(backups, node):
     for each in reversed(list(node.upward())):
-        if each.host[Kind.KV].indices is not None:
+        if each.host[SlotKind.KV].indices is not None:
             backups._store(each)
 
 
@@ -50,8 +50,8 @@ def unlock_kv_only(locks, held):
 
 
 def refresh_kv_only(cache, node):
-    for tier in (cache._residency.device, cache._residency.host):
-        tier[Kind.KV].touch(node)
+    for tier in (cache._ownership.device, cache._ownership.host):
+        tier[SlotKind.KV].touch(node)
 
 
 def refresh_all_states(lru, node):
@@ -60,9 +60,9 @@ def refresh_all_states(lru, node):
             lru._order.move_to_end(each)
 
 
-def free_twice(residency, tier, kind, slots):
-    GIVE_BACK(residency, tier, kind, slots)
-    GIVE_BACK(residency, tier, kind, slots)
+def free_twice(ownership, tier, kind, slots):
+    FREE(ownership, tier, kind, slots)
+    FREE(ownership, tier, kind, slots)
 
 
 def end_without_freeing(prefetching, request_id):
@@ -74,39 +74,39 @@ def end_without_freeing(prefetching, request_id):
     return END(prefetching, request_id)
 
 
-def longest_that_fits(restorable, fits):
+def max_that_fits(restorable, fits):
     return next((pages for pages in range(max(restorable, default=0), 0, -1) if fits(pages)), 0)
 
 
 def finish_without_freeing(prefetcher, operation, pages, outcome):
     if pages:
         FINISH(prefetcher, operation, pages, outcome)
-    operation.phase, operation.delivered = controller_prefetch.Phase.DONE, pages
-    operation.landing = operation.landing if pages else None
+    operation.phase, operation.delivered = controller_prefetch.PrefetchPhase.DONE, pages
+    operation.buffers = operation.buffers if pages else None
 
 
 def load_without_locking_the_host(loading, load, *, lock):
     pass
 
 
-UNDO, GIVE_BACK, END, FINISH = Locks._undo, Residency.give_back, Prefetching.end, Prefetcher._finish
+UNDO, FREE, END, FINISH = PrefixLocks._undo, SlotOwnership.free, RequestPrefetches.end, Prefetcher._finish
 MUTANTS = {
     "copies are launched after what they read was given away": Mutant(HiMambaRadixCache, "evict", evict_without_launching),
     "slots are overwritten under a copy": Mutant(StandInController, "before_overwrite", nothing),
     "slots are overwritten under a real copy": Mutant(PageTransfers, "before_overwrite", nothing, RealPrograms),
-    "rows that nobody needs are kept": Mutant(Residency, "_give_back_others", nothing),
-    "slots are given back twice": Mutant(Residency, "give_back", free_twice),
-    "states are not asked for": Mutant(Residency, "has_state", lambda residency, node: True),
-    "pages are stored before they are on the host": Mutant(Backups, "_store_path", store_at_once),
-    "locked nodes are evicted": Mutant(LRUList, "oldest", lambda lru: next(iter(lru), None)),
-    "a state stays locked": Mutant(Locks, "_undo", unlock_kv_only),
-    "what was copied stays locked": Mutant(Backups, "_unlock", nothing),
-    "what is loaded is not kept on the host": Mutant(Loading, "_keep_on_host", load_without_locking_the_host),
+    "rows that nobody needs are kept": Mutant(SlotOwnership, "_free_others", nothing),
+    "slots are given back twice": Mutant(SlotOwnership, "free", free_twice),
+    "states are not asked for": Mutant(SlotOwnership, "has_state", lambda ownership, node: True),
+    "pages are stored before they are on the host": Mutant(NodeWriteBack, "_store_path", store_at_once),
+    "locked nodes are evicted": Mutant(LRUList, "least_recent", lambda lru: next(iter(lru), None)),
+    "a state stays locked": Mutant(PrefixLocks, "_undo", unlock_kv_only),
+    "what was copied stays locked": Mutant(NodeWriteBack, "_unlock", nothing),
+    "what is loaded is not kept on the host": Mutant(DeviceLoads, "_lock_on_host", load_without_locking_the_host),
     "a use does not refresh": Mutant(LRUList, "touch", nothing),
     "a use does not refresh its state": Mutant(HiMambaRadixCache, "_refresh", refresh_kv_only),
     "a use refreshes the states on the way": Mutant(LRUList, "touch", refresh_all_states),
-    "what has no place keeps its slots": Mutant(Prefetching, "end", end_without_freeing, Fetches),
-    "a prefetch is cut where nothing can be gone on from": Mutant(standin, "longest_fitting", longest_that_fits, Fetches),
+    "what has no place keeps its slots": Mutant(RequestPrefetches, "end", end_without_freeing, Fetches),
+    "a prefetch is cut where nothing can be gone on from": Mutant(standin, "max_fitting_endpoint", max_that_fits, Fetches),
     "a prefetch that failed keeps its slots": Mutant(Prefetcher, "_finish", finish_without_freeing, RealFetches),
 }
 

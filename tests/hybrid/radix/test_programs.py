@@ -300,7 +300,7 @@ class OnRealController:
 
     def __init__(self):
         super().__init__()
-        self.at_once = mock.patch("hicache_storage.hybrid.backup.RETRY_SECONDS", 0.0)
+        self.at_once = mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.0)
         self.at_once.start()
 
     def teardown(self):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from hicache_storage.hybrid import namespace_seed, page_hashes
 from hicache_storage.hybrid.radix import DeviceLRUList, HostLRUList
-from hicache_storage.hybrid.radix.hashes import hashes_of, prefix_hashes
-from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.nodes import SlotKind, hashes_of, prefix_hashes
 from hicache_storage.hybrid.radix.tree import RadixTree
 
 PAGE = 2
@@ -49,22 +48,22 @@ def test_what_was_put_in_is_found_as_far_as_it_goes(chains):
 def test_a_split_shares_rows_locks_and_hashes_and_leaves_the_state_below():
     tree = grown((1, 2, 3, 4, 5, 6))
     node, _ = tree.find(tree.root(None), (1, 2, 3, 4, 5, 6))
-    node.device[Kind.KV].indices, node.device[Kind.KV].locks = torch.arange(10, 16), 2
-    node.device[Kind.STATE].indices, node.device[Kind.STATE].locks = torch.tensor([7]), 1
-    node.hits, node.writing, node.stored = 3, 1, {Kind.KV, Kind.STATE}
+    node.device[SlotKind.KV].indices, node.device[SlotKind.KV].locks = torch.arange(10, 16), 2
+    node.device[SlotKind.STATE].indices, node.device[SlotKind.STATE].locks = torch.tensor([7]), 1
+    node.hits, node.writing, node.stored = 3, 1, {SlotKind.KV, SlotKind.STATE}
     keys = hashes_of(node, PAGE)
     upper = tree.split(node, 4)
     assert (upper.tokens, upper.start, upper.end) == ((1, 2, 3, 4), 0, 4)
     assert (node.tokens, node.start, node.end) == ((5, 6), 4, 6)
     assert node.parent is upper
-    assert upper.device[Kind.KV].indices.tolist() == [10, 11, 12, 13]
-    assert node.device[Kind.KV].indices.tolist() == [14, 15]
-    assert [each.device[Kind.KV].locks for each in (upper, node)] == [2, 2]
-    assert [each.device[Kind.STATE].locks for each in (upper, node)] == [0, 1]
-    assert upper.device[Kind.STATE].indices is None
-    assert upper.host[Kind.KV].indices is None
+    assert upper.device[SlotKind.KV].indices.tolist() == [10, 11, 12, 13]
+    assert node.device[SlotKind.KV].indices.tolist() == [14, 15]
+    assert [each.device[SlotKind.KV].locks for each in (upper, node)] == [2, 2]
+    assert [each.device[SlotKind.STATE].locks for each in (upper, node)] == [0, 1]
+    assert upper.device[SlotKind.STATE].indices is None
+    assert upper.host[SlotKind.KV].indices is None
     assert (upper.hashes, node.hashes) == (keys[:2], keys[2:])
-    assert (upper.hits, upper.writing, upper.stored, node.stored) == (3, 1, {Kind.KV}, {Kind.KV, Kind.STATE})
+    assert (upper.hits, upper.writing, upper.stored, node.stored) == (3, 1, {SlotKind.KV}, {SlotKind.KV, SlotKind.STATE})
     assert tree.node(upper.id) is upper
 
 
@@ -106,7 +105,7 @@ def order(lru):
 
 @pytest.mark.parametrize("kind", [DeviceLRUList, HostLRUList])
 def test_kv_is_used_along_the_path(kind):
-    tree, lru = RadixTree(PAGE), kind(Kind.KV)
+    tree, lru = RadixTree(PAGE), kind(SlotKind.KV)
     first, second, third = path(tree, 1, 2, 3)
     for node in (first, second, third):
         lru.add(node, torch.tensor([node.id * 2, node.id * 2 + 1]))
@@ -115,35 +114,35 @@ def test_kv_is_used_along_the_path(kind):
     lru.add(other, torch.tensor([100, 101]))
     lru.touch(second)
     assert order(lru) == [3, 4, 2, 1]
-    assert lru.oldest() is third
+    assert lru.least_recent() is third
     lru.lock(second)
     lru.lock(second)
     lru.unlock(second)
     assert order(lru) == [3, 4]
     assert lru.evictable_slots() == 4
     with pytest.raises(AssertionError, match="locked"):
-        lru.take(second)
+        lru.remove(second)
     lru.unlock(second)
     assert order(lru) == [3, 4, 2, 1]
     with pytest.raises(AssertionError, match="not locked"):
         lru.unlock(second)
-    assert lru.take(third).tolist() == [third.id * 2, third.id * 2 + 1]
+    assert lru.remove(third).tolist() == [third.id * 2, third.id * 2 + 1]
     assert lru.slots == 6
     lru.demote(second)
-    assert lru.oldest() is second
+    assert lru.least_recent() is second
 
 
 def test_a_state_is_used_alone():
-    tree, lru = RadixTree(PAGE), HostLRUList(Kind.STATE)
+    tree, lru = RadixTree(PAGE), HostLRUList(SlotKind.STATE)
     first, second, third = path(tree, 1, 2, 3)
     for node in (first, second, third):
         lru.add(node, torch.tensor([node.id]))
     lru.touch(second)
     assert order(lru) == [1, 3, 2]
     lru.lock(first)
-    assert [node.host[Kind.STATE].locks for node in (first, second, third)] == [1, 0, 0]
-    assert lru.oldest() is third
+    assert [node.host[SlotKind.STATE].locks for node in (first, second, third)] == [1, 0, 0]
+    assert lru.least_recent() is third
     assert lru.evictable_slots() == 2
     lru.unlock(first)
     assert order(lru) == [1, 3, 2]
-    assert lru.oldest() is first
+    assert lru.least_recent() is first

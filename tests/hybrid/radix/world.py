@@ -12,7 +12,7 @@ import torch
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
-from hicache_storage.hybrid.radix.nodes import Kind
+from hicache_storage.hybrid.radix.nodes import SlotKind
 from hicache_storage.spec import PoolName
 from tests.hybrid.waiting import until
 
@@ -163,7 +163,7 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        until(lambda: self.cache.poll() or not (len(self.cache._backups) or len(self.cache._loading)))
+        until(lambda: self.cache.poll() or not (len(self.cache._write_back) or len(self.cache._loads)))
 
     def take_host(self, pages, states) -> None:
         """Let somebody else use so many host pages and states, as far as they are free; what it had is free again."""
@@ -191,9 +191,9 @@ class World:
         """Keep the book of states: which are new, and that the one after a prefix was used."""
         self.clock += 1
         now = {}
-        for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
-            for node in tier[Kind.STATE]:
-                key, held = (name, self.prefix(node)), tier[Kind.STATE].of(node).indices
+        for name, tier in (("device", self.ownership.device), ("host", self.ownership.host)):
+            for node in tier[SlotKind.STATE]:
+                key, held = (name, self.prefix(node)), tier[SlotKind.STATE].of(node).indices
                 before, time = self.used.get(key, (None, 0))
                 now[key] = held, time if held is before and key[1] != used else self.clock
         self.used = now
@@ -278,93 +278,95 @@ class World:
         return self.cache._tree
 
     @property
-    def residency(self):
-        return self.cache._residency
+    def ownership(self):
+        return self.cache._ownership
 
     def prefix(self, node):
         return tuple(token for each in reversed(list(node.upward())) for token in each.tokens)
 
     def check_tree(self):
-        device, host = self.residency.device, self.residency.host
+        device, host = self.ownership.device, self.ownership.host
         for node in self.tree:
             assert node.tokens
             assert len(node.tokens) % self.page == 0
             assert node.parent.children[node.tokens[: self.page]] is node
             assert node.start == node.parent.end
             assert self.tree.node(node.id) is node
-            assert device[Kind.KV].holds(node) or host[Kind.KV].holds(node)
+            assert device[SlotKind.KV].holds(node) or host[SlotKind.KV].holds(node)
             for tier in (device, host):
                 above = node.parent
-                assert not tier[Kind.KV].holds(node) or above.parent is None or tier[Kind.KV].holds(above)
-                assert tier[Kind.KV].holds(node) or not tier[Kind.STATE].holds(node)
-                assert not tier[Kind.KV].holds(node) or tier[Kind.KV].of(node).indices.numel() == len(node.tokens)
+                assert not tier[SlotKind.KV].holds(node) or above.parent is None or tier[SlotKind.KV].holds(above)
+                assert tier[SlotKind.KV].holds(node) or not tier[SlotKind.STATE].holds(node)
+                assert not tier[SlotKind.KV].holds(node) or tier[SlotKind.KV].of(node).indices.numel() == len(node.tokens)
 
     def check_lists(self):
-        for tier in (self.residency.device, self.residency.host):
+        for tier in (self.ownership.device, self.ownership.host):
             for lru in tier.values():
                 order = {node: place for place, node in enumerate(lru)}
                 holders = [node for node in self.tree if lru.holds(node)]
-                assert set(order) == {node for node in holders if lru.kind is Kind.STATE or not lru.of(node).locks}
+                assert set(order) == {node for node in holders if lru.kind is SlotKind.STATE or not lru.of(node).locks}
                 assert lru.slots == sum(lru.of(node).indices.numel() for node in holders)
                 locked = [node for node in holders if lru.of(node).locks]
                 assert lru.evictable_slots() == lru.slots - sum(lru.of(node).indices.numel() for node in locked)
-                if lru.kind is Kind.KV:
+                if lru.kind is SlotKind.KV:
                     for node, place in order.items():
                         assert all(order.get(child, -1) < place for child in node.children.values())
 
     def check_order(self):
         """States stand in the order in which they were last used."""
         self.note_uses()
-        for name, tier in (("device", self.residency.device), ("host", self.residency.host)):
-            times = [self.used[name, self.prefix(node)][1] for node in tier[Kind.STATE]]
+        for name, tier in (("device", self.ownership.device), ("host", self.ownership.host)):
+            times = [self.used[name, self.prefix(node)][1] for node in tier[SlotKind.STATE]]
             assert times == sorted(times), "a state that was used is evicted before one that was not"
 
     def check_locks(self):
-        expected = {tier: {kind: Counter() for kind in Kind} for tier in ("device", "host")}
+        expected = {tier: {kind: Counter() for kind in SlotKind} for tier in ("device", "host")}
 
         def path(tier, node):
             for each in node.upward() if node else ():
-                expected[tier][Kind.KV][each] += 1
+                expected[tier][SlotKind.KV][each] += 1
 
         for held in self.cache._locks._held.values():
             path("device", held.device)
             path("host", held.host)
-            expected["device"][Kind.STATE][held.node] += held.device_state
-            expected["host"][Kind.STATE][held.node] += held.host_state
-        for load in self.cache._loading._loads.values():
+            expected["device"][SlotKind.STATE][held.node] += held.device_state
+            expected["host"][SlotKind.STATE][held.node] += held.host_state
+        for load in self.cache._loads._loads.values():
             path("device", load.node)
             path("host", load.node)
-            expected["host"][Kind.STATE][load.node] += load.host_state
-        for copies in (self.cache._backups._writes, self.cache._backups._stores):
+            expected["host"][SlotKind.STATE][load.node] += load.host_state
+        for copies in (self.cache._write_back._writes, self.cache._write_back._stores):
             for copy in copies.values():
                 path("host", copy.node)
-                expected["host"][Kind.STATE][copy.node] += Kind.STATE in copy.kinds
-        for prefetch in self.cache._prefetching._running.values():
+                expected["host"][SlotKind.STATE][copy.node] += SlotKind.STATE in copy.kinds
+        for prefetch in self.cache._prefetches._running.values():
             path("host", prefetch.kept)
         for node in self.tree:
-            for kind in Kind:
+            for kind in SlotKind:
                 assert node.device[kind].locks == expected["device"][kind][node]
                 assert node.host[kind].locks == expected["host"][kind][node]
 
     def check_slots(self):
         """Every slot is free or has one owner."""
-        owned = {tier: {kind: Counter() for kind in Kind} for tier in ("device", "host")}
+        owned = {tier: {kind: Counter() for kind in SlotKind} for tier in ("device", "host")}
         for node in self.tree:
             for tier, holdings in (("device", node.device), ("host", node.host)):
-                for kind in Kind:
+                for kind in SlotKind:
                     if holdings[kind].indices is not None:
                         owned[tier][kind].update(holdings[kind].indices.tolist())
-        for name, slots in (*self.controller.landing(), *self.others.items()):
-            owned["host"][Kind.KV if name == KV else Kind.STATE].update(slots.tolist())
+        for name, slots in (*self.controller.prefetched_slots(), *self.others.items()):
+            owned["host"][SlotKind.KV if name == KV else SlotKind.STATE].update(slots.tolist())
         for request in self.running:
-            owned["device"][Kind.KV].update(request.rows[request.cached :].tolist())
+            owned["device"][SlotKind.KV].update(request.rows[request.cached :].tolist())
             if request.state is not None:
-                owned["device"][Kind.STATE].update(request.state.tolist())
-        self._check_pool(self.kv_slots, owned["device"][Kind.KV])
-        self._check_pool(self.controller.host[KV], owned["host"][Kind.KV], self.controller.host_slots[KV]._parked)
+                owned["device"][SlotKind.STATE].update(request.state.tolist())
+        self._check_pool(self.kv_slots, owned["device"][SlotKind.KV])
+        self._check_pool(self.controller.host[KV], owned["host"][SlotKind.KV], self.controller.host_slots[KV]._parked)
         if self.grid is not None:
-            self._check_pool(self.state_slots, owned["device"][Kind.STATE])
-            self._check_pool(self.controller.host[MAMBA], owned["host"][Kind.STATE], self.controller.host_slots[MAMBA]._parked)
+            self._check_pool(self.state_slots, owned["device"][SlotKind.STATE])
+            self._check_pool(
+                self.controller.host[MAMBA], owned["host"][SlotKind.STATE], self.controller.host_slots[MAMBA]._parked
+            )
 
     def _check_pool(self, pool, owned, parked=None):
         if parked is not None:
@@ -379,13 +381,13 @@ class World:
         for node in self.tree:
             tokens = self.prefix(node)
             assert "kv" in self.inserted[tokens]
-            assert node.device[Kind.STATE].indices is None or "state" in self.inserted[tokens]
-            rows, host_rows = node.device[Kind.KV].indices, node.host[Kind.KV].indices
+            assert node.device[SlotKind.STATE].indices is None or "state" in self.inserted[tokens]
+            rows, host_rows = node.device[SlotKind.KV].indices, node.host[SlotKind.KV].indices
             if rows is not None and arriving.isdisjoint(rows.tolist()):
                 assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start))
             if host_rows is not None and not node.writing:
                 assert torch.equal(self.controller.host_memory[KV][host_rows], kv_values(tokens, node.start))
-            state, host_state = node.device[Kind.STATE].indices, node.host[Kind.STATE].indices
+            state, host_state = node.device[SlotKind.STATE].indices, node.host[SlotKind.STATE].indices
             if state is not None:
                 assert int(self.device[MAMBA][state]) == value("state", tokens)
             if host_state is not None and not node.writing:
@@ -402,8 +404,8 @@ class World:
                 )
             else:
                 known = len(prefix) if tuple(tokens[: len(prefix)]) == prefix else 0
-            has_kv = node.device[Kind.KV].indices is not None or not device_only
-            has_state = self.grid is None or node.device[Kind.STATE].indices is not None
-            has_state = has_state or (not device_only and node.host[Kind.STATE].indices is not None)
+            has_kv = node.device[SlotKind.KV].indices is not None or not device_only
+            has_state = self.grid is None or node.device[SlotKind.STATE].indices is not None
+            has_state = has_state or (not device_only and node.host[SlotKind.STATE].indices is not None)
             usable.append(known if has_kv and has_state else 0)
         return max(usable)

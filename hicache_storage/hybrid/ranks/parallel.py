@@ -1,4 +1,7 @@
-"""Which rank this is: one description from which identity, writers and groups follow."""
+"""Position of a rank in the parallel layout.
+
+Identity, writers and groups follow from it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ AXES = ("tp", "cp", "pp", "dp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """A rank's place. `tp_rank` counts within one CP shard of one PP stage, so each shard has a rank 0.
+    """Position of a rank.
 
-    An engine whose TP group spans CP ranks passes its ranks through `of_rank`; its own `tp_rank` would leave all shards but
-    the first without a writer.
+    `tp_rank` counts within one CP shard of one PP stage, so each shard has a rank 0.
+
+    An engine whose TP group spans CP ranks uses `of_rank`; its own `tp_rank` would leave all shards
+    but the first without a writer.
 
     Raises:
         ConfigError: a rank is not below its size.
@@ -42,7 +47,7 @@ class ParallelConfig:
 
     @classmethod
     def of_rank(cls, rank: int, *, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1) -> Self:
-        """The place of a rank of the whole world, counted with TP innermost, then CP, PP and DP.
+        """Place a rank of the whole world, counted with TP innermost, then CP, PP and DP.
 
         Raises:
             ConfigError: the rank is outside of that world.
@@ -60,7 +65,7 @@ class ParallelConfig:
 
     @property
     def rank(self) -> int:
-        """The rank in the whole world; what `of_rank` takes."""
+        """Rank in the whole world, as `of_rank` takes it."""
         rank = 0
         for axis in reversed(AXES):
             place, size = self._at(axis)
@@ -78,11 +83,11 @@ class ParallelConfig:
         return [list(range(first * self.replica_size, (first + 1) * self.replica_size)) for first in range(self.dp_size)]
 
     def identity(self, base: StorageIdentity) -> StorageIdentity:
-        """`base` with this rank's place."""
+        """Return `base` with the position of this rank."""
         return replace(base, **{f"{axis}_{part}": getattr(self, f"{axis}_{part}") for axis in AXES for part in ("rank", "size")})
 
     def check(self, identity: StorageIdentity) -> None:
-        """Refuse a storage that reads and writes another rank's bytes.
+        """Check that a storage reads and writes the bytes of this rank.
 
         Raises:
             ConfigError: a field differs; the message names it.

@@ -1,4 +1,4 @@
-"""Calls of a storage whose answers are checked: whatever it raises or answers is a miss, and counted."""
+"""Checked calls of a storage: errors and invalid answers are counted misses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.stats import StatsCounter
     from hicache_storage.spec import HiCacheStorage, PoolName
 
@@ -22,41 +22,44 @@ BATCH_PAGES = 128
 """Pages of the anchor that one call moves."""
 
 _RAISED = object()
-"""In place of an answer."""
+"""Result of a call that raised."""
 
 
 class StorageCalls:
-    """The data path of one storage, as workers use it. Raises nothing.
+    """Data path of one storage, called by the worker threads. Raises nothing.
 
     Args:
         storage: the pools of `group` are registered with it.
-        call_seconds: deadline that the storage is told.
-        stats: where failures are counted.
+        call_seconds: deadline that is passed to the storage.
+        stats: counts the failures.
     """
 
     def __init__(self, storage: HiCacheStorage, group: HostPoolGroup, call_seconds: float, stats: StatsCounter) -> None:
-        self._storage, self._group = storage, group
-        self._call_seconds, self._stats = call_seconds, stats
+        self._storage = storage
+        self._group = group
+        self._call_seconds = call_seconds
+        self._stats = stats
+        # Written by three threads without a lock: a race costs a log line of the wrong level.
         self._failing = False
 
     def restorable(self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None) -> list[int]:
-        """Endpoints in pages, ascending, at which every pool of this rank can restore the chain `keys`."""
+        """Return the endpoints of `keys`, in pages, that all pools can restore."""
         return self._exists(keys, list(self._group.entries.values()), self._info(prefix_keys, request_id))
 
-    def leading(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
-        """How many pages of the chain are there from its start on, in the pools of which a prefix needs all pages."""
+    def leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
+        """Count the leading pages of `keys` that exist in all pools without windows."""
         entries = [entry for entry in self._group.entries.values() if not entry.is_trailing]
         return max(self._exists(keys, entries, self._info(prefix_keys, None)), default=0)
 
     def read(
         self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str], request_id: str | None = None
     ) -> dict[PoolName, list[bool]]:
-        """Read pages; for each transfer, by its pool, which were delivered."""
+        """Read pages; returns by pool, for each page, whether it was delivered."""
         info = self._info(prefix_keys, request_id)
         return self._pages(self._call(lambda: self._storage.batch_get_v2(transfers, info)), transfers)
 
     def write(self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str]) -> dict[PoolName, list[bool]]:
-        """Store pages; for each transfer, by its pool, which are stored."""
+        """Store pages; returns by pool, for each page, whether it is stored."""
         info = self._info(prefix_keys, None)
         return self._pages(self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers)
 
@@ -76,12 +79,12 @@ class StorageCalls:
     def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)
 
-    def _call(self, ask: Callable[[], object]) -> object:
+    def _call(self, call: Callable[[], object]) -> object:
         try:
-            return ask()
+            return call()
         except BaseException as error:  # noqa: BLE001 - also the SystemExit of a driver that calls sys.exit
             self._stats.count(storage_errors=1)
-            self._note(f"the storage raised {type(error).__name__}: {error}")
+            self._log_fault(f"the storage raised {type(error).__name__}: {error}")
             return _RAISED
 
     def _endpoints(self, answer: object, pages: int) -> list[int]:
@@ -93,7 +96,10 @@ class StorageCalls:
         return sorted(set(cast("list[int]", ends)))
 
     def _pages(self, answer: object, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[bool]]:
-        """The answer, with pages not delivered where it does not fit the question."""
+        """Return the answer by pool.
+
+        Pages of a pool with an invalid answer count as missing.
+        """
         checked: dict[PoolName, list[bool]] = {}
         given = cast("dict[object, object]", answer) if isinstance(answer, dict) else dict[object, object]()
         for transfer in transfers:
@@ -109,19 +115,19 @@ class StorageCalls:
 
     def _count_invalid(self, asked: str, answer: object) -> None:
         self._stats.count(invalid_answers=1)
-        self._note(f"the storage was asked for {asked} and answered {answer!r:.80}")
+        self._log_fault(f"the storage was asked for {asked} and answered {answer!r:.80}")
 
-    def _note(self, message: str) -> None:
-        """Log the first of an episode of faults."""
-        logger.log(logging.DEBUG if self._failing else logging.WARNING, "%s; taken for a miss", message)
+    def _log_fault(self, message: str) -> None:
+        """Log the first of consecutive faults as a warning, the others for debugging."""
+        logger.log(logging.DEBUG if self._failing else logging.WARNING, "%s; counted as a miss", message)
         self._failing = True
 
 
 def _items(answer: object) -> list[object] | None:
-    """A list's or tuple's items; None of anything else."""
+    """Return the items of a list or tuple; None for any other type."""
     return list(cast("Sequence[object]", answer)) if isinstance(answer, (list, tuple)) else None
 
 
 def page_transfer(entry: PoolEntry, keys: Sequence[str], slots: torch.Tensor) -> PoolTransfer:
-    """A pool's share of a get or set: `slots` are whole pages, one for each key."""
+    """Return the transfer of one pool; `slots` are whole pages, one for each key."""
     return PoolTransfer(entry.name, host_indices=slots, keys=list(keys), hit_policy=entry.hit_policy)

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from hicache_storage.hybrid import OtherRankError, ParallelConfig, PrefetchRules, StorageConfig, build_mamba_hybrid_stack
-from hicache_storage.hybrid.alike import LARGEST, agreed, check_alike
-from hicache_storage.hybrid.stack.same import SAME_FIELDS
+from hicache_storage.hybrid.ranks.consistency import MAX_EXACT_NUMBER, check_consistent, make_on_all_ranks
+from hicache_storage.hybrid.stack.builders import RANK_INVARIANT_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.conftest import DictStorage
 from tests.hybrid.stacks import PAGE, build, dsa_config, mamba_config
@@ -26,7 +26,7 @@ class Together:
         self._barrier = threading.Barrier(size)
 
     def of(self, rank):
-        return mock.Mock(size=self.size, minimum=lambda values: self._minimum(rank, values))
+        return mock.Mock(size=self.size, all_reduce_min=lambda values: self._minimum(rank, values))
 
     def _minimum(self, rank, values):
         self._said[rank] = list(values)
@@ -37,7 +37,7 @@ class Together:
 
 
 def on_ranks(work, size=2):
-    """What `work(rank, agreement)` returned or raised on each of the ranks."""
+    """What `work(rank, rank_group)` returned or raised on each of the ranks."""
     together, found = Together(size), [None] * size
 
     def run(rank):
@@ -56,23 +56,30 @@ def on_ranks(work, size=2):
 
 def test_what_differs_is_named():
     told = [{"a": 1, "b": "x", "c": 3}, {"a": 2, "b": "y", "c": 3}]
-    first, second = on_ranks(lambda rank, agreement: check_alike(agreement, told[rank]))
+    first, second = on_ranks(lambda rank, rank_group: check_consistent(rank_group, told[rank]))
     assert str(first) == "ranks differ in a (1 here, 1 to 2 in all), b; make it the same on every rank"
     assert str(second) == "ranks differ in a (2 here, 1 to 2 in all), b; make it the same on every rank"
 
 
 @pytest.mark.parametrize(
-    "values", [(LARGEST + 1, LARGEST + 2), (-LARGEST - 1, LARGEST + 1), (None, 0), (True, "True"), ([1], (1,))]
+    "values",
+    [
+        (MAX_EXACT_NUMBER + 1, MAX_EXACT_NUMBER + 2),
+        (-MAX_EXACT_NUMBER - 1, MAX_EXACT_NUMBER + 1),
+        (None, 0),
+        (True, "True"),
+        ([1], (1,)),
+    ],
 )
 def test_any_two_values_can_be_told_apart(values):
-    found = on_ranks(lambda rank, agreement: check_alike(agreement, {"a": values[rank]}))
+    found = on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": values[rank]}))
     assert all(isinstance(error, ConfigError) for error in found)
-    assert on_ranks(lambda rank, agreement: check_alike(agreement, {"a": values[0]})) == [None, None]
+    assert on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": values[0]})) == [None, None]
 
 
 def test_a_refusal_is_everyones():
     refusal = ConfigError("no")
-    found = on_ranks(lambda rank, agreement: check_alike(agreement, {"a": rank}, refusal if rank else None), 3)
+    found = on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": rank}, refusal if rank else None), 3)
     assert isinstance(found[0], OtherRankError)
     assert found[1] is found[2] is refusal
 
@@ -84,7 +91,7 @@ def test_what_cannot_be_made_on_one_rank_is_made_on_none(error):
             raise error
         return "made"
 
-    first, second = on_ranks(lambda rank, agreement: agreed(agreement, "thing", lambda: make(rank)))
+    first, second = on_ranks(lambda rank, rank_group: make_on_all_ranks(rank_group, "thing", lambda: make(rank)))
     assert str(first) == "another rank could not make its thing"
     assert second is error
 
@@ -100,9 +107,9 @@ def configs(rank, kind=mamba_config, **changes):
 
 @pytest.fixture
 def nothing_is_made():
-    with mock.patch("hicache_storage.hybrid.stack.builders.make_parts") as make_parts:
+    with mock.patch("hicache_storage.hybrid.stack.builders.build_pools") as build_pools:
         yield
-        assert not make_parts.called
+        assert not build_pools.called
 
 
 @pytest.mark.usefixtures("nothing_is_made")
@@ -124,7 +131,7 @@ def nothing_is_made():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_ranks_of_other_configs_are_refused(change, message):
-    found = on_ranks(lambda rank, agreement: build(configs(rank, **(change if rank else {})), agreement=agreement))
+    found = on_ranks(lambda rank, rank_group: build(configs(rank, **(change if rank else {})), rank_group=rank_group))
     for error in found:
         assert isinstance(error, ConfigError), error
         assert re.fullmatch(f"ranks differ in {message}; make it the same on every rank", str(error)), error
@@ -134,14 +141,14 @@ def test_ranks_of_other_configs_are_refused(change, message):
 def test_whose_bytes_a_storage_keeps_is_the_same_on_all():
     for name in ("model", "revision", "tenant", "adapter", "salt"):
         other = replace(STORAGE, **{name: "other"})
-        found = on_ranks(lambda rank, agreement: build(configs(rank, storage=(STORAGE, other)[rank]), agreement=agreement))  # noqa: B023
+        found = on_ranks(lambda rank, rank_group: build(configs(rank, storage=(STORAGE, other)[rank]), rank_group=rank_group))  # noqa: B023
         assert [str(error) for error in found] == ["ranks differ in storage; make it the same on every rank"] * 2
 
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_stacks_of_two_kinds_are_refused():
     kinds = (mamba_config, dsa_config)
-    found = on_ranks(lambda rank, agreement: build(configs(rank, kinds[rank]), agreement=agreement))
+    found = on_ranks(lambda rank, rank_group: build(configs(rank, kinds[rank]), rank_group=rank_group))
     assert all("the kind of stack" in str(error) for error in found), found
 
 
@@ -156,7 +163,7 @@ def test_no_rank_waits_for_one_that_refuses(late):
         return configs(rank, **(wrong if rank else {}))
 
     found = on_ranks(
-        lambda rank, agreement: build_mamba_hybrid_stack(lambda: config(rank), storage=storages[rank], agreement=agreement)
+        lambda rank, rank_group: build_mamba_hybrid_stack(lambda: config(rank), storage=storages[rank], rank_group=rank_group)
     )
     assert isinstance(found[0], OtherRankError)
     assert isinstance(found[1], ConfigError)
@@ -172,19 +179,19 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
             raise SystemExit(1)
         return DictStorage(identity)
 
-    with mock.patch("hicache_storage.hybrid.stack.storage.create_storage", create):
-        found = on_ranks(lambda rank, agreement: build(configs(rank, storage=STORAGE), agreement=agreement))
+    with mock.patch("hicache_storage.hybrid.stack.stack.create_storage", create):
+        found = on_ranks(lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group))
     assert isinstance(found[0], OtherRankError)
     assert isinstance(found[1], SystemExit)
 
 
 def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
-    def attach(rank, agreement):
+    def attach(rank, rank_group):
         settings = configs(rank)
         storage = DictStorage(settings.identity("m"))
         if rank:
             storage.register_mem_host_pool_v2 = mock.Mock(side_effect=SystemExit(1))
-        build(settings, storage=storage, agreement=agreement)
+        build(settings, storage=storage, rank_group=rank_group)
 
     found = on_ranks(attach)
     assert all(isinstance(error, StorageUnavailableError) for error in found), found
@@ -197,4 +204,4 @@ def test_a_config_of_another_kind_is_refused():
 
 def test_every_field_is_one_of_a_config():
     fields = {*vars(mamba_config()), "checkpoint_grid"}
-    assert set(SAME_FIELDS) - {"the kind of stack", "kv_replicated"} <= fields
+    assert set(RANK_INVARIANT_FIELDS) - {"the kind of stack", "kv_replicated"} <= fields

@@ -1,4 +1,4 @@
-"""The pools of one tier, device or host, as one allocator: all pools or none."""
+"""Allocation in all pools of one tier, device or host: all of them or none."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_storage.hybrid.agreement import Agreement
+    from hicache_storage.hybrid.ranks.group import RankGroup
     from hicache_storage.spec import PoolName
 
 logger = logging.getLogger(__name__)
 
 
 class Slots(Protocol):
-    """What hands out a pool's slots: a device pool, or `HostSlots` before a host pool."""
+    """Slot allocator: a device pool, or `HostSlots` in front of a host pool."""
 
     def alloc(self, count: int) -> torch.Tensor | None: ...
 
@@ -27,7 +27,9 @@ class Slots(Protocol):
 
 
 class PoolTier:
-    """Allocates and frees in several pools at once, always in the order of their names, as every rank does.
+    """Allocates and frees slots of several pools at once.
+
+    Pools are used in the order of their names, so that every rank does the same.
 
     Args:
         pools: by name; those whose slots derive from another's are left out.
@@ -38,11 +40,17 @@ class PoolTier:
         self._evictors: dict[PoolName, Callable[[int], object]] = {}
 
     def on_shortage(self, name: PoolName, evict: Callable[[int], object]) -> None:
-        """Say who makes room: `evict(slots)` frees so many slots of a pool, or what it can."""
+        """Register the evictor of a pool.
+
+        Args:
+            evict: frees so many slots, or as many as it can.
+        """
         self._evictors[name] = evict
 
     def alloc(self, needs: Mapping[PoolName, int]) -> dict[PoolName, torch.Tensor] | None:
-        """Take slots of every pool, or of none; None if one is short. 0 slots are an empty tensor.
+        """Take slots of every pool, or of none; None if a pool has too few.
+
+        A count of 0 gives an empty tensor.
 
         Raises:
             SlotError: a number is not whole pages; nothing is taken.
@@ -62,7 +70,9 @@ class PoolTier:
         return taken
 
     def free(self, slots: Mapping[PoolName, torch.Tensor]) -> None:
-        """Give back slots of every pool; an error of one pool does not keep the others'.
+        """Free slots of every pool.
+
+        An error of one pool does not keep the others from being freed.
 
         Raises:
             SlotError: the first that a pool raised.
@@ -72,36 +82,37 @@ class PoolTier:
             if indices.numel():
                 try:
                     self._pools[name].free(indices)
-                except Exception as error:  # noqa: BLE001 - raised below, when the other pools have theirs
+                except Exception as error:  # noqa: BLE001 - raised below, once the other pools are freed
                     errors.append(error)
         if errors:
             raise errors[0]
 
     def available(self, names: Sequence[PoolName]) -> list[int]:
-        """Free slots of pools."""
+        """Return the number of free slots of each pool."""
         return [self._pools[name].available_size() for name in names]
 
     def evict(self, shortages: Mapping[PoolName, int]) -> None:
-        """Ask those who can make room in the pools that are short."""
+        """Call the evictors of the pools that are short."""
         for name, count in sorted(shortages.items()):
             evict = self._evictors.get(name)
             if evict is not None and count > 0:
                 evict(count)
 
     def can_evict(self, shortages: Mapping[PoolName, int]) -> bool:
-        """Whether there is somebody to ask for each pool that is short."""
+        """Return whether each pool that is short has an evictor."""
         return all(name in self._evictors for name, count in shortages.items() if count > 0)
 
 
-class AgreedRoom:
-    """Finds the same room on every rank.
+class CollectiveAllocator:
+    """Allocates on every rank, or on none.
 
-    The pools of two ranks may differ in what is free at an instant, since a page that is freed rests until the copies and
-    calls that use it are over. So the smallest amount of any rank decides, and all evict the same.
+    Ranks may have different numbers of free slots at an instant, since a freed page stays reserved
+    until the copies and calls that use it end. So the minimum over all ranks decides, and all ranks
+    evict the same.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
 
     def alloc(self, tier: PoolTier, needs: Mapping[PoolName, int]) -> dict[PoolName, torch.Tensor] | None:
         """Take slots on every rank, or on none. A collective, two where it has to evict.
@@ -109,28 +120,37 @@ class AgreedRoom:
         Raises:
             SlotError: a number is not whole pages.
         """
-        return tier.alloc(needs) if self.make(tier, needs)[0] else None
+        return tier.alloc(needs) if self.ensure(tier, needs)[0] else None
 
-    def make(self, tier: PoolTier, needs: Mapping[PoolName, int]) -> tuple[bool, dict[PoolName, int]]:
-        """Make room by evicting once; whether every rank has it, and what the smallest has."""
-        available = self.available(tier, sorted(needs))
+    def ensure(self, tier: PoolTier, needs: Mapping[PoolName, int]) -> tuple[bool, dict[PoolName, int]]:
+        """Evict once if slots are missing.
+
+        Returns:
+            Whether every rank has the slots now, and the free slots of each pool on the rank that
+            has the fewest.
+        """
+        available = self.min_available(tier, sorted(needs))
         shortages = {name: count - available[name] for name, count in needs.items()}
         if max(shortages.values(), default=0) > 0 and tier.can_evict(shortages):
             try:
                 tier.evict(shortages)
             except Exception:
                 logger.exception("eviction failed; going on with what is free")
-            available = self.available(tier, sorted(needs))
+            available = self.min_available(tier, sorted(needs))
         return all(available[name] >= count for name, count in needs.items()), available
 
-    def available(self, tier: PoolTier, names: Sequence[PoolName]) -> dict[PoolName, int]:
-        """Free slots of pools on the rank that has the fewest. A collective."""
+    def min_available(self, tier: PoolTier, names: Sequence[PoolName]) -> dict[PoolName, int]:
+        """Return the free slots of each pool on the rank that has the fewest.
+
+        A collective.
+        """
         try:
             free = tier.available(names)
         except Exception:
-            logger.exception("the pools could not be asked for their free slots; counting none")
+            # The other ranks wait in the collective: this one takes part with zeros.
+            logger.exception("the number of free slots is unknown; counting none")
             free = [0] * len(names)
-        return dict(zip(names, self._agreement.minimum(free), strict=True))
+        return dict(zip(names, self._rank_group.all_reduce_min(free), strict=True))
 
 
 def _alloc(pool: Slots, count: int) -> torch.Tensor | None:

@@ -1,28 +1,28 @@
-"""Copies of all pools of a span as one: what the controller asks for, and each pool's engine for itself."""
+"""Copies of all pools of a span as one, and their progress by layers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_storage.hybrid.operations import Over
+from hicache_storage.hybrid.copies.operations import AllDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_storage.hybrid.groups import HostPoolGroup, PoolEntry
-    from hicache_storage.hybrid.operations import Done
+    from hicache_storage.hybrid.copies.operations import SupportsDone
+    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
     from hicache_storage.transfer import Indices, LayerCounter, Stream
 
 
-class Arrivals(Protocol):
-    """What a model waits for while its pages are loaded; layers are the model's."""
+class LoadProgress(Protocol):
+    """Progress of a load, by the layers of the model."""
 
     def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer has arrived; call it before the layer's kernels are launched."""
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels."""
         ...
 
     def done(self) -> bool:
-        """Whether all layers have arrived; does not block."""
+        """Return whether all layers have arrived; does not block."""
         ...
 
     def synchronize(self) -> None:
@@ -31,25 +31,28 @@ class Arrivals(Protocol):
 
 
 class SpanTransfers(Protocol):
-    """Moves several pools' pages at once, all of them or, where it raises, none."""
+    """Copies pages of several pools at once; where it raises, none of them."""
 
-    def write_back(self, pages: Mapping[str, Indices]) -> Done:
+    def write_back(self, pages: Mapping[str, Indices]) -> SupportsDone:
         """Copy device pages to host pages, by pool."""
         ...
 
-    def load(self, pages: Mapping[str, Indices]) -> Arrivals:
+    def load(self, pages: Mapping[str, Indices]) -> LoadProgress:
         """Copy host pages to device pages, by pool, layer by layer."""
         ...
 
 
-class PoolwiseTransfers:
-    """Moves each pool with its own engine. `HybridTransfers` moves all on the same streams, in the order of the layers."""
+class PerPoolTransfers:
+    """Copies each pool with its own engine.
+
+    `HybridTransfers` copies all pools on the same streams, in the order of the layers.
+    """
 
     def __init__(self, group: HostPoolGroup) -> None:
         self._entries: Mapping[str, PoolEntry] = {str(name): entry for name, entry in group.entries.items()}
 
-    def write_back(self, pages: Mapping[str, Indices]) -> Done:
-        return Over([self._entries[name].copies.write_back(device, host) for name, (device, host) in pages.items()])
+    def write_back(self, pages: Mapping[str, Indices]) -> SupportsDone:
+        return AllDone([self._entries[name].copies.write_back(device, host) for name, (device, host) in pages.items()])
 
     def load(self, pages: Mapping[str, Indices]) -> HybridLayerCounter:
         return HybridLayerCounter(
@@ -60,10 +63,10 @@ class PoolwiseTransfers:
         )
 
 
-class AllArrivals:
-    """Several loads as one: what they bring may be used when all have brought it."""
+class CombinedProgress:
+    """Several loads as one: a layer has arrived when it has in all of them."""
 
-    def __init__(self, loads: Sequence[Arrivals]) -> None:
+    def __init__(self, loads: Sequence[LoadProgress]) -> None:
         self._loads = loads
 
     def wait(self, layer: int, stream: Stream) -> None:
@@ -79,17 +82,19 @@ class AllArrivals:
 
 
 class HybridLayerCounter:
-    """The layers of a load of several pools as they arrive (rule ST-2); without pools it waits for nothing.
+    """Layer counter of a load of several pools (rule ST-2).
+
+    Without pools it waits for nothing.
 
     Args:
-        pools: by name, how a layer of the model maps to the pool's own, and that pool's counter.
+        pools: by name, the map from layers of the model to the pool's, and the pool's counter.
     """
 
     def __init__(self, pools: Mapping[str, tuple[Callable[[int], int | None], LayerCounter]]) -> None:
         self._pools = dict(pools)
 
     def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer of the model has arrived in every pool that has a share in it."""
+        """Let a stream wait until a layer of the model is in every pool that holds it."""
         for own_layer, counter in self._pools.values():
             own = own_layer(layer)
             if own is not None:

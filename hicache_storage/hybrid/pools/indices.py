@@ -1,9 +1,8 @@
-"""Where a span of pages lies in every pool of a hybrid model, and what storage operations hand back."""
+"""Slots of a span of pages in every pool of a hybrid model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,23 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HybridIndices:
-    """Slots of one span of pages, on the device or on the host. Slots only: no memory, no ownership.
+    """Slots of one span of pages on the device or the host, without ownership.
 
     Pools whose slots derive from the anchor's (an indexer beside KV) do not appear: they use `anchor`.
 
     Raises:
-        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit each other.
+        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit each
+            other.
     """
 
     anchor: torch.Tensor
-    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens. May be empty where
-    only states are moved."""
+    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens. May
+    be empty where only states are moved."""
     side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
-    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one slot each for Mamba."""
+    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one slot
+    each for Mamba."""
     endpoints: Mapping[PoolName, tuple[int, ...]] = field(default_factory=dict[PoolName, tuple[int, ...]])
-    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after so many pages of this
-    span. It is stored under the key of the last of them. A Mamba state at endpoint p is the state after pages [0, p);
-    0 means the state where the span begins."""
+    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after so
+    many pages of this span. It is stored under the key of the last of them. A Mamba state at
+    endpoint p is the state after pages [0, p); 0 means the state at the start of the span."""
 
     def __post_init__(self) -> None:
         for name, slots in (("anchor", self.anchor), *self.side.items()):
@@ -47,24 +48,26 @@ class HybridIndices:
                 raise InvalidTransferError(f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on")
 
     def __bool__(self) -> bool:
-        """Whether there is any slot at all."""
+        """Return whether there is any slot."""
         return bool(self.anchor.numel()) or any(slots.numel() for slots in self.side.values())
 
     def split(self, pages: int, page_size: int) -> tuple[HybridIndices, HybridIndices]:
-        """The first `pages` pages and the rest; side pages follow the span in which their endpoint lies.
+        """Split after `pages` pages.
 
-        An endpoint at the cut belongs to the first part. The tensors are views.
+        Side pages go with the part in which their endpoint lies.
+
+        An endpoint at the split belongs to the first part. The tensors are views.
 
         Args:
-            pages: where to cut, in pages of the anchor.
+            pages: position of the split, in pages of the anchor.
             page_size: tokens per page of the anchor.
         """
         sides = {name: self._split_side(name, pages) for name in self.side}
         head = {name: first for name, (first, _) in sides.items()}
         tail = {name: second for name, (_, second) in sides.items()}
         return (
-            HybridIndices(self.anchor[: pages * page_size], *_unzipped(head, 0)),
-            HybridIndices(self.anchor[pages * page_size :], *_unzipped(tail, pages)),
+            HybridIndices(self.anchor[: pages * page_size], *_unzip(head, 0)),
+            HybridIndices(self.anchor[pages * page_size :], *_unzip(tail, pages)),
         )
 
     def _split_side(self, name: PoolName, pages: int) -> tuple[_Side, _Side]:
@@ -75,12 +78,14 @@ class HybridIndices:
 
     @classmethod
     def empty(cls) -> HybridIndices:
-        """No slots."""
+        """Return a span without slots."""
         return cls(torch.empty(0, dtype=torch.int64))
 
     @classmethod
-    def joined(cls, parts: Sequence[HybridIndices], page_size: int) -> HybridIndices:
-        """Spans that follow each other as one, in copies of the tensors; one part is returned as it is.
+    def concat(cls, parts: Sequence[HybridIndices], page_size: int) -> HybridIndices:
+        """Concatenate consecutive spans in copies of the tensors.
+
+        A single one is returned as it is.
 
         Args:
             parts: in the order of the tokens.
@@ -103,54 +108,13 @@ class HybridIndices:
 _Side = tuple[torch.Tensor, tuple[int, ...]]
 
 
-def _unzipped(
-    sides: Mapping[PoolName, _Side], before: int
-) -> tuple[dict[PoolName, torch.Tensor], dict[PoolName, tuple[int, ...]]]:
-    """Slots and endpoints, the latter counted from `before`; pools without a page are left out."""
+def _unzip(sides: Mapping[PoolName, _Side], before: int) -> tuple[dict[PoolName, torch.Tensor], dict[PoolName, tuple[int, ...]]]:
+    """Separate slots and endpoints, counting these from `before`.
+
+    Omits pools without a page.
+    """
     kept = {name: (slots, ends) for name, (slots, ends) in sides.items() if ends}
     return (
         {name: slots for name, (slots, _) in kept.items()},
         {name: tuple(end - before for end in ends) for name, (_, ends) in kept.items()},
     )
-
-
-class PrefetchOutcome(StrEnum):
-    """Why a prefetch delivered what it did."""
-
-    COMPLETE = "complete"
-    """All that the ranks agreed on."""
-    BELOW_THRESHOLD = "below_threshold"
-    """The longest prefix that every rank can restore is too short to be worth it."""
-    HOST_CAPACITY = "host_capacity"
-    """Cut to what fits into host memory, or given up for want of it."""
-    STORAGE_TRANSFER = "storage_transfer"
-    """Cut because pages that existed were not delivered on some rank."""
-    STOPPED = "stopped"
-    """Cut because it was terminated before it was done: by policy, by the caller, by `detach` or `reset`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefetchResult:
-    """What a prefetch brought, the same length on every rank. The caller owns the host slots."""
-
-    tokens: int
-    """Tokens restored, a multiple of the page size, counted from the first token asked for."""
-    hashes: tuple[str, ...]
-    """Their page hashes."""
-    host: HybridIndices
-    """Where they lie; the side pools have the pages of the window that ends at `tokens`."""
-    outcome: PrefetchOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class BackupResult:
-    """How a backup to storage ended, the same on every rank."""
-
-    operation_id: int
-    stored_pages: int
-    """Leading pages of the span that every pool of every rank has stored, with all side pages that end in them."""
-    complete: bool
-    """Whether that is all of them."""
-    lost_from: int | None = None
-    """The first page of the sequence before the span that the storage of some rank has not, although it has taken the span.
-    None where nothing is missing, or nothing was found out."""

@@ -1,4 +1,4 @@
-"""The pools of a hybrid model as one: an anchor that counts the tokens, and pools beside it."""
+"""All pools of a hybrid model: an anchor that counts the tokens, and side pools."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from hicache_storage.hybrid.indices import HybridIndices
-from hicache_storage.hybrid.tiers import PoolTier
+from hicache_storage.hybrid.pools.indices import HybridIndices
+from hicache_storage.hybrid.pools.tiers import PoolTier
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from hicache_storage.hybrid.tiers import Slots
+    from hicache_storage.hybrid.pools.tiers import Slots
     from hicache_storage.transfer import TransferEngine
     from hicache_storage.transfer.host_slots import Completion
 
 
 class HostMemory(Protocol):
-    """What the group needs to know of a host pool."""
+    """Host pool, as far as the group uses it."""
 
     @property
     def page_size(self) -> int: ...
@@ -30,13 +30,13 @@ class HostMemory(Protocol):
 
 
 def every_layer(layer: int) -> int:
-    """The layer mapper of a pool that all layers of the model have a share in."""
+    """Map layers to themselves: for a pool that holds all layers of the model."""
     return layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolEntry:
-    """One kind of state in its two pools, and how it is copied between them."""
+    """One kind of state: its device pool, its host pool, and the copies between them."""
 
     name: PoolName
     """The pool; a plain string is converted."""
@@ -47,7 +47,7 @@ class PoolEntry:
     device_pool: Slots | None = None
     """Allocates device slots; None where the indices derive from another pool's."""
     layer_mapper: Callable[[int], int | None] = every_layer
-    """From a layer of the model to the pool's own; None for a layer without a share in this pool."""
+    """Map from a layer of the model to the pool's; None for a layer that the pool does not hold."""
     is_primary_index_anchor: bool = False
     """Tokens are counted in this pool's slots; of one entry in a group."""
     indices_from_pool: PoolName | None = None
@@ -55,7 +55,7 @@ class PoolEntry:
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     """Which pages a prefix needs; `TRAILING_PAGES` for states."""
     window_pages: int = 1
-    """`TRAILING_PAGES`: pages before an endpoint that are needed to go on from there; 1 for a Mamba state."""
+    """`TRAILING_PAGES`: pages that an endpoint needs; 1 for a Mamba state."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", PoolName(self.name))
@@ -64,21 +64,26 @@ class PoolEntry:
             object.__setattr__(self, "indices_from_pool", PoolName(self.indices_from_pool))
 
     def window(self, endpoint: int) -> tuple[int, ...]:
-        """The endpoints of the pages that a prefix of so many pages needs of this pool, ascending."""
+        """Return the endpoints of the pages that a prefix needs, ascending.
+
+        Args:
+            endpoint: length of the prefix in pages.
+        """
         start = max(0, endpoint - self.window_pages) if self.is_trailing else 0
         return tuple(range(start + 1, endpoint + 1))
 
     @property
     def is_trailing(self) -> bool:
-        """Whether a prefix needs only its last pages of this pool."""
+        """True if a prefix needs only its last pages of this pool."""
         return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
 
 
 class HostPoolGroup:
-    """Allocates, frees and describes the pools together.
+    """All pools, allocated and freed together.
 
     Raises:
-        InvalidPoolError: there is not exactly one anchor, a name comes twice, or entries do not fit each other.
+        InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not fit
+            each other.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
@@ -104,52 +109,54 @@ class HostPoolGroup:
         self.device = PoolTier({name: entry.device_pool for name, entry in owners.items() if entry.device_pool is not None})
 
     def owner(self, entry: PoolEntry) -> PoolEntry:
-        """The entry whose slots an entry uses: itself, or the pool that lends them."""
+        """Return the entry whose slots an entry uses: itself, or its `indices_from_pool`."""
         return entry if entry.indices_from_pool is None else self.entries[entry.indices_from_pool]
 
     def slots(self, indices: HybridIndices, name: PoolName) -> torch.Tensor | None:
-        """A pool's share of a span, own or derived; None if it has none."""
+        """Return a pool's slots of a span, own or derived; None if it has none."""
         owner = self.owner(self.entries[name])
         return indices.anchor if owner is self.anchor else indices.side.get(owner.name)
 
     def endpoints(self, indices: HybridIndices, name: PoolName) -> tuple[int, ...]:
-        """For each page of `slots`, after how many pages of the span the prefix ends that it belongs to."""
+        """Return the endpoint of each page of `slots`, in pages of the span."""
         owner = self.owner(self.entries[name])
         if owner is self.anchor:
             return tuple(range(1, indices.anchor.numel() // self.page_size + 1))
         return indices.endpoints.get(owner.name, ())
 
     def owned(self, indices: HybridIndices) -> dict[PoolName, torch.Tensor]:
-        """The slots of a span by pool, each once; what `PoolTier` takes."""
+        """Return the slots of a span by pool, each once, as `PoolTier` takes them."""
         return {self.anchor.name: indices.anchor, **indices.side}
 
     def span(self, owned: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]) -> HybridIndices:
-        """The reverse of `owned`."""
+        """Make a span from the slots of each pool: the reverse of `owned`."""
         side = {name: slots for name, slots in owned.items() if name != self.anchor.name}
         return HybridIndices(owned[self.anchor.name], side, endpoints)
 
     def needs(self, endpoint: int) -> dict[PoolName, int]:
-        """Slots that the prefix of so many pages takes in each pool."""
+        """Return the slots that a prefix of `endpoint` pages takes in each pool."""
         needs = {self.anchor.name: endpoint * self.page_size}
         needs.update((name, len(entry.window(endpoint)) * entry.host_pool.page_size) for name, entry in self.side.items())
         return needs
 
     def hold(self, owned: Mapping[PoolName, torch.Tensor], until: Completion) -> None:
-        """Keep host pages from being handed out again until something has ended, whoever frees them meanwhile."""
+        """Reserve host pages until `until` has ended, even if they are freed before."""
         for name, slots in owned.items():
             if slots.numel():
                 self.entries[name].copies.host_slots.hold(slots, until)
 
     def free_host(self, indices: HybridIndices) -> None:
-        """Give back the host slots of all pools; those in use by a copy or a call rest until it is over.
+        """Free the host slots of all pools.
+
+        Slots that a copy or a call of the storage uses stay reserved until it ends.
 
         Raises:
-            SlotError: of a pool whose slots were not handed out, or are given back twice; the others are free.
+            SlotError: slots of a pool were not allocated, or are freed twice; the others are free.
         """
         self.host.free(self.owned(indices))
 
     def free_device(self, indices: HybridIndices) -> None:
-        """Give back the device slots of all pools.
+        """Free the device slots of all pools.
 
         Raises:
             SlotError: as for `free_host`.
@@ -157,7 +164,7 @@ class HostPoolGroup:
         self.device.free(self.owned(indices))
 
     def check(self, indices: HybridIndices) -> None:
-        """Refuse a span that does not fit the pools.
+        """Check that a span fits the pools.
 
         Raises:
             InvalidTransferError: the message names the pool.
@@ -179,7 +186,10 @@ class HostPoolGroup:
                 raise InvalidTransferError(f"{name!r} has an endpoint at page {ends[-1]} of {pages}")
 
     def release(self) -> None:
-        """Let derived pools forget the copies that are over; pools that allocate do so by themselves."""
+        """Release the pages of derived pools whose copies have ended.
+
+        Other pools do so in `alloc`.
+        """
         for entry in self.entries.values():
             if not _owns(entry):
                 entry.copies.host_slots.available_size()
@@ -212,7 +222,9 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
         return
     source = entries.get(entry.indices_from_pool or PoolName.KV)
     if source is None or not _owns(source):
-        raise InvalidPoolError(f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which lends no slots here")
+        raise InvalidPoolError(
+            f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which has no slots of its own here"
+        )
     if entry.hit_policy is not source.hit_policy or entry.window_pages != source.window_pages:
         raise InvalidPoolError(f"{entry.name!r}: hit_policy and window_pages must be those of {source.name!r}")
     ours, theirs = entry.host_pool, source.host_pool

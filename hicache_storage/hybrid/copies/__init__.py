@@ -1,0 +1,1 @@
+"""Copies of all pools between the device and the host."""

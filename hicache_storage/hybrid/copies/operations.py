@@ -1,0 +1,93 @@
+"""Copies between device and host that are queued or in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from hicache_storage.hybrid.pools.indices import HybridIndices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class SupportsDone(Protocol):
+    """An acknowledgement or a layer counter of a copy."""
+
+    def done(self) -> bool:
+        """Return whether the copy has ended; does not block."""
+        ...
+
+
+class AllDone:
+    """Several copies as one: done when all of them are, at once if there are none."""
+
+    def __init__(self, parts: Sequence[SupportsDone] = ()) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+
+class PendingCopy:
+    """Completion of a copy that is queued or in flight.
+
+    Its host pages stay reserved until then.
+    """
+
+    def __init__(self) -> None:
+        self._copy: SupportsDone | None = None
+
+    def mark_started(self, copy: SupportsDone) -> None:
+        """Set the copy that was launched."""
+        self._copy = copy
+
+    def query(self) -> bool:
+        """Return whether the copy was launched and has ended; does not block.
+
+        Raises:
+            StreamFailedError: a copy failed.
+        """
+        return self._copy is not None and self._copy.done()
+
+
+@dataclass(slots=True, eq=False)
+class CacheOperation:
+    """A span to be copied in one direction, all pools."""
+
+    device: HybridIndices
+    host: HybridIndices
+    node_ids: list[int]
+    """Ids of the cache nodes that it copies; returned when the copy has ended."""
+    priority: int = 0
+    """Smaller is more urgent."""
+    pending: list[PendingCopy] = field(default_factory=lambda: [PendingCopy()])
+
+    @staticmethod
+    def merge_ops(operations: Sequence[CacheOperation], page_size: int) -> CacheOperation:
+        """Merge operations in their order, with the most urgent priority.
+
+        A single operation is returned as it is.
+
+        Args:
+            operations: one at least.
+            page_size: tokens per page of the anchor.
+        """
+        if len(operations) == 1:
+            return operations[0]
+        return CacheOperation(
+            HybridIndices.concat([operation.device for operation in operations], page_size),
+            HybridIndices.concat([operation.host for operation in operations], page_size),
+            [node for operation in operations for node in operation.node_ids],
+            min(operation.priority for operation in operations),
+            [pending for operation in operations for pending in operation.pending],
+        )
+
+    def mark_started(self, copy: SupportsDone) -> None:
+        """Set the copy that was launched."""
+        for pending in self.pending:
+            pending.mark_started(copy)
+
+    def done(self) -> bool:
+        """Return whether all of the span has been copied."""
+        return all(pending.query() for pending in self.pending)

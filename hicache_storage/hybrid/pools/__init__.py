@@ -1,0 +1,1 @@
+"""The pools of a hybrid model as one allocator on each tier."""

@@ -1,0 +1,1 @@
+"""Decisions that all ranks of a replica take together."""

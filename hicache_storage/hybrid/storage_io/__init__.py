@@ -1,0 +1,1 @@
+"""Prefetches and backups: the storage as worker threads call it."""
