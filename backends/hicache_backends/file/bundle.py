@@ -35,6 +35,8 @@ from hicache_storage.objects import ENVELOPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_backends.file.paths import BundleId, BundleName
+
 _MAGIC = b"HCBUNDLE"
 _VERSION = 1
 _FOOTER = struct.Struct("<8sIIQQ16sQ")
@@ -52,7 +54,7 @@ class NotABundleError(ValueError):
     """The file's real length, where it is known."""
 
 
-class Index(msgspec.Struct, frozen=True, gc=False):
+class BundleIndex(msgspec.Struct, frozen=True, gc=False):
     """What a bundle holds."""
 
     keys: list[str]
@@ -60,8 +62,49 @@ class Index(msgspec.Struct, frozen=True, gc=False):
     """64 bytes a page."""
 
 
+class Bundle(msgspec.Struct, eq=False, gc=False):
+    """A bundle as this process knows it.
+
+    There is one for each file of a store, so what can be computed is not kept, and the garbage collector, which would go
+    through all of them, leaves them alone: they refer to nothing that refers to them.
+    """
+
+    namespace: str
+    name: BundleName
+    directory: str
+    id: BundleId
+    size: int
+    """Bytes of the file: what its name says, until the file has been found to have another length."""
+    modified: int
+    """The file's mtime when last asked for; what other processes say about its use."""
+    keys: list[str]
+    """The pages, once the index has been read."""
+    envelopes: bytes = b""
+    touched: int = 0
+    """When this process last used it, in nanoseconds since 1970."""
+    checked: float = 0.0
+    """When `modified` was asked for, on the monotonic clock."""
+    gone: bool = False
+    invalid: bool = False
+    """It is no bundle, whatever its name says."""
+
+    @property
+    def path(self) -> str:
+        """Where the file is, by its present name."""
+        return f"{self.directory}/{self.name}"
+
+    @property
+    def recency(self) -> int:
+        """When it was last used, as far as is known."""
+        return 0 if self.invalid else max(self.touched, self.modified)
+
+    def envelope(self, page: int) -> bytes:
+        """The envelope of a page, once the index has been read."""
+        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BundleFormat:
     """What all bundles of a namespace have in common."""
 
     page_bytes: int
@@ -71,7 +114,7 @@ class Shape:
         """Length of a bundle that holds these keys."""
         return len(keys) * self.page_bytes + index_bytes(keys) + FOOTER_BYTES
 
-    def tail(self, index: Index) -> bytes:
+    def tail(self, index: BundleIndex) -> bytes:
         """Everything that follows the pages."""
         body = index.envelopes + _join(index.keys)
         footer = _FOOTER.pack(
@@ -99,7 +142,7 @@ class Shape:
             raise NotABundleError(f"the footer does not fit a length of {size} bytes")
         return int(body_bytes) + FOOTER_BYTES
 
-    def parse(self, tail: bytes) -> Index:
+    def parse(self, tail: bytes) -> BundleIndex:
         """Read what `tail()` wrote; `tail_bytes()` has accepted its footer.
 
         Raises:
@@ -112,7 +155,7 @@ class Shape:
         envelopes, keys = body[: pages * ENVELOPE_BYTES], _split(body[pages * ENVELOPE_BYTES :])
         if len(keys) != pages:
             raise NotABundleError(f"the index names {len(keys)} of {pages} pages")
-        return Index(keys, envelopes)
+        return BundleIndex(keys, envelopes)
 
 
 def tail_checksum(tail: bytes) -> int:

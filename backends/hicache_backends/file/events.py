@@ -26,30 +26,151 @@ import contextlib
 import os
 import re
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import xxhash
 
-from hicache_backends.file.bundle import Index
-from hicache_backends.file.names import (
+from hicache_backends.file.bundle import BundleIndex
+from hicache_backends.file.paths import (
+    HEX,
     MAX_CREATED_US,
     MAX_FILE_BYTES,
+    NAMESPACE_PATTERN,
     WRITER_PATTERN,
-    Added,
     BundleId,
     BundleName,
-    Event,
-    Found,
-    Removed,
-    Unlisted,
+    is_plausible,
 )
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-    from hicache_backends.file.tree import Tree
+    from hicache_backends.file.paths import StorePaths
+
+MAX_CURSOR_BYTES = 240
+"""Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to them."""
+
+
+# Thousands of these may come with a lookup; the garbage collector need not know of them.
+
+
+class Added(msgspec.Struct, frozen=True, gc=False):
+    """A bundle has been published."""
+
+    bundle: BundleName
+    index: BundleIndex | None = None
+    """For the event log; a marker's name has no room for it."""
+
+    def __str__(self) -> str:
+        return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """A bundle is gone: evicted, cleared, or rewritten as another."""
+
+    bundle: BundleId
+
+    def __str__(self) -> str:
+        return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """Another writer's bundle is there, of which it has not told; it may have been killed before it could."""
+
+    bundle: BundleName
+
+    def __str__(self) -> str:
+        name = self.bundle
+        return f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
+
+
+class Unlisted(msgspec.Struct, frozen=True, gc=False):
+    """More has changed than can be told: all who read this list the namespace."""
+
+    def __str__(self) -> str:
+        return "u"
+
+
+Event = Added | Removed | Found | Unlisted
+
+_ADDED_TEXT = re.compile(f"a({HEX})-({HEX})-({HEX})")
+_REMOVED_TEXT = re.compile(f"r({WRITER_PATTERN})-({HEX})")
+_FOUND_TEXT = re.compile(f"f({WRITER_PATTERN})-({HEX})-({HEX})-({HEX})-({HEX})")
+
+
+@dataclass(frozen=True, slots=True)
+class WriterCursor:
+    """How far a writer's events in one namespace go, and the last of them.
+
+    The event numbered `sequence` is the last one in `events`, the one before it has the number before, and so on. Who
+    is behind by more than these has to list the bundles.
+    """
+
+    namespace: str
+    writer: str
+    sequence: int
+    events: tuple[str, ...]
+    """Spelled as in the name: few are ever read."""
+    tag: int = 0
+    """Of the stamp's value that follows this marker."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
+
+    def after(self, events: Sequence[Event], tag: int) -> WriterCursor:
+        """The marker after more events: all that fit into a name, the newest first to stay."""
+        texts = (*self.events, *map(str, events[-MAX_CURSOR_BYTES:]))
+        room = MAX_CURSOR_BYTES - len(f"{self.namespace}.{self.writer}...") - 16 - 6
+        kept = 0
+        for text in reversed(texts):
+            room -= len(text) + 1
+            if room < 0:
+                break
+            kept += 1
+        return WriterCursor(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :], tag)
+
+    def since(self, sequence: int) -> list[Event] | None:
+        """The events after the one numbered `sequence`; None where they are no longer all known."""
+        missed = self.sequence - sequence
+        if missed > len(self.events):
+            return None
+        first, events = self.sequence - len(self.events) + 1, list[Event]()
+        for number in range(sequence + 1, self.sequence + 1):
+            event = _parse_event(self.events[number - first], self.writer, number)
+            if event is None:
+                return None
+            events.append(event)
+        return events
+
+
+_CURSOR = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({HEX})\\.({HEX})\\.([a-z0-9,-]*)")
+
+
+def parse_cursor(text: str) -> WriterCursor | None:
+    """The marker of that file name, None for a name that the driver did not make."""
+    match = _CURSOR.fullmatch(text)
+    if match is None:
+        return None
+    namespace, writer, last, tag, listed = match.groups()
+    events = tuple(listed.split(",")) if listed else ()
+    sequence = int(last, 16)
+    return WriterCursor(namespace, writer, sequence, events, int(tag, 16)) if len(events) <= sequence else None
+
+
+def _parse_event(text: str, writer: str, number: int) -> Event | None:
+    if match := _ADDED_TEXT.fullmatch(text):
+        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
+        return Added(name) if is_plausible(name) else None
+    if match := _REMOVED_TEXT.fullmatch(text):
+        return Removed(BundleId(match[1], int(match[2], 16)))
+    if match := _FOUND_TEXT.fullmatch(text):
+        name = BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16))
+        return Found(name) if is_plausible(name) else None
+    return None
+
 
 SEGMENT_EVENTS = 4096
 """Events in one file: about 1 MiB of one-page bundles."""
@@ -91,11 +212,11 @@ _SEGMENT = re.compile(f"({WRITER_PATTERN})-(0|[1-9a-f][0-9a-f]*)\\.events")
 class EventLogs:
     """The event logs of one store. Reading is safe for many threads; one thread at a time appends."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+    def __init__(self, paths: StorePaths) -> None:
+        self._paths = paths
         self._ends: dict[str, tuple[int, int]] = {}
         """By namespace: the segment that was last appended to, and its length."""
-        self._cursors: dict[tuple[str, str], tuple[int, int, int]] = {}
+        self._positions: dict[tuple[str, str], tuple[int, int, int]] = {}
         """By namespace and writer: a segment, where the last block begins that was read of it, and that one's first event."""
 
     def append(self, namespace: str, writer: str, first: int, events: Sequence[Event]) -> bool:
@@ -110,26 +231,26 @@ class EventLogs:
     def since(self, namespace: str, writer: str, seen: int, last: int) -> list[Event] | None:
         """The events numbered `seen + 1` to `last`; None where the log has a gap."""
         events, reader = list[Event](), (namespace, writer)
-        cursor = self._cursors.pop(reader, None)
+        position = self._positions.pop(reader, None)
         for segment in range(_segment_of(seen + 1), _segment_of(last) + 1):
             start = 0
-            if cursor is not None and cursor[0] == segment and cursor[2] <= seen + 1:
-                start = cursor[1]
+            if position is not None and position[0] == segment and position[2] <= seen + 1:
+                start = position[1]
             for at, first, entries in _blocks(self._read(namespace, writer, segment, start), seen):
                 if first > seen + 1:
                     return None
                 events += [_event(writer, first + n, entries[n]) for n in range(seen + 1 - first, len(entries))]
-                seen, cursor = first + len(entries) - 1, (segment, start + at, first)
+                seen, position = first + len(entries) - 1, (segment, start + at, first)
                 if seen >= last:
                     break
-        if seen < last or cursor is None:
+        if seen < last or position is None:
             return None
-        self._cursors[reader] = cursor
+        self._positions[reader] = position
         return events[: len(events) - (seen - last)]
 
-    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, Index]:
+    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, BundleIndex]:
         """The indexes of bundles that one segment has."""
-        writer, found = segment[0], dict[BundleName, Index]()
+        writer, found = segment[0], dict[BundleName, BundleIndex]()
         for _, first, entries in _blocks(self._read(namespace, *segment), 0):
             for number, entry in enumerate(entries, start=first):
                 if entry.kind == _ADDED and entry.keys:
@@ -141,7 +262,7 @@ class EventLogs:
     def segments(self, namespace: str) -> set[tuple[str, int]]:
         """All segments of a namespace, by writer and number."""
         with contextlib.suppress(OSError):
-            matches = map(_SEGMENT.fullmatch, os.listdir(self._tree.events(namespace)))
+            matches = map(_SEGMENT.fullmatch, os.listdir(self._paths.events(namespace)))
             return {(match[1], int(match[2], 16)) for match in matches if match is not None}
         return set()
 
@@ -196,7 +317,7 @@ class EventLogs:
             os.close(descriptor)
 
     def _path(self, namespace: str, writer: str, segment: int) -> str:
-        return f"{self._tree.events(namespace)}/{writer}-{segment:x}.events"
+        return f"{self._paths.events(namespace)}/{writer}-{segment:x}.events"
 
 
 def segment_of(bundle: BundleId) -> tuple[str, int]:
@@ -276,7 +397,7 @@ def _event(writer: str, number: int, entry: _Entry) -> Event:
     return Unlisted()
 
 
-def _index(entry: _Entry) -> Index | None:
+def _index(entry: _Entry) -> BundleIndex | None:
     """The index in an entry; None where it makes no sense."""
     keys = entry.keys.split("\0")
-    return Index(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None
+    return BundleIndex(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None

@@ -19,7 +19,7 @@ MAX_BUFFERS = 32
 LOOK_SECONDS = 0.1
 """How often who waits for a buffer looks whether those who have them are still waited for."""
 
-_forsaken: Final = list[memoryview]()
+_retired: Final = list[memoryview]()
 """Kept mapped for as long as the process lives."""
 
 
@@ -38,7 +38,7 @@ class Buffers:
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
         self._lent: dict[int, Call] = {}
-        self._forsaken: set[int] = set()
+        self._retired: set[int] = set()
 
     @contextmanager
     def lend(self, call: Call) -> Generator[memoryview]:
@@ -53,10 +53,10 @@ class Buffers:
         finally:
             self._put_back(buffer)
 
-    def forsake(self, buffer: memoryview) -> None:
+    def retire(self, buffer: memoryview) -> None:
         """Never lend a lent buffer again: a read that has been given up may still write to it."""
         with self._changed:
-            self._forsaken.add(id(buffer))
+            self._retired.add(id(buffer))
 
     def stuck(self) -> int:
         """Reads that have not come back, though nobody waits for them any more."""
@@ -79,9 +79,9 @@ class Buffers:
     def _put_back(self, buffer: memoryview) -> None:
         with self._changed:
             del self._lent[id(buffer)]
-            if id(buffer) in self._forsaken:
-                self._forsaken.remove(id(buffer))
-                _forsaken.append(buffer)
+            if id(buffer) in self._retired:
+                self._retired.remove(id(buffer))
+                _retired.append(buffer)
             else:
                 self._spare.append(buffer)
             self._changed.notify()

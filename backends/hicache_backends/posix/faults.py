@@ -14,7 +14,7 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """There is no such file, or not any more."""
 
 
-def stop_unless(waits: bool) -> None:
+def raise_if_cancelled(waits: bool) -> None:
     """End a read within `Call.caller`, which says whether anybody waits.
 
     Raises:
@@ -24,7 +24,7 @@ def stop_unless(waits: bool) -> None:
         raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
 
 
-def kept(error: OSError) -> OSError:
+def detached(error: OSError) -> OSError:
     """An error without the frames it came from, which would keep their buffers and descriptors as long as it lives."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)

@@ -91,7 +91,7 @@ class Rig:
 
     @property
     def bundles_path(self) -> Path:
-        return Path(self.store.tree.bundles(self.namespace))
+        return Path(self.store.paths.bundles(self.namespace))
 
     def bundles(self) -> list[Path]:
         return sorted(self.bundles_path.glob("*.bundle"))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.file import catalog
+from hicache_backends.file import page_index
 from hicache_backends.posix import vectored
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError
@@ -44,7 +44,7 @@ def in_store(path):
 
 
 def temporaries(rig: Rig) -> list[str]:
-    return os.listdir(rig.store.tree.temporaries)
+    return os.listdir(rig.store.paths.temporaries)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EFBIG])
@@ -74,7 +74,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT])
 @pytest.mark.parametrize("function", ["preadv", "open", "fstat", "pread", "listdir"])
 def test_a_failed_read_is_a_miss_and_the_next_one_succeeds(rig, function, number, monkeypatch):
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(page_index, "RETRY_SECONDS", 0.0)
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     b = rig(open_files=0)
@@ -330,7 +330,7 @@ def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
     a, keys, others = rig(), chain("a", 4), chain("b", 2)
     a.put(keys)
     a.put(others)
-    path = a.store.catalogs([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
+    path = a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
     b = rig()
     with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
         for _ in range(20):

@@ -170,7 +170,7 @@ def test_what_was_acknowledged_survives_a_kill_at_any_instant(rig, tmp_path):
             assert last in ([0] * 24, [None] * 24)
     fresh = rig(path, pages=24)
     fresh.storage.open()
-    assert os.listdir(fresh.store.tree.temporaries) == []
+    assert os.listdir(fresh.store.paths.temporaries) == []
 
 
 @contextlib.contextmanager

@@ -7,31 +7,42 @@ import contextlib
 import functools
 import hashlib
 import os
+from typing import NamedTuple
 
-from hicache_backends.file.names import Owner
+PID_SCOPE_PATTERN = "[a-z2-7]{8}"
 
 
-def this_process() -> Owner:
+class ProcessId(NamedTuple):
+    """A process, told apart from every other one of any machine at any time."""
+
+    pid_scope: str
+    """Stands for a machine since it was booted, and a PID namespace on it: where `pid` means something."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: a PID is used again, the two together are not."""
+
+
+def current_process() -> ProcessId:
     """The process that asks."""
     started = 0
     with contextlib.suppress(OSError):
         started = _started(os.getpid()) or 0
-    return Owner(_place(), os.getpid(), started)
+    return ProcessId(_pid_scope(), os.getpid(), started)
 
 
-def is_dead(owner: Owner) -> bool | None:
+def has_exited(process: ProcessId) -> bool | None:
     """Whether a process has ended; None where that cannot be told from here, and leftovers go by their age."""
-    if owner.place != _place():
+    if process.pid_scope != _pid_scope():
         return None
     try:
-        return _started(owner.pid) != owner.started
+        return _started(process.pid) != process.started
     except OSError:
         # A /proc that hides the processes of other users (hidepid) looks as if there were none.
-        return None if _exists(owner.pid) else True
+        return None if _exists(process.pid) else True
 
 
 @functools.cache
-def _place() -> str:
+def _pid_scope() -> str:
     """Where PIDs and times of start mean what they mean here.
 
     That is this machine since it was booted, and the namespaces of PIDs and of times of its container.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Workers:
+class IoThreadPool:
     """A bounded number of threads, started when first needed. Safe for many callers.
 
     Args:
@@ -40,7 +40,7 @@ class Workers:
             for task in tasks:
                 task()
             return
-        batch = _Batch(tasks)
+        batch = _TaskGroup(tasks)
         for _ in tasks[1 : self._count + 1]:
             self.start(batch.work)
         try:
@@ -87,7 +87,7 @@ class Workers:
             del task
 
 
-class _Batch:
+class _TaskGroup:
     """Tasks that several threads take one after the other, and one thread waits for."""
 
     def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:

@@ -12,21 +12,21 @@ from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle import TAIL_BYTES, Index, NotABundleError, Shape
+from hicache_backends.file.bundle import TAIL_BYTES, Bundle, BundleFormat, BundleIndex, NotABundleError
+from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
 from hicache_backends.file.events import segment_of
-from hicache_backends.file.names import BundleName
-from hicache_backends.file.shelf import SETTLING, Bundle, never
-from hicache_backends.posix.faults import kept
+from hicache_backends.file.paths import BundleName
+from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from hicache_backends.file.board import Notices
-    from hicache_backends.file.clock import Clock
-    from hicache_backends.file.shelf import Shelf
+    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.change_feed import FeedSnapshot
+    from hicache_backends.file.temp_files import ServerClock
     from hicache_backends.posix.descriptors import Descriptors
-    from hicache_backends.posix.workers import Workers
+    from hicache_backends.posix.thread_pool import IoThreadPool
     from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """A bundle whose index could not be read, for want of a descriptor or by an I/O error, is not tried again sooner."""
 
-MAX_HURRIES = 8
+MAX_EARLY_RETRIES = 8
 """But so many times it is, as soon as others of its namespace can be read or written: the fault may be gone."""
 
-MAX_DOUBTS = 6
+MAX_RECHECKS = 6
 """What is no bundle is looked at again so many times, each time after twice as long: the disk may have lied."""
 
-BUNDLES_A_TASK = 16
+BUNDLES_PER_TASK = 16
 
-BUNDLES_A_STEP = 128
+BUNDLES_PER_STEP = 128
 """Indexes that are read between two looks at the deadline."""
 
 MANY_UNREAD = 64
@@ -51,7 +51,7 @@ MANY_UNREAD = 64
 WAIT_SECONDS = 0.005
 """How often a call looks at its deadline while another thread reads indexes."""
 
-_Read = tuple["Bundle", "Index | Exception | None"]
+_Read = tuple["Bundle", "BundleIndex | Exception | None"]
 """A bundle and its index, or why there is none; None where the file is gone."""
 
 Location = tuple["Bundle", int]
@@ -59,7 +59,7 @@ Location = tuple["Bundle", int]
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class Extent:
     """Pages that follow each other in a bundle, to be read."""
 
     bundle: Bundle
@@ -68,7 +68,7 @@ class Run:
     reads: list[ObjectRead]
 
 
-class Catalog:
+class PageIndex:
     """The pages of one namespace. Safe for many threads: lookups take no lock, changes take the shelf's.
 
     A page that stands in several bundles is taken from the newest of them, so that a repaired copy wins over the
@@ -76,38 +76,45 @@ class Catalog:
     """
 
     def __init__(
-        self, namespace: Namespace, shelf: Shelf, descriptors: Descriptors, workers: Workers, clock: Clock, *, parallel: bool
+        self,
+        namespace: Namespace,
+        bundle_set: BundleSet,
+        descriptors: Descriptors,
+        thread_pool: IoThreadPool,
+        clock: ServerClock,
+        *,
+        parallel: bool,
     ) -> None:
         self._clock = clock
         self.namespace = namespace
-        self.shelf = shelf
-        self.shape = Shape(namespace.page_bytes, namespace.fingerprint)
+        self.bundle_set = bundle_set
+        self.format = BundleFormat(namespace.page_bytes, namespace.fingerprint)
         self.pages: dict[str, Location] = {}
         self.ignored = 0
         """Files that are named like bundles and are none."""
         self._copies: dict[str, list[Location]] = {}
-        self._descriptors, self._workers, self._parallel = descriptors, workers, parallel
+        self._descriptors, self._thread_pool, self._parallel = descriptors, thread_pool, parallel
         self._unread: dict[Bundle, None] = {}
         """Bundles whose index is still to be read; until then their pages are misses."""
         self._reading = set[Bundle]()
         """Those of them that some thread is reading."""
         self._reading_changed = threading.Condition()
-        self._look_in_logs = False
+        self._search_logs = False
         """Many are unread, and perhaps in the event logs."""
         self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
         """By segment of an event log, the unread bundles that it may tell of."""
-        self._refused: dict[Bundle, None] = {}
+        self._unreadable: dict[Bundle, None] = {}
         """Bundles whose index the file system would not let us read."""
-        self._doubted: dict[Bundle, None] = {}
-        self._doubt_at = 0.0
-        self._doubts = 0
+        self._to_recheck: dict[Bundle, None] = {}
+        self._recheck_at = 0.0
+        self._rechecks = 0
         self._retry_at = 0.0
-        self._hurries = 0
+        self._early_retries = 0
         self._touched: dict[Bundle, None] = {}
-        shelf.listen(self)
-        shelf.index = self.read_indexes
+        bundle_set.listen(self)
+        bundle_set.index = self.read_indexes
 
-    def catch_up(self, notices: Notices, expired: Callable[[], bool] = never) -> None:
+    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
         """Take in what others have announced.
 
         Args:
@@ -117,69 +124,69 @@ class Catalog:
         Raises:
             OSError: the bundles could not be listed.
         """
-        self.shelf.catch_up(notices, expired)
-        if self._refused and time.monotonic() >= self._retry_at:
-            with self.shelf.lock:
-                again, self._refused = self._refused, {}
+        self.bundle_set.catch_up(snapshot, expired)
+        if self._unreadable and time.monotonic() >= self._retry_at:
+            with self.bundle_set.lock:
+                again, self._unreadable = self._unreadable, {}
                 self._unread.update(again)
-        if self._doubted and time.monotonic() >= self._doubt_at:
-            with self.shelf.lock:
-                self._look_again()
-        for _ in range(SETTLING):
+        if self._to_recheck and time.monotonic() >= self._recheck_at:
+            with self.bundle_set.lock:
+                self._requeue_invalid()
+        for _ in range(MAX_RELISTS):
             if self.read_indexes(expired):
                 return
             # A file was gone: another may have taken its place.
-            self.shelf.catch_up(notices, expired)
+            self.bundle_set.catch_up(snapshot, expired)
 
-    def is_current(self, notices: Notices) -> bool:
+    def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Whether `catch_up` would do nothing."""
         now = time.monotonic()
-        retries = (self._refused and now >= self._retry_at) or (self._doubted and now >= self._doubt_at)
+        retries = (self._unreadable and now >= self._retry_at) or (self._to_recheck and now >= self._recheck_at)
         # The shelf first: what it has taken in meanwhile, in another thread, is among the unread before it is current.
-        return self.shelf.is_current(notices) and self.complete and not retries
+        return self.bundle_set.is_current(snapshot) and self.complete and not retries
 
     @property
     def complete(self) -> bool:
         """Whether all indexes have been read that can be."""
         return not self._unread
 
-    def _look_again(self) -> None:
+    def _requeue_invalid(self) -> None:
         """Try what was found to be no bundle, if it is time."""
-        if self._doubted and time.monotonic() >= self._doubt_at:
-            again, self._doubted = self._doubted, {}
-            self._doubts += 1
+        if self._to_recheck and time.monotonic() >= self._recheck_at:
+            again, self._to_recheck = self._to_recheck, {}
+            self._rechecks += 1
             self._unread.update(again)
 
-    def note_service(self) -> None:
+    def note_success(self) -> None:
         """The file system has just served this namespace: what it would not let us read before is worth another try."""
-        if self._refused and self._hurries < MAX_HURRIES:
-            self._hurries += 1
+        if self._unreadable and self._early_retries < MAX_EARLY_RETRIES:
+            self._early_retries += 1
             self._retry_at = 0.0
-        elif not self._refused:
-            self._hurries = 0
+        elif not self._unreadable:
+            self._early_retries = 0
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether the page is there."""
         return list(map(self.pages.__contains__, keys))
 
-    def locate(self, reads: Sequence[ObjectRead]) -> list[Run]:
+    def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
         """Where the pages are that exist, in the order of the reads: a chain that was written at a time is one run."""
-        find, runs = self.pages.get, list[Run]()
-        bundle, expected, run = None, 0, list[ObjectRead]()
+        find, extents = self.pages.get, list[Extent]()
+        bundle, expected, extent = None, 0, list[ObjectRead]()
         for read in reads:
-            place = find(read.key)
-            if place is None:
+            pid_scope = find(read.key)
+            if pid_scope is None:
                 continue
-            if place[0] is not bundle or place[1] != expected:
-                bundle, expected, run = place[0], place[1], list[ObjectRead]()
-                runs.append(Run(bundle, expected, run))
-            run.append(read)
+            if pid_scope[0] is not bundle or pid_scope[1] != expected:
+                bundle, expected, extent = pid_scope[0], pid_scope[1], list[ObjectRead]()
+                extents.append(Extent(bundle, expected, extent))
+            extent.append(read)
             expected += 1
-        return runs
+        return extents
 
     def copies(self, key: str) -> list[Location]:
         """All bundles that hold a page."""
-        with self.shelf.lock:
+        with self.bundle_set.lock:
             location = self.pages.get(key)
             return [] if location is None else [location, *self._copies.get(key, ())]
 
@@ -206,16 +213,16 @@ class Catalog:
         touched, self._touched = self._touched, {}
         return [bundle for bundle in list(touched) if not bundle.gone]
 
-    def publish(self, bundles: Sequence[tuple[Bundle, Index]]) -> None:
+    def publish(self, bundles: Sequence[tuple[Bundle, BundleIndex]]) -> None:
         """Note bundles of this storage's own, whose index need not be read; the shelf's lock is held."""
         for bundle, index in bundles:
             bundle.keys, bundle.envelopes = index.keys, index.envelopes
-        self.shelf.add([bundle for bundle, _ in bundles])
+        self.bundle_set.add([bundle for bundle, _ in bundles])
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         unread = [bundle for bundle in bundles if not bundle.keys]
         self._unread.update(dict.fromkeys(unread))
-        self._look_in_logs |= len(unread) > MANY_UNREAD
+        self._search_logs |= len(unread) > MANY_UNREAD
         for bundle in bundles:
             if bundle.keys:
                 self._insert(bundle)
@@ -225,8 +232,8 @@ class Catalog:
             self._descriptors.forget(bundle.path)
             self._touched.pop(bundle, None)
             self._unread.pop(bundle, None)
-            self._refused.pop(bundle, None)
-            self._doubted.pop(bundle, None)
+            self._unreadable.pop(bundle, None)
+            self._to_recheck.pop(bundle, None)
             for key in bundle.keys:
                 self._forget(key, bundle)
 
@@ -247,7 +254,7 @@ class Catalog:
                     self._reading_changed.wait(WAIT_SECONDS)
                 continue
             try:
-                whole &= self._read_some(bundles)
+                whole &= self._read_batch(bundles)
             finally:
                 with self._reading_changed:
                     self._reading.difference_update(bundles)
@@ -256,15 +263,15 @@ class Catalog:
 
     def _read_logged(self) -> bool:
         """Read one segment of an event log that tells of unread bundles; whether there was one."""
-        if self._look_in_logs:
-            self._look_in_logs = False
-            self._find_logged()
+        if self._search_logs:
+            self._search_logs = False
+            self._locate_in_logs()
         try:
             segment, bundles = self._logged.popitem()
         except KeyError:
             return False
-        indexes = self.shelf.logs.indexes(self.shelf.namespace, bundles, segment)
-        with self.shelf.lock:
+        indexes = self.bundle_set.logs.indexes(self.bundle_set.namespace, bundles, segment)
+        with self.bundle_set.lock:
             for name, index in indexes.items():
                 bundle = bundles[name]
                 if bundle in self._unread:
@@ -272,8 +279,8 @@ class Catalog:
                     self._unread.pop(bundle, None)
         return True
 
-    def _find_logged(self) -> None:
-        segments = self.shelf.logs.segments(self.shelf.namespace)
+    def _locate_in_logs(self) -> None:
+        segments = self.bundle_set.logs.segments(self.bundle_set.namespace)
         if not segments:
             return
         logged = dict[tuple[str, int], dict[BundleName, Bundle]]()
@@ -285,46 +292,46 @@ class Catalog:
     def _take_unread(self) -> list[Bundle]:
         """Some unread bundles that no other thread reads. They stay among the unread until they have been read."""
         with self._reading_changed:
-            unread = list(islice(self._unread, len(self._reading) + BUNDLES_A_STEP))
+            unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
             bundles = [bundle for bundle in unread if bundle not in self._reading]
             self._reading.update(bundles)
             return bundles
 
-    def _read_some(self, bundles: Sequence[Bundle]) -> bool:
-        parts = [bundles[at : at + BUNDLES_A_TASK] for at in range(0, len(bundles), BUNDLES_A_TASK)]
+    def _read_batch(self, bundles: Sequence[Bundle]) -> bool:
+        parts = [bundles[at : at + BUNDLES_PER_TASK] for at in range(0, len(bundles), BUNDLES_PER_TASK)]
         read = list[_Read]()
         if self._parallel:
-            self._workers.run([partial(self._read_indexes, part, read) for part in parts])
+            self._thread_pool.run([partial(self._read_indexes, part, read) for part in parts])
         else:
             for part in parts:
                 self._read_indexes(part, read)
         gone = list[Bundle]()
-        with self.shelf.lock:
+        with self.bundle_set.lock:
             for bundle, index in read:
                 if bundle.gone:
                     pass  # Meanwhile; whoever has removed it has told us.
                 elif index is None:
                     gone.append(bundle)
-                elif isinstance(index, Index):
+                elif isinstance(index, BundleIndex):
                     self._note_index(bundle, index)
                 elif isinstance(index, NotABundleError):
-                    self._ignore(bundle, index)
+                    self._note_invalid(bundle, index)
                 else:
-                    self._refused[bundle] = None
+                    self._unreadable[bundle] = None
                     self._retry_at = time.monotonic() + RETRY_SECONDS
                     logger.debug("cannot read %s now: %s", bundle.path, index)
                 # Only now: where this is interrupted, it is read again.
                 self._unread.pop(bundle, None)
             if gone:
-                self.shelf.remove(gone)
-                self.shelf.distrust()
+                self.bundle_set.remove(gone)
+                self.bundle_set.invalidate()
         return not gone
 
-    def _note_index(self, bundle: Bundle, index: Index) -> None:
+    def _note_index(self, bundle: Bundle, index: BundleIndex) -> None:
         bundle.envelopes, bundle.keys = index.envelopes, index.keys
-        if bundle.useless:
-            bundle.useless = False
-            self.shelf.note_size(bundle, bundle.name.size)
+        if bundle.invalid:
+            bundle.invalid = False
+            self.bundle_set.note_size(bundle, bundle.name.size)
             self.ignored -= 1
         self._insert(bundle)
 
@@ -337,19 +344,19 @@ class Catalog:
         if not known:
             self.pages.update(zip(bundle.keys, places, strict=True))
             return
-        for key, place in zip(bundle.keys, places, strict=True):
+        for key, pid_scope in zip(bundle.keys, places, strict=True):
             current = self.pages.get(key)
             if current is None:
-                self.pages[key] = place
+                self.pages[key] = pid_scope
             elif current[0] is not bundle:
                 # In whatever order they were read: all storages take the same copy.
                 copies = [other for other in self._copies.get(key, ()) if other[0] is not bundle]
-                copies = sorted([place, current, *copies], key=_created_us, reverse=True)
+                copies = sorted([pid_scope, current, *copies], key=_created_us, reverse=True)
                 self._copies[key] = copies[1:]
                 self.pages[key] = copies[0]
 
     def _forget(self, key: str, bundle: Bundle) -> None:
-        others = [place for place in self._copies.pop(key, ()) if place[0] is not bundle]
+        others = [pid_scope for pid_scope in self._copies.pop(key, ()) if pid_scope[0] is not bundle]
         current = self.pages.get(key)
         if current is not None and current[0] is bundle:
             if others:
@@ -364,7 +371,7 @@ class Catalog:
             try:
                 read.append((bundle, self._read_index(bundle)))
             except OSError as error:
-                read.append((bundle, kept(error)))
+                read.append((bundle, detached(error)))
             except (ValueError, OverflowError) as error:
                 # Whatever a name or a footer claims: one file's nonsense hides no other bundle.
                 damaged = NotABundleError(str(error))
@@ -372,7 +379,7 @@ class Catalog:
                     damaged.file_bytes = os.stat(bundle.path).st_size
                 read.append((bundle, damaged))
 
-    def _read_index(self, bundle: Bundle) -> Index | None:
+    def _read_index(self, bundle: Bundle) -> BundleIndex | None:
         """A bundle's index; None if there is no such file any more."""
         size = bundle.name.size
         try:
@@ -382,32 +389,32 @@ class Catalog:
         try:
             # A longer or shorter file has no footer there that would fit the length in its name.
             end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
-            length = self.shape.tail_bytes(end, size, bundle.name.checksum)
+            length = self.format.tail_bytes(end, size, bundle.name.checksum)
             if length > len(end):
                 end = os.pread(descriptor, length, size - length)
                 # Both reads must have been served from this file, and the second one whole.
-                if length > len(end) or self.shape.tail_bytes(end, size, bundle.name.checksum) != length:
+                if length > len(end) or self.format.tail_bytes(end, size, bundle.name.checksum) != length:
                     raise NotABundleError("shorter than its name says")
-            return self.shape.parse(end[-length:])
+            return self.format.parse(end[-length:])
         finally:
             os.close(descriptor)
 
-    def _ignore(self, bundle: Bundle, error: NotABundleError) -> None:
-        fresh = not bundle.useless
+    def _note_invalid(self, bundle: Bundle, error: NotABundleError) -> None:
+        fresh = not bundle.invalid
         if fresh:
-            self._doubts = 0
-        if self._doubts < MAX_DOUBTS:
-            self._doubted[bundle] = None
-            self._doubt_at = time.monotonic() + RETRY_SECONDS * (1 << self._doubts)
+            self._rechecks = 0
+        if self._rechecks < MAX_RECHECKS:
+            self._to_recheck[bundle] = None
+            self._recheck_at = time.monotonic() + RETRY_SECONDS * (1 << self._rechecks)
         if not fresh:
             return
-        bundle.useless = True
+        bundle.invalid = True
         if error.file_bytes is not None:
-            self.shelf.note_size(bundle, error.file_bytes)
+            self.bundle_set.note_size(bundle, error.file_bytes)
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)
 
 
-def _created_us(place: Location) -> int:
-    return place[0].name.created_us
+def _created_us(pid_scope: Location) -> int:
+    return pid_scope[0].name.created_us

@@ -9,81 +9,37 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from hicache_backends.file.attributes import list_directory
-from hicache_backends.file.names import Added, BundleId, BundleName, Event, Found, Removed, Unlisted, bundles_among
-from hicache_backends.file.tree import sync_directory
-from hicache_storage.objects import ENVELOPE_BYTES
+from hicache_backends.file.bundle import Bundle
+from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
+from hicache_backends.file.paths import BundleId, BundleName, bundles_among, sync_directory
+from hicache_backends.posix.statx import list_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hicache_backends.file.board import Board, Notices
-    from hicache_backends.file.bundle import Index
-    from hicache_backends.file.events import EventLogs
-    from hicache_backends.file.names import Marker
-    from hicache_backends.file.tree import Tree
+    from hicache_backends.file.bundle import BundleIndex
+    from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
+    from hicache_backends.file.events import EventLogs, WriterCursor
+    from hicache_backends.file.paths import StorePaths
 
 
 logger = logging.getLogger(__name__)
 
-STEP_BYTES = 32 << 10
+ATOMIC_LISTING_BYTES = 32 << 10
 """A listing of so many bytes, or less, is read in one step, which no rename interrupts; `ENTRY_BYTES` come to each name."""
 
 ENTRY_BYTES = 32
 
-SETTLING = 8
+MAX_RELISTS = 8
 """How often a directory is listed again because others change it meanwhile."""
 
 
-def never() -> bool:
+def no_deadline() -> bool:
     """The deadline of a caller without one: it has not passed."""
     return False
 
 
-class Bundle(msgspec.Struct, eq=False, gc=False):
-    """A bundle as this process knows it.
-
-    There is one for each file of a store, so what can be computed is not kept, and the garbage collector, which would go
-    through all of them, leaves them alone: they refer to nothing that refers to them.
-    """
-
-    namespace: str
-    name: BundleName
-    directory: str
-    id: BundleId
-    size: int
-    """Bytes of the file: what its name says, until the file has been found to have another length."""
-    modified: int
-    """The file's mtime when last asked for; what other processes say about its use."""
-    keys: list[str]
-    """The pages, once the index has been read."""
-    envelopes: bytes = b""
-    touched: int = 0
-    """When this process last used it, in nanoseconds since 1970."""
-    checked: float = 0.0
-    """When `modified` was asked for, on the monotonic clock."""
-    gone: bool = False
-    useless: bool = False
-    """It is no bundle, whatever its name says."""
-
-    @property
-    def path(self) -> str:
-        """Where the file is, by its present name."""
-        return f"{self.directory}/{self.name}"
-
-    @property
-    def recency(self) -> int:
-        """When it was last used, as far as is known."""
-        return 0 if self.useless else max(self.touched, self.modified)
-
-    def envelope(self, page: int) -> bytes:
-        """The envelope of a page, once the index has been read."""
-        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
-
-
-class ShelfListener(Protocol):
+class BundleSetListener(Protocol):
     """Who wants to know which bundles come and go.
 
     Called with the shelf's lock held, so it does no I/O. A call that was interrupted is repeated, with the same bundles.
@@ -95,42 +51,42 @@ class ShelfListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _CatchUp:
     """What is left to do when the bundles that are new have been added."""
 
     removed: list[BundleId]
     seen: dict[str, int]
     """By writer, the number of the last event that is taken in."""
-    distrusts: int
+    invalidations: int
     """As of the beginning: a listing that was asked for since is still to be made."""
 
 
-class Shelf:
+class BundleSet:
     """The bundles of one namespace. Safe for many threads: `lock` is held while they change.
 
     Lookups take no lock. So a bundle that has taken another's place is on the shelf before that one leaves it: a page
     that stays in the store all the while is found all the while.
     """
 
-    def __init__(self, namespace: str, tree: Tree, board: Board, *, asks_server: bool) -> None:
+    def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
         self.namespace = namespace
         self.lock = threading.RLock()
         self.bundles: dict[BundleId, Bundle] = {}
         self.used = 0
         """Bytes in all of them."""
-        self._expected: dict[BundleId, Bundle] = {}
+        self._prepared: dict[BundleId, Bundle] = {}
         """Published by this storage, and not announced yet."""
-        self._listed_since = False
+        self._listed_unshared = False
         """Since others were last made to list: then more may be known here than everyone was told of."""
-        self._tree, self._board, self._asks_server = tree, board, asks_server
-        self._directory = tree.bundles(namespace)
-        self._listeners: list[ShelfListener] = []
-        self._arriving: dict[BundleId, Bundle] = {}
+        self._paths, self._feed, self._asks_server = paths, feed, asks_server
+        self._directory = paths.bundles(namespace)
+        self._listeners: list[BundleSetListener] = []
+        self._adding: dict[BundleId, Bundle] = {}
         """Being added: not empty only where that was interrupted."""
         self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
         """Reads the indexes of new bundles, without the lock; `False` where files are gone."""
         self._generation = self._epoch = -1
-        self._distrusts = 0
+        self._invalidations = 0
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
         """Of writers that are retired: the number of the last event that is taken in."""
@@ -138,20 +94,20 @@ class Shelf:
     @property
     def logs(self) -> EventLogs:
         """The store's event logs."""
-        return self._board.logs
+        return self._feed.logs
 
-    def listen(self, listener: ShelfListener) -> None:
+    def listen(self, listener: BundleSetListener) -> None:
         """Tell a listener of all bundles, those that are there first."""
         with self.lock:
             self._listeners.append(listener)
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
 
-    def is_current(self, notices: Notices) -> bool:
+    def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Whether there is nothing to catch up with."""
-        return self._generation >= notices.generation
+        return self._generation >= snapshot.generation
 
-    def catch_up(self, notices: Notices, expired: Callable[[], bool] = never) -> None:
+    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
         """Take in what has been announced.
 
         Args:
@@ -160,22 +116,24 @@ class Shelf:
         Raises:
             OSError: the bundles could not be listed.
         """
-        if self.is_current(notices):
+        if self.is_current(snapshot):
             return
-        waited, told = set[BundleName](), set[BundleName]()
-        for attempt in range(SETTLING + 1):
-            untold = self._catch_up(notices, told, expired, last=attempt == SETTLING)
-            if not untold:
+        waited, announced = set[BundleName](), set[BundleName]()
+        for attempt in range(MAX_RELISTS + 1):
+            unannounced = self._catch_up(snapshot, announced, expired, last=attempt == MAX_RELISTS)
+            if not unannounced:
                 return
             # What is found here must be found by everybody who asks from now on. Mostly its writer is about to tell.
-            late = untold & waited
+            late = unannounced & waited
             if late:
-                self._tell([Found(name) for name in late])
-                told |= late
-            waited = untold
-            notices = self._board.read()
+                self._announce_found([Found(name) for name in late])
+                announced |= late
+            waited = unannounced
+            snapshot = self._feed.read()
 
-    def _catch_up(self, notices: Notices, told: set[BundleName], expired: Callable[[], bool], *, last: bool) -> set[BundleName]:
+    def _catch_up(
+        self, snapshot: FeedSnapshot, announced: set[BundleName], expired: Callable[[], bool], *, last: bool
+    ) -> set[BundleName]:
         """Take in what has been announced, or, where that is not enough, what is there.
 
         Args:
@@ -185,88 +143,88 @@ class Shelf:
         Returns:
             Bundles that are there and that nobody has been told of, but for those in `told`: nothing was taken in then.
         """
-        for attempt in range(SETTLING + 1):
+        for attempt in range(MAX_RELISTS + 1):
             with self.lock:
-                if self._generation >= notices.generation:
+                if self._generation >= snapshot.generation:
                     return set()
-                plan = self._plan(notices, told, last=last)
-                if not isinstance(plan, _Plan):
+                plan = self._begin_catch_up(snapshot, announced, last=last)
+                if not isinstance(plan, _CatchUp):
                     return plan
             # New bundles can be found before old ones go: one that has taken another's place holds its pages.
-            if not self.index(expired) and attempt < SETTLING:
+            if not self.index(expired) and attempt < MAX_RELISTS:
                 # Another may have taken the place of a file that is gone, and not be announced yet.
-                self.distrust()
+                self.invalidate()
                 continue
             with self.lock:
                 self._remove(plan.removed)
-                if self._distrusts == plan.distrusts and self._generation < notices.generation:
-                    self._seen, self._generation, self._epoch = plan.seen, notices.generation, notices.epoch
+                if self._invalidations == plan.invalidations and self._generation < snapshot.generation:
+                    self._seen, self._generation, self._epoch = plan.seen, snapshot.generation, snapshot.epoch
             break
         return set()
 
-    def _plan(self, notices: Notices, told: set[BundleName], *, last: bool) -> _Plan | set[BundleName]:
+    def _begin_catch_up(self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool) -> _CatchUp | set[BundleName]:
         """Add what is new and find out what is gone; or, without `last`, what nobody has been told of, and do nothing."""
-        if self._arriving:
-            self._hand_over()
-        distrusts, markers = self._distrusts, notices.of(self.namespace)
-        seen = {writer: marker.sequence for writer, marker in markers.items()}
-        if self._epoch == notices.epoch:
-            events = self._events(markers)
-            removed = None if events is None else self._apply(events)
+        if self._adding:
+            self._commit_adding()
+        invalidations, cursors = self._invalidations, snapshot.of(self.namespace)
+        seen = {writer: cursor.sequence for writer, cursor in cursors.items()}
+        if self._epoch == snapshot.epoch:
+            events = self._new_events(cursors)
+            removed = None if events is None else self._apply_events(events)
             if removed is not None:
-                return _Plan(removed, seen, distrusts)
-        self._listed_since = True
-        names = self._listed()
-        if not last and (untold := self._untold(names, markers) - told):
-            return untold
-        return _Plan(self._take(names), seen, distrusts)
+                return _CatchUp(removed, seen, invalidations)
+        self._listed_unshared = True
+        names = self._list_bundles()
+        if not last and (unannounced := self._unannounced(names, cursors) - announced):
+            return unannounced
+        return _CatchUp(self._apply_listing(names), seen, invalidations)
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """List the bundles the next time, to find also what nobody has announced.
 
         That is a bundle whose writer was killed before it could, or a file deleted by hand.
         """
         with self.lock:
             self._generation = self._epoch = -1
-            self._distrusts += 1
+            self._invalidations += 1
 
-    def share_knowledge(self) -> None:
+    def force_relist(self) -> None:
         """Make everyone list with the next announcement, if this shelf may know of what nobody has told yet.
 
         A page that is not found here may have been removed by another who is still about to say so.
         """
         with self.lock:
-            if self._listed_since:
-                self._listed_since = False
-                self._board.queue(self.namespace, [Unlisted()])
+            if self._listed_unshared:
+                self._listed_unshared = False
+                self._feed.queue(self.namespace, [Unlisted()])
 
-    def expect(self, bundle: Bundle) -> None:
+    def prepare_add(self, bundle: Bundle) -> None:
         """Note a bundle that is there and that `arrive` will add, unless it has been removed until then."""
         with self.lock:
-            self._expected[bundle.id] = bundle
+            self._prepared[bundle.id] = bundle
 
-    def arrive(self, bundle: Bundle) -> bool:
+    def commit_add(self, bundle: Bundle) -> bool:
         """Whether an expected bundle is still there; the lock is held until it has been added."""
-        del self._expected[bundle.id]
+        del self._prepared[bundle.id]
         return not bundle.gone
 
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Note bundles that were published."""
         with self.lock:
-            self._arriving.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
-            self._hand_over()
+            self._adding.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
+            self._commit_adding()
 
-    def _hand_over(self) -> None:
+    def _commit_adding(self) -> None:
         """Let everyone know of the arriving bundles. Where that is interrupted, at any point, it is done again."""
-        if not self._arriving:
+        if not self._adding:
             return
-        bundles = list(self._arriving.values())
+        bundles = list(self._adding.values())
         for listener in self._listeners:
             listener.bundles_added(bundles)
         used = self.used + sum([bundle.size for bundle in bundles])
-        self.bundles.update(self._arriving)
+        self.bundles.update(self._adding)
         # Together: nothing is interrupted between two assignments.
-        self.used, self._arriving = used, {}
+        self.used, self._adding = used, {}
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Note bundles whose files are gone."""
@@ -277,7 +235,7 @@ class Shelf:
             known = list[Bundle]()
             for id in ids:
                 # Somebody has found it by listing, and removed it before its writer could tell of it.
-                if (expected := self._expected.get(id)) is not None:
+                if (expected := self._prepared.get(id)) is not None:
                     expected.gone = True
                 if (bundle := self.bundles.pop(id, None)) is not None:
                     bundle.gone = True
@@ -294,50 +252,50 @@ class Shelf:
                 self.used += size - bundle.size
             bundle.size = size
 
-    def collect_logs(self, notices: Notices) -> None:
+    def collect_logs(self, snapshot: FeedSnapshot) -> None:
         """Remove event logs and retired markers that tell of no bundle that is there; they are no more than a cache."""
         with self.lock:
             if self._generation < 0:
                 return
             needed = list(self.bundles)
-        markers = notices.of(self.namespace)
-        self._board.logs.collect(self.namespace, needed, {writer: marker.sequence for writer, marker in markers.items()})
+        cursors = snapshot.of(self.namespace)
+        self._feed.logs.collect(self.namespace, needed, {writer: cursor.sequence for writer, cursor in cursors.items()})
         with contextlib.suppress(OSError):
-            self._board.collect_retired(self.namespace, {id.writer for id in needed})
+            self._feed.collect_retired(self.namespace, {id.writer for id in needed})
 
-    def bundle(self, name: BundleName, index: Index | None = None) -> Bundle:
+    def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
         """A bundle of that name, not yet on the shelf."""
         keys, envelopes = ([], b"") if index is None else (index.keys, index.envelopes)
         return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
 
-    def _events(self, markers: Mapping[str, Marker]) -> list[Event] | None:
+    def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
         """What is new; None where that cannot be told, because a writer's log has a gap or its marker has disappeared."""
         events = list[Event]()
-        missing = [writer for writer in self._seen if writer not in markers and writer != self._board.writer]
+        missing = [writer for writer in self._seen if writer not in cursors and writer != self._feed.writer]
         if missing:
-            retired = self._board.retired(self.namespace)
-            if not all(writer in retired and self._missed(retired[writer], events) for writer in missing):
+            retired = self._feed.retired(self.namespace)
+            if not all(writer in retired and self._add_missed(retired[writer], events) for writer in missing):
                 return None
             self._retired.update({writer: retired[writer].sequence for writer in missing})
         # What this storage itself has done is on the shelf already.
-        if all(self._missed(marker, events) for writer, marker in markers.items() if writer != self._board.writer):
+        if all(self._add_missed(cursor, events) for writer, cursor in cursors.items() if writer != self._feed.writer):
             return events
         return None
 
-    def _missed(self, marker: Marker, events: list[Event]) -> bool:
+    def _add_missed(self, cursor: WriterCursor, events: list[Event]) -> bool:
         """Gather the events of a writer that are new here; whether they are all known."""
-        seen = self._seen.get(marker.writer, self._retired.get(marker.writer, 0))
-        missed = marker.since(seen)
+        seen = self._seen.get(cursor.writer, self._retired.get(cursor.writer, 0))
+        missed = cursor.since(seen)
         if missed is None:
-            known = marker.sequence - len(marker.events)
-            missed, rest = self._board.logs.since(self.namespace, marker.writer, seen, known), marker.since(known)
+            known = cursor.sequence - len(cursor.events)
+            missed, rest = self._feed.logs.since(self.namespace, cursor.writer, seen, known), cursor.since(known)
             if missed is None or rest is None:
                 return False
             missed += rest
         events += missed
         return True
 
-    def _apply(self, events: Sequence[Event]) -> list[BundleId] | None:
+    def _apply_events(self, events: Sequence[Event]) -> list[BundleId] | None:
         """Add what is new, and tell what is gone; None, and nothing is done, where that takes a listing."""
         # By all writers together: one's bundle may have been removed by another, whose marker came first.
         removed = {event.bundle for event in events if isinstance(event, Removed)}
@@ -353,14 +311,14 @@ class Shelf:
         self.add(added)
         return list(removed)
 
-    def _listed(self) -> dict[BundleId, BundleName]:
+    def _list_bundles(self) -> dict[BundleId, BundleName]:
         """The bundles that are there; those that have been replaced, and not yet removed, are removed now."""
         names, claimed = dict[BundleId, BundleName](), list[BundleName]()
-        for name in bundles_among(self._settled(self._directory)):
+        for name in bundles_among(self._stable_listing(self._directory)):
             id = name.id
             other = names.setdefault(id, name)
             if other is not name:
-                names[id] = self._one_of(id, other, name)
+                names[id] = self._resolve_duplicate(id, other, name)
             if name.claim is not None:
                 claimed.append(name)
         for name in claimed:
@@ -371,7 +329,7 @@ class Shelf:
                     del names[name.id]
         return names
 
-    def _one_of(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
+    def _resolve_duplicate(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
         """The one that a number stands for, of two names in a listing."""
         if one.plain == other.plain:
             # Listed before and after it was claimed, or before and after it was not any more.
@@ -393,7 +351,7 @@ class Shelf:
         except OSError:
             return False
 
-    def _settled(self, directory: str) -> list[str]:
+    def _stable_listing(self, directory: str) -> list[str]:
         """The names in a directory.
 
         A long listing takes several steps, between which a bundle that was not listed yet may move to a name that would
@@ -401,34 +359,34 @@ class Shelf:
         past a listing, is missed until who moves it tells of it: then everybody looks again.
         """
         names = list_directory(directory, asks_server=self._asks_server)
-        for _ in range(SETTLING):
-            if sum(map(len, names)) + ENTRY_BYTES * len(names) < STEP_BYTES:
+        for _ in range(MAX_RELISTS):
+            if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
                 break
             before, names = names, list_directory(directory, asks_server=self._asks_server)
             if set(names).issuperset(before):
                 break
         return names
 
-    def _untold(self, names: Mapping[BundleId, BundleName], markers: Mapping[str, Marker]) -> set[BundleName]:
+    def _unannounced(self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]) -> set[BundleName]:
         """Bundles that are new here, and later than all that their writers have announced."""
-        announced = {writer: marker.sequence for writer, marker in markers.items()}
+        announced = {writer: cursor.sequence for writer, cursor in cursors.items()}
         fresh = [name for id, name in names.items() if announced.get(id[0], 0) < id[1] and id not in self.bundles]
         if not fresh:
             return set()
-        retired = self._board.retired(self.namespace)
+        retired = self._feed.retired(self.namespace)
         return {name.plain for name in fresh if name.writer not in retired or retired[name.writer].sequence < name.sequence}
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _announce_found(self, events: Sequence[Event]) -> None:
         try:
-            if self._board.syncs:
+            if self._feed.syncs:
                 # Its writer may not have come so far: what is promised here must survive a loss of power too.
-                sync_directory(self._tree.bundles(self.namespace))
-            self._board.queue(self.namespace, events)
-            self._board.announce()
+                sync_directory(self._paths.bundles(self.namespace))
+            self._feed.queue(self.namespace, events)
+            self._feed.announce()
         except OSError as error:
             logger.debug("cannot tell others what was found in namespace %s: %s", self.namespace, error)
 
-    def _take(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
+    def _apply_listing(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
         """Add the bundles that are there, and tell which are not any more."""
         for id in names.keys() & self.bundles.keys():
             known, name = self.bundles[id], names[id]
@@ -440,6 +398,32 @@ class Shelf:
             else:
                 # Another file's, whose bytes are never read as the known bundle's: that one is gone.
                 self._remove([id])
-        gone = [id for id in (*self.bundles, *self._expected) if id not in names]
+        gone = [id for id in (*self.bundles, *self._prepared) if id not in names]
         self.add([self.bundle(name) for id, name in names.items() if id not in self.bundles])
         return gone
+
+
+class BundleSets:
+    """The shelves of a store by namespace, made when first asked for."""
+
+    def __init__(self, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
+        self._paths, self._feed, self._asks_server = paths, feed, asks_server
+        self._lock = threading.Lock()
+        self._bundle_sets: dict[str, BundleSet] = {}
+        self.made: Callable[[BundleSet], None] | None = None
+
+    def get(self, namespace: str) -> BundleSet:
+        bundle_set = self._bundle_sets.get(namespace)
+        if bundle_set is not None:
+            return bundle_set
+        with self._lock:
+            bundle_set = self._bundle_sets.get(namespace)
+            if bundle_set is None:
+                bundle_set = BundleSet(namespace, self._paths, self._feed, asks_server=self._asks_server)
+                if self.made is not None:
+                    self.made(bundle_set)
+                self._bundle_sets[namespace] = bundle_set
+            return bundle_set
+
+    def all(self) -> list[BundleSet]:
+        return list(self._bundle_sets.values())
