@@ -78,7 +78,9 @@ class BundleSet:
         """Published by this storage, and not announced yet."""
         self._listed_unshared = False
         """Since others were last made to list: then more may be known here than everyone was told of."""
-        self._paths, self._feed, self._asks_server = paths, feed, asks_server
+        self._paths = paths
+        self._feed = feed
+        self._asks_server = asks_server
         self._directory = paths.bundles(namespace)
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
@@ -158,7 +160,9 @@ class BundleSet:
             with self.lock:
                 self._remove(plan.removed)
                 if self._invalidations == plan.invalidations and self._generation < snapshot.generation:
-                    self._seen, self._generation, self._epoch = plan.seen, snapshot.generation, snapshot.epoch
+                    self._seen = plan.seen
+                    self._generation = snapshot.generation
+                    self._epoch = snapshot.epoch
             break
         return set()
 
@@ -199,14 +203,16 @@ class BundleSet:
                 self._feed.queue(self.namespace, [Unlisted()])
 
     def prepare_add(self, bundle: Bundle) -> None:
-        """Note a bundle that is there and that `arrive` will add, unless it has been removed until then."""
+        """Note a bundle that is there and that `commit_add` will add, unless it has been removed until then."""
         with self.lock:
             self._prepared[bundle.id] = bundle
 
-    def commit_add(self, bundle: Bundle) -> bool:
-        """Whether an expected bundle is still there; the lock is held until it has been added."""
-        del self._prepared[bundle.id]
-        return not bundle.gone
+    def commit_add(self, bundle: Bundle) -> None:
+        """Add a prepared bundle, unless it has been removed since."""
+        with self.lock:
+            del self._prepared[bundle.id]
+            if not bundle.gone:
+                self.add([bundle])
 
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Note bundles that were published."""
@@ -407,7 +413,9 @@ class BundleSets:
     """The shelves of a store by namespace, made when first asked for."""
 
     def __init__(self, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
-        self._paths, self._feed, self._asks_server = paths, feed, asks_server
+        self._paths = paths
+        self._feed = feed
+        self._asks_server = asks_server
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
         self.made: Callable[[BundleSet], None] | None = None

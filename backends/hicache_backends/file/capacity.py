@@ -163,8 +163,14 @@ class Capacity:
         clock: ServerClock,
     ) -> None:
         self.limit = limit
-        self._paths, self._feed, self._bundle_sets, self._temp_files = paths, feed, bundle_sets, temp_files
-        self._publisher, self._rewriter, self._page_indexes, self._evicted = publisher, rewriter, page_indexes, evicted
+        self._paths = paths
+        self._feed = feed
+        self._bundle_sets = bundle_sets
+        self._temp_files = temp_files
+        self._publisher = publisher
+        self._rewriter = rewriter
+        self._page_indexes = page_indexes
+        self._evicted = evicted
         self._lock = threading.Lock()
         self._queue = EvictionQueue(clock)
         self._relist_at = 0.0

@@ -1,14 +1,18 @@
-"""How storages tell each other of bundles that come and go.
+"""The change feed: how storages announce to each other that bundles were added or removed.
 
-Every storage that writes has, for each namespace, one marker: an empty file whose *name* tells how many events it has
-announced and the last of them. An announcement renames the marker, then renews the stamp. Who asks looks at the stamp
-(one request); only if it is new, it lists the markers, and mostly knows then all that has happened. Events that no longer
-fit into the marker's name go to the writer's event log first (`events.py`), several at a time, so that a reader that is
-further behind reads what it has missed, and not the whole namespace.
+Every storage that writes has one cursor for each namespace: an empty file whose *name* holds the
+number of its last event and the last events themselves. An announcement renames the cursor, then
+gives the change counter a new value. A reader asks for the counter (one request) and lists the
+cursors only if it has changed; usually the names in that listing hold every event it has missed.
+Events that no longer fit into the cursor's name are first appended to the writer's event log
+(`events.py`), several at a time, so a reader that is further behind reads the log instead of
+listing the whole namespace.
 
-A listing can find a marker whose stamp is still to come, or never comes because its writer was killed. Nobody else would know
-of it, and whoever found it would promise what others deny. So a marker names the stamp that follows it, and who has not seen
-that one renews the stamp before it believes the marker.
+A writer can be killed after it has renamed its cursor and before it has changed the counter. A
+reader that lists the cursors for another reason would then know an event that no other reader
+looks for, and would report pages that other storages deny. So the cursor's name contains a tag of
+the counter value that follows it, and a reader that has not seen a value with this tag changes the
+counter itself before it uses the cursor.
 """
 
 from __future__ import annotations
@@ -34,15 +38,21 @@ if TYPE_CHECKING:
     from hicache_backends.posix.statx import Attributes
 
 REVALIDATION_SECONDS = 2.0
-"""How long a file system that was mounted over the old one can go unnoticed."""
+"""How long a file system that was mounted over the old one can go unnoticed, in seconds."""
 
 
 class ChangeCounter:
-    """The stamp of one store. Safe for many threads and processes.
+    """A number that is different after every change of the store. Safe for threads and processes.
+
+    The number is the mtime of an empty directory, set to random bits. Random values need no
+    agreement between writers on the next one. The mtime that the file system itself keeps would not
+    do: two changes within one tick of its clock (4 ms on ext4, whole seconds elsewhere) leave the
+    same value, and some file systems do not keep it at all.
 
     Args:
-        path: the directory; it exists when the stamp is read.
-        asks_server: ask the file server each time, past the attribute cache of a network mount (one request).
+        path: the directory; it exists when the counter is read.
+        asks_server: ask the file server each time, past the attribute cache of a network mount (one
+            request).
     """
 
     def __init__(self, path: str, *, asks_server: bool) -> None:
@@ -52,11 +62,13 @@ class ChangeCounter:
         self._opened = 0.0
 
     def read(self) -> Attributes:
-        """The stamp's value: equal to an earlier one if nothing has changed.
+        """Read the value: equal to an earlier one if nothing has changed.
 
         Raises:
-            OSError: the store is away; `FileNotFoundError` where it has been deleted.
+            OSError: the store is not reachable; `FileNotFoundError` if it has been deleted.
         """
+        # The descriptor saves a path lookup for each call. A file system mounted over the path
+        # would go unnoticed, so the directory is opened anew every few seconds.
         handle, now = self._handle, time.monotonic()
         if handle is None or now - self._opened > REVALIDATION_SECONDS:
             handle = self._open(now)
@@ -68,7 +80,10 @@ class ChangeCounter:
         return found if found.links else self._attributes(self._open(now).descriptor)
 
     def read_cached(self) -> Attributes | None:
-        """Read the value without I/O; None where that is not possible. Only on a local file system, whose inodes are in memory."""
+        """Read the value without I/O; None where that is not possible.
+
+        Only on a local file system, whose inodes are in memory.
+        """
         handle = self._handle
         if handle is None or time.monotonic() - self._opened > REVALIDATION_SECONDS:
             return None
@@ -76,13 +91,13 @@ class ChangeCounter:
         return found if found.links else None
 
     def advance(self, value: int | None = None) -> None:
-        """Give the stamp a new value; what changed is in place and visible.
+        """Set a new value; the change that it announces is in place and visible.
 
         Args:
-            value: one that `new_value` has drawn; another one if not given.
+            value: one that `random_value` has drawn; a new one by default.
 
         Raises:
-            OSError: it could not be set; others may not notice the change.
+            OSError: it could not be set; other storages may not notice the change.
         """
         if value is None:
             value = random_value()
@@ -92,17 +107,19 @@ class ChangeCounter:
             self._replace(value)
 
     def close(self) -> None:
-        """Let go of the descriptor. The stamp can be used again."""
+        """Close the descriptor. The counter can be used again."""
         self._handle = None
 
     def _open(self, now: float) -> Handle:
         # O_PATH costs no request on a FUSE mount whose directory entries are cached.
         handle = Handle(os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
-        self._handle, self._opened = handle, now
+        self._handle = handle
+        self._opened = now
         return handle
 
     def _replace(self, value: int) -> None:
-        # Only the owner may set the times of a directory; of one that takes its place, whoever makes it.
+        # Only its owner may set the times of a directory. Any process may make a directory of its
+        # own, set its time and move it to the place of the old one.
         fresh = f"{self._path}.{os.urandom(8).hex()}"
         os.mkdir(fresh)
         try:
@@ -114,14 +131,15 @@ class ChangeCounter:
 
 
 def random_value() -> int:
-    """A value for the stamp: a time in nanoseconds since 1970, at random."""
-    # Between 1978 and 2038, so that every file system can keep it; 31 bits remain where it keeps whole seconds.
+    """A value for the counter: a random time in nanoseconds since 1970."""
+    # Between 1978 and 2038, so that every file system can keep it; 31 bits remain where it keeps
+    # whole seconds.
     bits = int.from_bytes(os.urandom(8), "little")
     return ((1 << 28) + bits % ((1 << 31) - (1 << 28))) * 1_000_000_000 + (bits >> 34) % 1_000_000_000
 
 
 def counter_tag(value: int) -> int:
-    """24 bits of a value that every file system keeps; never 0."""
+    """24 bits of a counter value that every file system keeps; never 0."""
     return value // 1_000_000_000 & 0xFFFFFF | 1
 
 
@@ -135,34 +153,39 @@ NO_CURSORS: Mapping[str, WriterCursor] = {}
 
 @dataclass(frozen=True, slots=True)
 class FeedSnapshot:
-    """All markers, as of one listing."""
+    """All cursors, as of one listing."""
 
     generation: int = 0
     """Grows with every listing."""
     epoch: int = 0
-    """Another one: this is another store than before, and nothing that was known of it holds."""
+    """A new value: the store was deleted and made again; nothing known about the old one holds."""
     cursors: Mapping[str, Mapping[str, WriterCursor]] = field(default_factory=dict[str, "Mapping[str, WriterCursor]"])
     """By namespace and writer."""
 
     def of(self, namespace: str) -> Mapping[str, WriterCursor]:
+        """The cursors of a namespace, by writer."""
         return self.cursors.get(namespace, NO_CURSORS)
 
 
 class ChangeFeed:
-    """The markers and the stamp of one store, seen by one writer. Safe for many threads.
+    """The cursors and the change counter of one store, for one writer. Safe for many threads.
 
-    `lock` is held by whoever takes a number with `next_sequence` until its event is queued. `_telling` is held while an
-    announcement is made and what it tells of appears in this process: so that nobody, here or elsewhere, is told of a
-    bundle while others who ask later are not.
+    `lock` is held from the moment a number is taken with `next_sequence` until its event is queued:
+    numbers appear in the feed in their order, and none is left out. `_announcing` is held while an
+    announcement is made and until its bundles are visible in this process, so no thread, here or
+    elsewhere, can report a bundle that a later caller does not find.
     """
 
     def __init__(self, paths: StorePaths, counter: ChangeCounter, writer: str, *, asks_server: bool, syncs: bool = False) -> None:
-        self.writer, self.syncs = writer, syncs
+        self.writer = writer
+        self.syncs = syncs
         self.lock = threading.RLock()
-        self._paths, self._counter, self._asks_server = paths, counter, asks_server
+        self._paths = paths
+        self._counter = counter
+        self._asks_server = asks_server
         self._list_lock = threading.Lock()
         self._seen_tags: deque[int] = deque(maxlen=MAX_SEEN_TAGS)
-        """Of the stamp's latest values."""
+        """Tags of the latest counter values."""
         self._known: Attributes | None = None
         self._births: frozenset[str] = frozenset()
         self._parsed: dict[str, WriterCursor | None] = {}
@@ -179,17 +202,19 @@ class ChangeFeed:
         self._advance_due = False
 
     def read(self) -> FeedSnapshot:
-        """All that has been announced before this call; what this storage itself has announced can be found then.
+        """Read everything announced before this call, this storage's own announcements included.
 
         Raises:
-            OSError: the store is away. One that was deleted is empty instead.
+            OSError: the store is not reachable. A store that was deleted is empty instead.
         """
         snapshot = self._read()
         with self._announcing:
             return snapshot
 
     def read_cached(self) -> FeedSnapshot | None:
-        """Answer `read` without I/O, and without a lock that is held during I/O; None where that is not possible."""
+        """Answer `read` without I/O or a lock held during I/O; None where that is not possible."""
+        # `_known` is compared without `_list_lock`: a listing that runs meanwhile sets it last,
+        # after the snapshot that belongs to it.
         value = self._counter.read_cached()
         if value is None or value != self._known:
             return None
@@ -204,57 +229,66 @@ class ChangeFeed:
         if value is not None and value == self._known:
             return self._snapshot
         with self._list_lock:
-            # Before the listing, so that an announcement after it gives another value than the one kept here.
+            # Before the listing: an announcement made after it gives a value other than the one
+            # kept here.
             value = self._read_counter()
-            # A missing stamp is never unchanged: the store may have been made and deleted again since the last look.
+            # A missing counter is never unchanged: the store may have been made and deleted since.
             if value is None or value != self._known:
-                known, self._snapshot = self._parsed, self._list(value)
+                known = self._parsed
+                self._snapshot = self._list(value)
                 self._confirm_counter(cursor for name, cursor in self._parsed.items() if cursor is not None and name not in known)
                 self._known = value
             return self._snapshot
 
     def _confirm_counter(self, fresh: Iterable[WriterCursor]) -> None:
-        """Make sure that everyone who asks from now on finds these markers."""
+        """Make sure that every later reader finds these cursors."""
         tags = {cursor.tag for cursor in fresh if cursor.writer != self.writer}
         if tags and not tags.issubset(self._seen_tags):
             self._read_counter()
             if not tags.issubset(self._seen_tags):
-                # Where this storage must not write, its knowledge may be ahead of others'.
+                # A storage that may not write cannot change the counter; it may report a page
+                # earlier than other storages do.
                 with contextlib.suppress(OSError):
                     self._counter.advance()
 
     def next_sequence(self, namespace: str) -> int:
-        """The number of this writer's next event in a namespace."""
+        """The number of this writer's next event in a namespace; `lock` is held."""
         announced = self._announced.get(namespace)
         return (announced.sequence if announced else 0) + len(self._queued.get(namespace, ())) + 1
 
     def queue(self, namespace: str, events: Sequence[Event], on_announced: Callable[[], None] | None = None) -> None:
-        """Announce events with the next `announce`; what they tell of has happened.
+        """Add events to the next announcement; the changes that they describe have been made.
 
         Args:
-            show: called when everyone has been told, to let this storage's own threads find it too.
+            on_announced: called after the announcement; it makes the change visible in this
+                process.
         """
         with self.lock:
+            # Events of several threads are announced together: one rename and one counter value for
+            # all.
             self._queued.setdefault(namespace, []).extend(events)
             if on_announced is not None:
                 self._on_announced.append(on_announced)
 
     def announce(self, *, always_advance: bool = False) -> None:
-        """Tell everyone of the queued events.
+        """Announce the queued events.
 
         Args:
-            insist: make sure too that everyone knows what this storage knows. It may have seen the marker of another whose
-                stamp is still to come.
+            always_advance: change the counter even if no event is queued. This storage may have
+                read the cursor of a writer that has not changed the counter yet.
 
         Raises:
-            OSError: they stay queued; others may not know of them.
+            OSError: the events stay queued for the next announcement; readers may miss them until
+                then.
         """
         with self._announcing:
             with self.lock:
                 self._advance_due |= always_advance
                 self._announce()
-                shown, self._on_announced = self._on_announced, []
-            # Without `lock`: they take that of their shelf, which comes before it.
+                shown = self._on_announced
+                self._on_announced = []
+            # Without `lock`: the callbacks take the lock of their bundle set, which comes before
+            # it.
             for on_announced in shown:
                 on_announced()
 
@@ -262,38 +296,45 @@ class ChangeFeed:
         value = random_value()
         for namespace in list(self._queued):
             before = self._announced.get(namespace)
+            # The tag is in the name before the counter has the value: whoever finds the name can
+            # tell whether the counter was changed after it.
             after = (before or WriterCursor(namespace, self.writer, 0, ())).after(self._queued[namespace], counter_tag(value))
+            # The log comes first. After the rename a reader may ask it for the events that the name
+            # dropped.
             unlogged = self._log(after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]])
             self._move(before, after)
             self._announced[namespace], self._unlogged[namespace] = after, unlogged
             del self._queued[namespace]
             self._advance_due = True
         if self._advance_due:
+            # Last: a reader that sees the new value finds the cursors in place.
             self._counter.advance(value)
             self._advance_due = False
 
     def _log(self, after: WriterCursor, events: list[Event]) -> list[Event]:
-        """Write events to the log before a marker drops them.
+        """Append events to the log before the cursor drops them.
 
         Args:
-            events: the last ones, up to the marker's.
+            events: the last ones, up to the cursor's.
 
         Returns:
-            Those that are still to be written.
+            The events that are still to be logged.
         """
         first = after.sequence - len(events) + 1
+        # The name still holds all events that are not in the log; one append for some five events
+        # is enough.
         if after.sequence - len(after.events) < first:
             return events
         # An announcement that failed is made again, and has been logged.
         fresh = max(first, self._logged.get(after.namespace, 0) + 1)
         if fresh <= after.sequence:
-            # A log with a gap makes readers list, as if there were none: nothing fails for it.
+            # Errors are ignored: a reader that finds a gap in the log lists the bundles instead.
             self.logs.append(after.namespace, self.writer, fresh, events[fresh - first :])
             self._logged[after.namespace] = after.sequence
         return []
 
     def retired(self, namespace: str) -> dict[str, WriterCursor]:
-        """By writer, the last markers of writers that have been collected as forgotten.
+        """The last cursors of idle writers that were retired, by writer.
 
         Raises:
             OSError: they could not be listed.
@@ -303,20 +344,23 @@ class ChangeFeed:
         return {cursor.writer: cursor for cursor in sorted(filter(None, cursors), key=lambda cursor: cursor.sequence)}
 
     def collect_retired(self, namespace: str, needed: Container[str]) -> None:
-        """Remove the retired markers of writers that are not needed: they have no bundle left."""
+        """Remove the retired cursors of writers that have no bundle left."""
         for writer, cursor in self.retired(namespace).items():
             if writer not in needed:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{self._paths.retired}/{cursor}")
 
     def retire_idle_cursors(self, clock: ServerClock) -> None:
-        """Retire the markers of writers that have long said nothing, if there are many: each costs every listing something.
+        """Move aside the cursors of writers that are idle for a day, if there are many cursors.
 
-        A retired marker still says that its bundles were announced. A writer that lives on makes a new one.
+        Each cursor costs every listing time. A retired one still proves that its bundles were
+        announced; its writer makes a new cursor with its next event.
         """
+        # No lock: a cursor that its writer renames meanwhile is missing under its old name, and
+        # stays.
         listed = os.listdir(self._paths.writers)
         if not any(map(is_birth, listed)):
-            # Whoever made the store was killed before it could.
+            # The process that made the store was killed before it could.
             self._paths.mark_birth()
         names = [name for name in listed if parse_cursor(name) is not None]
         if len(names) <= MANY_CURSORS:
@@ -338,7 +382,7 @@ class ChangeFeed:
         return None
 
     def _read_counter(self) -> Attributes | None:
-        """The stamp's value, its tag remembered; under `_listing`."""
+        """Read the counter's value and remember its tag; `_list_lock` is held."""
         value = self._counter_value()
         if value is not None:
             self._seen_tags.append(counter_tag(value.mtime_ns))
@@ -355,7 +399,8 @@ class ChangeFeed:
             # A listing may see a file both before and after it was renamed.
             if other is None or other.sequence < cursor.sequence:
                 writers[cursor.writer] = cursor
-        # Not by the inode alone: file servers, and local file systems too, give the number of a deleted directory again.
+        # Not by the inode alone: file servers, and local file systems too, give the number of a
+        # deleted directory again.
         births, before = frozenset(filter(is_birth, names)), self._births
         self._births = births
         same = self._known is not None and value is not None and self._known.inode == value.inode and before == births
@@ -368,7 +413,7 @@ class ChangeFeed:
             try:
                 os.rename(f"{self._paths.writers}/{before}", path)
             except FileNotFoundError:
-                pass  # Collected as forgotten, or the store was deleted; a new one says the same.
+                pass  # Retired as idle, or the store was deleted; a new one holds the same events.
             else:
                 return
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC

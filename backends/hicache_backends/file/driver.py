@@ -92,7 +92,8 @@ class FileStorage(ObjectStorage):
         )
 
     def disconnect(self) -> None:
-        store, self._store = self.store, None
+        store = self.store
+        self._store = None
         store.close()
 
     def check_health(self) -> Health:
@@ -199,7 +200,7 @@ class FileStorage(ObjectStorage):
                 raise TimeoutError("the deadline of the delete has passed")
             store.rewriter.drop_all(page_index, partial(_locations, page_index, batch.keys))
             page_index.bundle_set.force_relist()
-        store.publisher.announce(always_advance=not all(map(all, found)))
+        store.feed.announce(always_advance=not all(map(all, found)))
         return found
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -248,7 +249,7 @@ class FileStorage(ObjectStorage):
                 except OSError as error:
                     fault = detached(error)
             page_index.bundle_set.force_relist()
-        self.store.publisher.announce(always_advance=True)
+        self.store.feed.announce(always_advance=True)
         if fault is not None:
             raise fault
         return removed

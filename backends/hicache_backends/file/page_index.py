@@ -93,7 +93,9 @@ class PageIndex:
         self.ignored = 0
         """Files that are named like bundles and are none."""
         self._copies: dict[str, list[Location]] = {}
-        self._descriptors, self._thread_pool, self._parallel = descriptors, thread_pool, parallel
+        self._descriptors = descriptors
+        self._thread_pool = thread_pool
+        self._parallel = parallel
         self._unread: dict[Bundle, None] = {}
         """Bundles whose index is still to be read; until then their pages are misses."""
         self._reading = set[Bundle]()
@@ -127,7 +129,8 @@ class PageIndex:
         self.bundle_set.catch_up(snapshot, expired)
         if self._unreadable and time.monotonic() >= self._retry_at:
             with self.bundle_set.lock:
-                again, self._unreadable = self._unreadable, {}
+                again = self._unreadable
+                self._unreadable = {}
                 self._unread.update(again)
         if self._to_recheck and time.monotonic() >= self._recheck_at:
             with self.bundle_set.lock:
@@ -153,7 +156,8 @@ class PageIndex:
     def _requeue_invalid(self) -> None:
         """Try what was found to be no bundle, if it is time."""
         if self._to_recheck and time.monotonic() >= self._recheck_at:
-            again, self._to_recheck = self._to_recheck, {}
+            again = self._to_recheck
+            self._to_recheck = {}
             self._rechecks += 1
             self._unread.update(again)
 
@@ -210,14 +214,9 @@ class PageIndex:
 
     def take_touched(self) -> list[Bundle]:
         """The bundles that were used since the last call."""
-        touched, self._touched = self._touched, {}
+        touched = self._touched
+        self._touched = {}
         return [bundle for bundle in list(touched) if not bundle.gone]
-
-    def publish(self, bundles: Sequence[tuple[Bundle, BundleIndex]]) -> None:
-        """Note bundles of this storage's own, whose index need not be read; the shelf's lock is held."""
-        for bundle, index in bundles:
-            bundle.keys, bundle.envelopes = index.keys, index.envelopes
-        self.bundle_set.add([bundle for bundle, _ in bundles])
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         unread = [bundle for bundle in bundles if not bundle.keys]
@@ -328,7 +327,8 @@ class PageIndex:
         return not gone
 
     def _note_index(self, bundle: Bundle, index: BundleIndex) -> None:
-        bundle.envelopes, bundle.keys = index.envelopes, index.keys
+        bundle.envelopes = index.envelopes
+        bundle.keys = index.keys
         if bundle.invalid:
             bundle.invalid = False
             self.bundle_set.note_size(bundle, bundle.name.size)

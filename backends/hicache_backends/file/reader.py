@@ -103,9 +103,13 @@ class Reader:
         verifies: bool,
         retires_bad_sectors: bool,
     ) -> None:
-        self._descriptors, self._thread_pool, self._buffers = descriptors, thread_pool, buffers
-        self._threads, self._bytes_per_thread = threads, bytes_per_thread
-        self._direct, self._verifies = direct, verifies
+        self._descriptors = descriptors
+        self._thread_pool = thread_pool
+        self._buffers = buffers
+        self._threads = threads
+        self._bytes_per_thread = bytes_per_thread
+        self._direct = direct
+        self._verifies = verifies
         self._trusts_cache = trusts_cache and buffers is not None
         self._retires_bad_sectors = retires_bad_sectors
 

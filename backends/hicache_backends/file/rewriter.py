@@ -50,8 +50,12 @@ class Rewriter:
         *,
         syncs: bool,
     ) -> None:
-        self._feed, self._temp_files, self._descriptors, self._publisher = feed, temp_files, descriptors, publisher
-        self._damaged, self._syncs = damaged, syncs
+        self._feed = feed
+        self._temp_files = temp_files
+        self._descriptors = descriptors
+        self._publisher = publisher
+        self._damaged = damaged
+        self._syncs = syncs
 
     def drop_all(self, page_index: PageIndex, find: Callable[[], Sequence[Location]]) -> None:
         """Drop all pages that `find` finds, and tell everyone. It is asked again if someone else moves them meanwhile.
@@ -69,7 +73,7 @@ class Rewriter:
                     self.drop(page_index, bundle, keys)
                 except FileNotFoundError:
                     moved = True
-            self._publisher.announce()
+            self._feed.announce()
             if not moved:
                 return
             # What takes their place may not be announced yet, or not be there.
@@ -170,7 +174,10 @@ class DamageInspection:
     """
 
     def __init__(self, page_index: PageIndex, reader: Reader, descriptors: Descriptors, call: Call, *, verifies: bool) -> None:
-        self._catalog, self._reader, self._descriptors, self._call = page_index, reader, descriptors, call
+        self._page_index = page_index
+        self._reader = reader
+        self._descriptors = descriptors
+        self._call = call
         self._verifies = verifies
         # On a page of memory, as O_DIRECT wants it.
         self._buffer = memoryview(mmap.mmap(-1, page_index.namespace.page_bytes))
@@ -180,24 +187,24 @@ class DamageInspection:
     def damaged(self, keys: Iterable[str]) -> list[Location]:
         """The damaged copies of these pages."""
         self.conclusive = True
-        return [pid_scope for key in keys for pid_scope in self._catalog.copies(key) if self._is_damaged(key, pid_scope)]
+        return [pid_scope for key in keys for pid_scope in self._page_index.copies(key) if self._is_damaged(key, pid_scope)]
 
     def _is_damaged(self, key: str, pid_scope: Location) -> bool:
         bundle, page = pid_scope
         # The open file may be the one that lied.
         self._descriptors.forget(bundle.path)
-        read = ObjectRead(self._catalog.namespace, key, self._parts(), verifies_checksum=self._verifies, call=self._call)
+        read = ObjectRead(self._page_index.namespace, key, self._parts(), verifies_checksum=self._verifies, call=self._call)
         outcome = self._reader.read([Extent(bundle, page, [read])], self._call)
         if outcome.loaded:
             return not read.verify()
         if outcome.gone:
-            self._catalog.bundle_set.invalidate()
+            self._page_index.bundle_set.invalidate()
         self.conclusive &= read.damaged
         return read.damaged
 
     def _parts(self) -> list[memoryview]:
         parts, start = list[memoryview](), 0
-        for length in self._catalog.namespace.geometry.component_bytes:
+        for length in self._page_index.namespace.geometry.component_bytes:
             parts.append(self._buffer[start : start + length])
             start += length
         return parts

@@ -1,4 +1,9 @@
-"""Temporary files: what is being written, and what those who were killed have left."""
+"""Temporary files, which become bundles by a rename; and the clock of the file server.
+
+The name of a temporary file holds the identity of its process and the length that it may reach.
+So it reserves room before its first byte is written, and any process can remove the files of
+processes that were killed.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,13 @@ if TYPE_CHECKING:
     from hicache_backends.posix.descriptors import Descriptors
 
 TOLERANCE_NS = 2_000_000_000
-"""A smaller difference is no difference: some file systems keep whole seconds."""
+"""Smaller differences are ignored: some file systems keep whole seconds. In nanoseconds."""
 
 
 class ServerClock:
-    """This node's clock, put right by the times that the file system gives to new files.
+    """This node's clock, corrected by the times that the file system gives to new files.
+
+    All nodes of a store agree on it, whatever their own clocks say.
 
     Args:
         source: nanoseconds since 1970 by this node's clock.
@@ -38,21 +45,22 @@ class ServerClock:
         return self._source() + self._offset_ns
 
     def age_seconds(self, moment_ns: int) -> float:
-        """How long ago the file server's clock said something."""
+        """Seconds since a moment of the file server's clock."""
         return (self.now_ns() - moment_ns) / 1e9
 
     def adjust(self, ask: Callable[[], int]) -> None:
-        """Take in what the file server's clock says.
+        """Correct this node's clock by the file server's.
 
         Args:
-            ask: what it says at some moment of this call, which may take long.
+            ask: returns the server's time at some moment of this call, which may take long.
 
         Raises:
             OSError: of `ask`.
         """
         before = self._source()
         moment = ask()
-        # How long the answer was on its way is not known: no more is put right than must be wrong.
+        # The server's moment lies between the two readings of this clock. Only the difference that
+        # cannot be explained by the time of the request is corrected.
         offset = min(moment - before, max(self._offset_ns, moment - self._source()))
         self._offset_ns = offset if abs(offset) > TOLERANCE_NS else 0
 
@@ -61,8 +69,9 @@ class TempFiles:
     """The temporary files of one store. Safe for many threads.
 
     Args:
-        abandoned_seconds: a temporary file of another machine, of which nobody here can tell whether its writer lives, is
-            collected so long after its last byte was written. A writer that is slower fails to publish, and nothing worse.
+        abandoned_seconds: a temporary file of another machine, whose process cannot be checked from
+            here, is collected so long after its last write. The publication of a slower writer
+            fails, with no other effect.
     """
 
     def __init__(
@@ -76,8 +85,11 @@ class TempFiles:
         abandoned_seconds: float,
     ) -> None:
         self._clock = clock
-        self._paths, self._writer, self._asks_server = paths, writer, asks_server
-        self._descriptors, self._abandoned_seconds = descriptors, abandoned_seconds
+        self._paths = paths
+        self._writer = writer
+        self._asks_server = asks_server
+        self._descriptors = descriptors
+        self._abandoned_seconds = abandoned_seconds
         self._process = current_process()
         self._numbers = itertools.count()
 
@@ -86,11 +98,12 @@ class TempFiles:
         return TemporaryName(self._process, self._writer, next(self._numbers), size)
 
     def create(self, name: TemporaryName) -> int:
-        """Make a file; from now on its length counts as used. The descriptor is the caller's.
+        """Create a file; from now on its length counts as used. The caller closes the descriptor.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
+        # O_EXCL: a file of that name would be another writer's, since names are never used twice.
         path, flags = self._paths.temporary(name), os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             return self._descriptors.open(path, flags)
@@ -99,10 +112,10 @@ class TempFiles:
             return self._descriptors.open(path, flags)
 
     def ask_time(self) -> int:
-        """What the file server's clock says, in nanoseconds since 1970: it gives new files their times.
+        """Read the file server's clock, in nanoseconds since 1970, from the times of a new file.
 
         Raises:
-            OSError: no file can be made.
+            OSError: no file can be created.
         """
         name = self.name(0)
         descriptor = self.create(name)
@@ -113,15 +126,17 @@ class TempFiles:
             self.discard(name)
 
     def discard(self, name: TemporaryName) -> None:
-        """Remove a file that will not be published; what cannot be removed now is collected later."""
+        """Remove a file that will not be published; one that cannot be removed now is collected
+        later."""
         with contextlib.suppress(OSError):
             os.unlink(self._paths.temporary(name))
 
     def collect(self) -> tuple[int, int]:
-        """Remove what killed writers have left.
+        """Remove the files of processes that were killed.
 
         Returns:
-            Bytes that the files of the living take or may come to take, and how many files have been removed.
+            Bytes that the remaining files take or may come to take, and the number of files
+            removed.
 
         Raises:
             OSError: the files could not be listed.
@@ -134,16 +149,21 @@ class TempFiles:
             if self._is_leftover(name) and self._remove(name):
                 collected += 1
             else:
+                # The length in the name, not that of the file: its writer has been promised the
+                # rest.
                 reserved += name.size
         return reserved, collected
 
     def _is_leftover(self, name: TemporaryName) -> bool:
+        # This process may have several storages open; the files of each count as in use.
         if name.process == self._process:
             return False
         dead = has_exited(name.process)
         if dead is not None:
             return dead
         try:
+            # The process cannot be checked from this machine, so the age decides. The server gives
+            # the mtime, and its clock is asked for the age.
             written = os.stat(self._paths.temporary(name)).st_mtime_ns
             return self._clock.age_seconds(written) > self._abandoned_seconds
         except OSError:

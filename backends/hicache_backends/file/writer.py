@@ -77,12 +77,16 @@ class Writer:
     """
 
     def __init__(
-        self, pending_bundles: TempFiles, clock: ServerClock, *, preallocates: bool, syncs: bool, threads: int, chunk_bytes: int
+        self, temp_files: TempFiles, clock: ServerClock, *, preallocates: bool, syncs: bool, threads: int, chunk_bytes: int
     ) -> None:
-        self._temp_files, self._clock = pending_bundles, clock
-        self._preallocates, self._syncs, self._threads = preallocates, syncs, threads
+        self._temp_files = temp_files
+        self._clock = clock
+        self._preallocates = preallocates
+        self._syncs = syncs
+        self._threads = threads
         self._chunk_bytes = chunk_bytes
-        self._lock, self._last_timestamp = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._last_timestamp = 0
 
     def plan(self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[PendingBundle]:
         """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
@@ -135,7 +139,8 @@ class Writer:
                 moment = pending.created_us * 1_000 + pending.rank
                 os.utime(pending.descriptor, ns=(moment, moment))
         except OSError as error:
-            pending.fault, pending.index = detached(error), None
+            pending.fault = detached(error)
+            pending.index = None
         finally:
             self._close(pending)
         if pending.index is None:
@@ -162,7 +167,8 @@ class Writer:
             pending.fault = detached(error)
             os.ftruncate(pending.descriptor, 0)
             return len(pending.writes) < 2
-        pending.index, pending.checksum = index, tail_checksum(tail)
+        pending.index = index
+        pending.checksum = tail_checksum(tail)
         return True
 
     def _write_pages(self, pending: PendingBundle, call: Call) -> int:
@@ -194,12 +200,14 @@ class Writer:
         return offset
 
     def _close(self, pending: PendingBundle) -> None:
-        descriptor, pending.descriptor = pending.descriptor, -1
+        descriptor = pending.descriptor
+        pending.descriptor = -1
         try:
             # On NFS and FUSE this sends what is still in memory; it must be there before anyone reads it.
             os.close(descriptor)
         except OSError as error:
-            pending.fault, pending.index = detached(error), None
+            pending.fault = detached(error)
+            pending.index = None
 
 
 def _stop_if_expired(call: Call) -> None:

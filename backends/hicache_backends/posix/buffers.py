@@ -34,7 +34,8 @@ class Buffers:
     """
 
     def __init__(self, size: int, limit: int = MAX_BUFFERS) -> None:
-        self._size, self._limit = size, limit
+        self._size = size
+        self._limit = limit
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
         self._lent: dict[int, Call] = {}

@@ -137,5 +137,6 @@ class Descriptors:
     def close(self) -> None:
         """Close all files, but those in use. They are opened again when asked for."""
         with self._lock:
-            closing, self._open = self._open, OrderedDict()
+            closing = self._open
+            self._open = OrderedDict()
         del closing

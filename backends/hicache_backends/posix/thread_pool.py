@@ -25,7 +25,8 @@ class IoThreadPool:
     """
 
     def __init__(self, count: int, name: str = "hicache-file") -> None:
-        self._count, self._name = count, name
+        self._count = count
+        self._name = name
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []

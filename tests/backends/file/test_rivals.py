@@ -200,7 +200,7 @@ def test_a_bundle_that_two_tell_of_is_on_the_shelf_once(rigs):
     (path,) = a.bundles()
     c = rigs()
     c.store.feed.queue(c.namespace, [Found(parse_bundle(path.name))])
-    c.store.publisher.announce()
+    c.store.feed.announce()
     assert b.hit(KEYS) == 3
     a.storage.clear()
     assert b.present(KEYS) == [False] * 3
