@@ -1,4 +1,8 @@
-"""Which bundles a namespace has: kept in memory, and up to date with what every writer has announced."""
+"""The bundles of a namespace, kept in memory and in step with the change feed.
+
+A bundle set applies the events that other writers have announced. Where events are missing (a log
+with a gap, a cursor that was removed, a store that was made anew) it lists the directory instead.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATOMIC_LISTING_BYTES = 32 << 10
-"""A listing of so many bytes, or less, is read in one step, which no rename interrupts; `ENTRY_BYTES` come to each name."""
+"""A listing of at most so many bytes is read in one system call, which no rename interrupts."""
 
 ENTRY_BYTES = 32
+"""Bytes of a directory entry beside its name, at most."""
 
 MAX_RELISTS = 8
-"""How often a directory is listed again because others change it meanwhile."""
+"""Limit on listing a directory again because other processes change it meanwhile."""
 
 
 def no_deadline() -> bool:
-    """The deadline of a caller without one: it has not passed."""
+    """The deadline of a caller without one: it never expires."""
     return False
 
 
 class BundleSetListener(Protocol):
-    """Who wants to know which bundles come and go.
+    """A listener for bundles that are added or removed.
 
-    Called with the shelf's lock held, so it does no I/O. A call that was interrupted is repeated, with the same bundles.
+    Called with the lock of the bundle set held, so it does no I/O. A call that was interrupted is
+    repeated with the same bundles.
     """
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None: ...
@@ -52,20 +58,20 @@ class BundleSetListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _CatchUp:
-    """What is left to do when the bundles that are new have been added."""
+    """The steps that remain after the new bundles have been added."""
 
     removed: list[BundleId]
     seen: dict[str, int]
-    """By writer, the number of the last event that is taken in."""
+    """By writer, the number of the last event that was applied."""
     invalidations: int
-    """As of the beginning: a listing that was asked for since is still to be made."""
+    """Count of invalidations at the start: a listing requested since is still to be made."""
 
 
 class BundleSet:
     """The bundles of one namespace. Safe for many threads: `lock` is held while they change.
 
-    Lookups take no lock. So a bundle that has taken another's place is on the shelf before that one leaves it: a page
-    that stays in the store all the while is found all the while.
+    Lookups take no lock. So a replacement is added before the bundle that it replaces is removed: a
+    page that stays in the store is found at any moment.
     """
 
     def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
@@ -77,21 +83,21 @@ class BundleSet:
         self._prepared: dict[BundleId, Bundle] = {}
         """Published by this storage, and not announced yet."""
         self._listed_unshared = False
-        """Since others were last made to list: then more may be known here than everyone was told of."""
+        """A listing was applied since `force_relist`: it may have shown unannounced changes."""
         self._paths = paths
         self._feed = feed
         self._asks_server = asks_server
         self._directory = paths.bundles(namespace)
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
-        """Being added: not empty only where that was interrupted."""
+        """Being added; left non-empty only by an interrupt."""
         self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
-        """Reads the indexes of new bundles, without the lock; `False` where files are gone."""
+        """Reads the indexes of new bundles, without the lock; returns `False` if files are gone."""
         self._generation = self._epoch = -1
         self._invalidations = 0
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
-        """Of writers that are retired: the number of the last event that is taken in."""
+        """By retired writer, the number of the last event that was applied."""
 
     @property
     def logs(self) -> EventLogs:
@@ -99,21 +105,22 @@ class BundleSet:
         return self._feed.logs
 
     def listen(self, listener: BundleSetListener) -> None:
-        """Tell a listener of all bundles, those that are there first."""
+        """Register a listener, and report the present bundles to it."""
         with self.lock:
             self._listeners.append(listener)
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
-        """Whether there is nothing to catch up with."""
+        """Return whether every event of a snapshot has been applied."""
         return self._generation >= snapshot.generation
 
     def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
-        """Take in what has been announced.
+        """Apply the events that have been announced.
 
         Args:
-            expired: whether the caller's deadline has passed: then indexes are left for the next call to read.
+            expired: returns whether the caller's deadline has passed: then indexes are left for the
+                next call to read.
 
         Raises:
             OSError: the bundles could not be listed.
@@ -125,8 +132,12 @@ class BundleSet:
             unannounced = self._catch_up(snapshot, announced, expired, last=attempt == MAX_RELISTS)
             if not unannounced:
                 return
-            # What is found here must be found by everybody who asks from now on. Mostly its writer is about to tell.
+            # A page reported here must be found by every later caller. In most cases the writer is
+            # about to announce it: wait for one more listing.
             late = unannounced & waited
+            # A bundle found by two listings in turn: its writer was probably killed between the
+            # rename and the announcement. This storage is about to report its pages, so it
+            # announces the bundle itself.
             if late:
                 self._announce_found([Found(name) for name in late])
                 announced |= late
@@ -136,14 +147,15 @@ class BundleSet:
     def _catch_up(
         self, snapshot: FeedSnapshot, announced: set[BundleName], expired: Callable[[], bool], *, last: bool
     ) -> set[BundleName]:
-        """Take in what has been announced, or, where that is not enough, what is there.
+        """Apply the announced events, or, where some are missing, a listing of the directory.
 
         Args:
-            told: bundles that everybody has been told of by now.
-            last: take in all that is there, told or not.
+            announced: bundles that were unannounced before and that this call has announced.
+            last: apply the listing even if some of its bundles are unannounced.
 
         Returns:
-            Bundles that are there and that nobody has been told of, but for those in `told`: nothing was taken in then.
+            Bundles that are in place and unannounced, apart from those in `announced`; nothing was
+            applied then.
         """
         for attempt in range(MAX_RELISTS + 1):
             with self.lock:
@@ -152,13 +164,15 @@ class BundleSet:
                 plan = self._begin_catch_up(snapshot, announced, last=last)
                 if not isinstance(plan, _CatchUp):
                     return plan
-            # New bundles can be found before old ones go: one that has taken another's place holds its pages.
+            # New bundles are visible before old ones are removed: a replacement holds the pages of
+            # the bundle that it replaces.
             if not self.index(expired) and attempt < MAX_RELISTS:
-                # Another may have taken the place of a file that is gone, and not be announced yet.
+                # A file that is gone may have a replacement that is not announced yet.
                 self.invalidate()
                 continue
             with self.lock:
                 self._remove(plan.removed)
+                # An invalidation during the catch-up asks for a listing that this one has not made.
                 if self._invalidations == plan.invalidations and self._generation < snapshot.generation:
                     self._seen = plan.seen
                     self._generation = snapshot.generation
@@ -167,11 +181,16 @@ class BundleSet:
         return set()
 
     def _begin_catch_up(self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool) -> _CatchUp | set[BundleName]:
-        """Add what is new and find out what is gone; or, without `last`, what nobody has been told of, and do nothing."""
+        """Add the new bundles, and find out which ones to remove.
+
+        Without `last`, unannounced bundles are returned instead, and nothing is changed.
+        """
+        # An earlier call was interrupted while it added bundles.
         if self._adding:
             self._commit_adding()
         invalidations, cursors = self._invalidations, snapshot.of(self.namespace)
         seen = {writer: cursor.sequence for writer, cursor in cursors.items()}
+        # Events build on what was known before, which a store that was made anew makes void.
         if self._epoch == snapshot.epoch:
             events = self._new_events(cursors)
             removed = None if events is None else self._apply_events(events)
@@ -184,18 +203,19 @@ class BundleSet:
         return _CatchUp(self._apply_listing(names), seen, invalidations)
 
     def invalidate(self) -> None:
-        """List the bundles the next time, to find also what nobody has announced.
+        """Make the next call list the bundles, to find also unannounced changes.
 
-        That is a bundle whose writer was killed before it could, or a file deleted by hand.
+        Such as a bundle whose writer was killed before its announcement, or a file deleted by hand.
         """
         with self.lock:
             self._generation = self._epoch = -1
             self._invalidations += 1
 
     def force_relist(self) -> None:
-        """Make everyone list with the next announcement, if this shelf may know of what nobody has told yet.
+        """Make all storages list with the next announcement.
 
-        A page that is not found here may have been removed by another who is still about to say so.
+        Only if this one may know unannounced changes: a page that is not found here may have been removed
+        by a process that has not announced it yet.
         """
         with self.lock:
             if self._listed_unshared:
@@ -203,7 +223,7 @@ class BundleSet:
                 self._feed.queue(self.namespace, [Unlisted()])
 
     def prepare_add(self, bundle: Bundle) -> None:
-        """Note a bundle that is there and that `commit_add` will add, unless it has been removed until then."""
+        """Note a bundle that is in place and that `commit_add` will add after its announcement."""
         with self.lock:
             self._prepared[bundle.id] = bundle
 
@@ -215,13 +235,16 @@ class BundleSet:
                 self.add([bundle])
 
     def add(self, bundles: Iterable[Bundle]) -> None:
-        """Note bundles that were published."""
+        """Add bundles that are in place."""
         with self.lock:
             self._adding.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
             self._commit_adding()
 
     def _commit_adding(self) -> None:
-        """Let everyone know of the arriving bundles. Where that is interrupted, at any point, it is done again."""
+        """Report the bundles being added to the listeners, and store them.
+
+        A call that was interrupted, at any point, is repeated by the next one.
+        """
         if not self._adding:
             return
         bundles = list(self._adding.values())
@@ -229,20 +252,20 @@ class BundleSet:
             listener.bundles_added(bundles)
         used = self.used + sum([bundle.size for bundle in bundles])
         self.bundles.update(self._adding)
-        # Together: nothing is interrupted between two assignments.
+        # In one statement, so that no interrupt comes between the two assignments.
         self.used, self._adding = used, {}
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
-        """Note bundles whose files are gone."""
+        """Remove bundles whose files are gone."""
         self._remove({bundle.id for bundle in bundles})
 
     def _remove(self, ids: Iterable[BundleId]) -> None:
         with self.lock:
             known = list[Bundle]()
             for id in ids:
-                # Somebody has found it by listing, and removed it before its writer could tell of it.
-                if (expected := self._prepared.get(id)) is not None:
-                    expected.gone = True
+                # Another storage has found it by listing, and removed it before its announcement.
+                if (prepared := self._prepared.get(id)) is not None:
+                    prepared.gone = True
                 if (bundle := self.bundles.pop(id, None)) is not None:
                     bundle.gone = True
                     self.used -= bundle.size
@@ -252,14 +275,17 @@ class BundleSet:
                     listener.bundles_removed(known)
 
     def note_size(self, bundle: Bundle, size: int) -> None:
-        """Correct the length of a file whose name claims another one: capacity counts what is there."""
+        """Correct the length of a bundle whose file differs from its name.
+
+        The capacity counts the bytes of the file.
+        """
         with self.lock:
             if self.bundles.get(bundle.id) is bundle:
                 self.used += size - bundle.size
             bundle.size = size
 
     def collect_logs(self, snapshot: FeedSnapshot) -> None:
-        """Remove event logs and retired markers that tell of no bundle that is there; they are no more than a cache."""
+        """Remove event logs and retired cursors of bundles that are gone; they are only a cache."""
         with self.lock:
             if self._generation < 0:
                 return
@@ -270,12 +296,15 @@ class BundleSet:
             self._feed.collect_retired(self.namespace, {id.writer for id in needed})
 
     def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
-        """A bundle of that name, not yet on the shelf."""
+        """A new `Bundle` of that name, not yet in the set."""
         keys, envelopes = ([], b"") if index is None else (index.keys, index.envelopes)
         return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
 
     def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
-        """What is new; None where that cannot be told, because a writer's log has a gap or its marker has disappeared."""
+        """The events that are new here; None if some are unknown.
+
+        That is where a log has a gap, or a cursor has disappeared.
+        """
         events = list[Event]()
         missing = [writer for writer in self._seen if writer not in cursors and writer != self._feed.writer]
         if missing:
@@ -283,13 +312,13 @@ class BundleSet:
             if not all(writer in retired and self._add_missed(retired[writer], events) for writer in missing):
                 return None
             self._retired.update({writer: retired[writer].sequence for writer in missing})
-        # What this storage itself has done is on the shelf already.
+        # This storage's own changes are in the set already.
         if all(self._add_missed(cursor, events) for writer, cursor in cursors.items() if writer != self._feed.writer):
             return events
         return None
 
     def _add_missed(self, cursor: WriterCursor, events: list[Event]) -> bool:
-        """Gather the events of a writer that are new here; whether they are all known."""
+        """Append the new events of one writer; return `False` if some are unknown."""
         seen = self._seen.get(cursor.writer, self._retired.get(cursor.writer, 0))
         missed = cursor.since(seen)
         if missed is None:
@@ -302,8 +331,13 @@ class BundleSet:
         return True
 
     def _apply_events(self, events: Sequence[Event]) -> list[BundleId] | None:
-        """Add what is new, and tell what is gone; None, and nothing is done, where that takes a listing."""
-        # By all writers together: one's bundle may have been removed by another, whose marker came first.
+        """Add the new bundles of some events, and return the removed ones.
+
+        Returns:
+            None, and nothing is changed, if the events require a listing.
+        """
+        # Removals of all writers first: a bundle of one writer may have been removed by another,
+        # whose cursor was read first.
         removed = {event.bundle for event in events if isinstance(event, Removed)}
         added = list[Bundle]()
         for event in events:
@@ -318,7 +352,7 @@ class BundleSet:
         return list(removed)
 
     def _list_bundles(self) -> dict[BundleId, BundleName]:
-        """The bundles that are there; those that have been replaced, and not yet removed, are removed now."""
+        """List the bundles that are in place, and remove void ones."""
         names, claimed = dict[BundleId, BundleName](), list[BundleName]()
         for name in bundles_among(self._stable_listing(self._directory)):
             id = name.id
@@ -327,6 +361,7 @@ class BundleSet:
                 names[id] = self._resolve_duplicate(id, other, name)
             if name.claim is not None:
                 claimed.append(name)
+        # After all names are known: a replacement may be listed after the bundle that it replaces.
         for name in claimed:
             if name.claim is not None and name.claim.replacement in names:
                 with contextlib.suppress(OSError):
@@ -336,12 +371,12 @@ class BundleSet:
         return names
 
     def _resolve_duplicate(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
-        """The one that a number stands for, of two names in a listing."""
+        """Choose one of two names in a listing that have the same number."""
         if one.plain == other.plain:
-            # Listed before and after it was claimed, or before and after it was not any more.
+            # Listed twice: before and after a claim, or before and after its end.
             return other
-        # Two files under one number, which nothing that works right makes: all storages take the same one. A file that
-        # has not the length of its name is no bundle.
+        # Two files with one number, which only a fault can produce: all storages choose the same
+        # one. A file whose length differs from its name is not a bundle.
         whole = [name for name in (one, other) if self._has_its_size(name)]
         if len(whole) == 1:
             return whole[0]
@@ -358,11 +393,13 @@ class BundleSet:
             return False
 
     def _stable_listing(self, directory: str) -> list[str]:
-        """The names in a directory.
+        """The names in a directory, from a listing that no rename has passed.
 
-        A long listing takes several steps, between which a bundle that was not listed yet may move to a name that would
-        have been. So it is listed until nothing has disappeared since the time before. A bundle that moves twice, each time
-        past a listing, is missed until who moves it tells of it: then everybody looks again.
+        A long listing takes several steps. A bundle that is renamed between two of them, from a
+        name not listed yet to one that has been passed, would be missing. So the directory is
+        listed until no name has disappeared since the time before. A bundle that is renamed twice,
+        each time past a listing, is missing until the process that renames it announces the change:
+        then all storages list again.
         """
         names = list_directory(directory, asks_server=self._asks_server)
         for _ in range(MAX_RELISTS):
@@ -374,7 +411,9 @@ class BundleSet:
         return names
 
     def _unannounced(self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]) -> set[BundleName]:
-        """Bundles that are new here, and later than all that their writers have announced."""
+        """Bundles that are new here, with numbers above those that their writers have announced."""
+        # A writer announces its events in the order of their numbers, so the last number covers all
+        # before.
         announced = {writer: cursor.sequence for writer, cursor in cursors.items()}
         fresh = [name for id, name in names.items() if announced.get(id[0], 0) < id[1] and id not in self.bundles]
         if not fresh:
@@ -385,24 +424,26 @@ class BundleSet:
     def _announce_found(self, events: Sequence[Event]) -> None:
         try:
             if self._feed.syncs:
-                # Its writer may not have come so far: what is promised here must survive a loss of power too.
+                # Its writer may not have synced it yet: a page reported here must survive a loss of
+                # power.
                 sync_directory(self._paths.bundles(self.namespace))
             self._feed.queue(self.namespace, events)
             self._feed.announce()
         except OSError as error:
-            logger.debug("cannot tell others what was found in namespace %s: %s", self.namespace, error)
+            logger.debug("cannot announce bundles found by listing in namespace %s: %s", self.namespace, error)
 
     def _apply_listing(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
-        """Add the bundles that are there, and tell which are not any more."""
+        """Add the bundles of a listing, and return those that are not in it."""
         for id in names.keys() & self.bundles.keys():
             known, name = self.bundles[id], names[id]
             if known.name == name:
                 continue
             if known.name.plain == name.plain:
-                # It is being replaced, or whoever wanted to has been killed.
+                # It has been claimed, or its claim was undone.
                 known.name = name
             else:
-                # Another file's, whose bytes are never read as the known bundle's: that one is gone.
+                # A different file, whose bytes must never be read as the known bundle's: that one
+                # is gone.
                 self._remove([id])
         gone = [id for id in (*self.bundles, *self._prepared) if id not in names]
         self.add([self.bundle(name) for id, name in names.items() if id not in self.bundles])
@@ -410,7 +451,7 @@ class BundleSet:
 
 
 class BundleSets:
-    """The shelves of a store by namespace, made when first asked for."""
+    """The bundle sets of a store by namespace, created when first asked for."""
 
     def __init__(self, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
         self._paths = paths

@@ -1,8 +1,10 @@
-"""Keeps a store below its capacity: all namespaces, all processes, temporary files included (rule EV-1).
+"""Capacity: keeps a store below its limit by LRU eviction (rule EV-1).
 
-What is used is never counted up and down in a file, so it cannot drift: it is the sum of the lengths in the names of
-all bundles and temporary files. A writer makes its temporary file first, with its full length in the name, and looks at
-the sum then. Of several who write at a time, the last to look sees all others; so no more is ever written than fits.
+The limit covers all namespaces, all processes and the temporary files. Used bytes are not kept in
+a file, where a count could drift: they are the sum of the lengths in the names of all bundles and
+temporary files. A writer creates its temporary file first, with its full length in the name, and
+computes the sum then. When several processes write at once, the last one to compute it sees every
+reservation, so the capacity is never exceeded.
 """
 
 from __future__ import annotations
@@ -32,22 +34,23 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Namespace
 
 STAT_SECONDS = 1.0
-"""A file's mtime is not asked for again sooner."""
+"""Seconds before a file's mtime is read again."""
 
 MANY_GONE = 1024
-"""Fewer bundles that are gone are not worth going through all of them."""
+"""Entries of removed bundles that are tolerated in the queue."""
 
 _Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
 class EvictionQueue:
-    """Bundles of all namespaces by their recency. Not thread-safe.
+    """Bundles of all namespaces in LRU order. Not thread-safe.
 
-    Recency only grows, by uses in this process and by mtimes that others have set, so that an entry that has become
-    stale is found when it is taken out, and goes back to its new place: one `stat` for each victim, not for each bundle.
+    The recency of a bundle only grows, by uses in this process and by mtimes that other processes
+    have set. So an entry that has become stale is found when it is popped, and goes back to its new
+    place: one `stat` for each victim, not for each bundle.
 
-    A time that lies ahead of the file server's clock comes from a node whose clock was wrong. It is not believed, or what
-    that node wrote would outlive everything.
+    An mtime ahead of the file server's clock comes from a node whose clock was wrong. It is
+    ignored; otherwise the bundles of that node would never be evicted.
 
     Args:
         clock: the file server's.
@@ -61,19 +64,19 @@ class EvictionQueue:
         """How many have been removed since such were last looked for."""
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
-        """Called by shelves, from any thread."""
+        """Called by bundle sets, from any thread."""
         latest = self._clock.now_ns()
         for bundle in bundles:
             bundle.modified = min(bundle.modified, latest)
         self._added.extend(bundles)
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
-        """Called by shelves, from any thread; a bundle that is gone is noticed when its turn comes."""
-        # Of several threads one may get lost, which delays what is done about it.
+        """Called by bundle sets, from any thread; `pop` skips removed bundles."""
+        # Not atomic: a lost update only delays the clean-up.
         self._gone += len(bundles)
 
     def drop_removed(self) -> None:
-        """Let go of bundles that are gone, where there are many: their turn may never come."""
+        """Drop the entries of removed bundles, if there are many: `pop` may never reach them."""
         self._take_added()
         if self._gone > max(MANY_GONE, len(self._heap) // 2):
             self._gone = 0
@@ -99,7 +102,7 @@ class EvictionQueue:
         return None
 
     def put_back(self, bundle: Bundle) -> None:
-        """A victim that could not be removed."""
+        """Return a victim that could not be removed."""
         heapq.heappush(self._heap, _entry(bundle))
 
     def _take_added(self) -> None:
@@ -117,15 +120,16 @@ class EvictionQueue:
         try:
             modified = os.stat(bundle.path).st_mtime_ns
         except OSError:
-            # Gone, perhaps: whoever tries to remove it will see.
+            # Perhaps it is gone; the attempt to remove it will tell.
             return
         if modified <= self._clock.now_ns() + TOLERANCE_NS:
             bundle.modified = max(bundle.modified, modified)
 
 
 def _entry(bundle: Bundle) -> _Entry:
-    # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a tail rather than a head.
-    # What comes back after it seemed to be gone is there twice: which of the two comes first does not matter.
+    # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a
+    # tail rather than a head. A bundle that was removed and added again has two entries, whose
+    # order does not matter.
     return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, id(bundle), bundle
 
 
@@ -133,21 +137,24 @@ logger = logging.getLogger(__name__)
 
 RELIST_SECONDS = 60.0
 RELIST_SHARE = 50
-"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a writer that is killed
-right after publishing leaves a bundle that nobody has been told of."""
+"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a
+writer that is killed right after publishing leaves a bundle that is not announced."""
 
 SMALL_STORE_BUNDLES = 64
-"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its loss does not matter."""
+"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its
+loss does not matter."""
 
 MAX_RACES = 8
-"""So many times the bundles are listed again when others have been faster; then a bundle that they took is believed gone."""
+"""So many times the bundles are listed again when others have been faster; then a bundle that they
+took counts as removed."""
 
 SHRINK_SHARE = 8
-"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for each."""
+"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for
+each."""
 
 
 class Capacity:
-    """Makes room for what is about to be written. Safe for many threads; one makes room at a time."""
+    """Makes room for pending bundles. Safe for many threads; one at a time makes room."""
 
     def __init__(
         self,
@@ -177,10 +184,13 @@ class Capacity:
         bundle_sets.made = lambda bundle_set: bundle_set.listen(self._queue)
 
     def used(self, expired: Callable[[], bool] = no_deadline) -> int:
-        """Bytes in the store: bundles, and what the living have reserved. Collects what the dead have left.
+        """Bytes in the store: bundles, and the reservations of living processes.
+
+        Files that killed processes have left are collected.
 
         Args:
-            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
+            expired: returns whether the caller's deadline has passed; indexes of new bundles are
+                read until then.
 
         Raises:
             OSError: the store could not be listed.
@@ -189,12 +199,14 @@ class Capacity:
         reserved, collected = self._temp_files.collect()
         for namespace in snapshot.cursors:
             self._bundle_sets.get(namespace)
-        # Whoever was killed while writing may also have published without telling.
+        # A process that was killed while writing may also have published without an announcement.
         if collected:
             self._relist_at = 0.0
         started = time.monotonic()
         listing = started >= self._relist_at
         if listing:
+            # Also namespaces that no cursor names: their writers were killed before their first
+            # announcement.
             for namespace in self._paths.namespaces():
                 self._bundle_sets.get(namespace).invalidate()
         for bundle_set in self._bundle_sets.all():
@@ -205,18 +217,20 @@ class Capacity:
         return reserved + sum(bundle_set.used for bundle_set in self._bundle_sets.all())
 
     def make_room(self, expired: Callable[[], bool] = no_deadline) -> int:
-        """Evict until what is used, reservations included, fits.
+        """Evict until the used bytes, reservations included, are within the limit.
 
         Args:
-            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
+            expired: returns whether the caller's deadline has passed; indexes of new bundles are
+                read until then.
 
         Returns:
-            Bytes that are still too many, because nothing is left to evict.
+            Bytes above the limit that remain, because nothing is left to evict.
 
         Raises:
             OSError: the store could not be listed.
         """
         with self._lock:
+            # One thread of this process at a time: two would evict for the same bytes.
             excess, races = self.used(expired) - self.limit, 0
             tried = list[Bundle]()
             try:
@@ -232,13 +246,14 @@ class Capacity:
                         excess -= victim.size
             finally:
                 for bundle in tried:
+                    # A victim that could not be removed is tried again by the next call.
                     if not bundle.gone:
                         self._queue.put_back(bundle)
             return max(0, excess)
 
     def drop_removed(self) -> None:
-        """Let go of the bundles that others have removed; a process that writes nothing never looks for a victim."""
-        # Who makes room holds the lock during I/O. The next time will do.
+        """Drop queue entries of removed bundles, in a process that never evicts."""
+        # `make_room` holds the lock during I/O. The next flush will try again.
         if self._lock.acquire(blocking=False):
             try:
                 self._queue.drop_removed()
@@ -249,11 +264,13 @@ class Capacity:
         """Remove a bundle, or its last pages if these are enough.
 
         Returns:
-            How many bytes that has freed; None where somebody else has removed it, or is replacing it: a listing tells.
+            The bytes freed; None if another process has removed the bundle or is replacing it,
+            which a listing shows.
         """
         bundle_set = self._bundle_sets.get(victim.namespace)
         if victim.name.claim is not None and not self._publisher.is_unclaimed(victim):
-            # Being replaced, or about to be when its claimant was killed; others go instead.
+            # Another process is replacing it, or was killed while it did; other bundles are evicted
+            # instead.
             return 0
         try:
             freed = self._shrink(victim, excess)
@@ -288,9 +305,12 @@ class Capacity:
         ):
             return 0
         pages, bundle_bytes = len(victim.keys), page_index.format.bundle_bytes
+        # The last pages go: a chain without its tail is a shorter hit, one without its head is none
+        # (EV-3).
         dropped = -(-pages // SHRINK_SHARE)
         while dropped < pages and size - bundle_bytes(victim.keys[:-dropped]) < excess:
             dropped += 1
+        # To copy a quarter of a bundle is not worth the I/O.
         if dropped * 4 > pages * 3:
             return 0
         self._rewriter.drop(page_index, victim, frozenset(victim.keys[-dropped:]))

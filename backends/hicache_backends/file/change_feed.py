@@ -37,17 +37,28 @@ if TYPE_CHECKING:
     from hicache_backends.file.temp_files import ServerClock
     from hicache_backends.posix.statx import Attributes
 
+MANY_CURSORS = 128
+"""Cursors of idle writers are retired only above so many."""
+
+IDLE_WRITER_SECONDS = 24 * 3600.0
+"""Seconds without an event after which a writer counts as idle."""
+
+MAX_SEEN_TAGS = 64
+"""Tags of counter values that are remembered."""
+
+NO_CURSORS: Mapping[str, WriterCursor] = {}
+
 REVALIDATION_SECONDS = 2.0
 """How long a file system that was mounted over the old one can go unnoticed, in seconds."""
 
 
 class ChangeCounter:
-    """A number that is different after every change of the store. Safe for threads and processes.
+    """A number that is different after every change of the store.
 
-    The number is the mtime of an empty directory, set to random bits. Random values need no
-    agreement between writers on the next one. The mtime that the file system itself keeps would not
-    do: two changes within one tick of its clock (4 ms on ext4, whole seconds elsewhere) leave the
-    same value, and some file systems do not keep it at all.
+    Safe for many threads and processes. The number is the mtime of an empty directory, set to
+    random bits. Random values need no agreement between writers on the next one. The mtime that the
+    file system itself keeps would not do: two changes within one tick of its clock (4 ms on ext4,
+    whole seconds elsewhere) leave the same value, and some file systems do not keep it at all.
 
     Args:
         path: the directory; it exists when the counter is read.
@@ -141,14 +152,6 @@ def random_value() -> int:
 def counter_tag(value: int) -> int:
     """24 bits of a counter value that every file system keeps; never 0."""
     return value // 1_000_000_000 & 0xFFFFFF | 1
-
-
-MANY_CURSORS = 128
-IDLE_WRITER_SECONDS = 24 * 3600.0
-
-MAX_SEEN_TAGS = 64
-
-NO_CURSORS: Mapping[str, WriterCursor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +288,12 @@ class ChangeFeed:
             with self.lock:
                 self._advance_due |= always_advance
                 self._announce()
-                shown = self._on_announced
+                callbacks = self._on_announced
                 self._on_announced = []
             # Without `lock`: the callbacks take the lock of their bundle set, which comes before
             # it.
-            for on_announced in shown:
-                on_announced()
+            for callback in callbacks:
+                callback()
 
     def _announce(self) -> None:
         value = random_value()

@@ -1,4 +1,4 @@
-"""The file driver: pages in bundles below a directory that any number of processes and nodes share."""
+"""The file driver: pages in bundles below a shared directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 12
-"""A bundle that is rewritten while a call uses it is looked up again; others may rewrite it as often as there are of them."""
+"""Limit on looking up a bundle again that is rewritten while a call uses it.
+
+Every other process may rewrite it once.
+"""
 
 MAX_CLEAR_ATTEMPTS = 8
 
@@ -35,8 +38,9 @@ MAX_CLEAR_ATTEMPTS = 8
 class FileStorage(ObjectStorage):
     """Stores pages as files.
 
-    What a set has answered `True` for is seen by the next call of any storage on the same directory, in any process or
-    node, and survives the death of all of them. Several storages may read, write, evict and delete at the same time.
+    Pages for which a set has answered `True` are found by the next call of any storage on the same
+    directory, in any process or node, and survive the death of all of them. Several storages may
+    read, write, evict and delete at the same time.
     """
 
     caches_lookups = True
@@ -52,7 +56,7 @@ class FileStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 evicts=config.capacity is not None,
-                # What a read does while nobody knows yet where the path leads: it is guarded, and waited for.
+                # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
                 stuck_reads=StuckReads.WAITS if config.stuck_reads == "waits" else StuckReads.BUFFERED,
             ),
             verifies_checksums=config.verify_checksums,
@@ -84,7 +88,7 @@ class FileStorage(ObjectStorage):
 
     def connect(self) -> None:
         self._store = Store(self._config, self._count_evicted, self._count_damaged)
-        # Known only now: a path says nothing about where it leads.
+        # Known only now: the path alone does not tell the file system.
         self._capabilities = replace(
             self._capabilities,
             may_hang=self._store.may_hang,
@@ -137,7 +141,7 @@ class FileStorage(ObjectStorage):
         for _ in range(MAX_ATTEMPTS):
             if not outcome.gone:
                 break
-            # Rewritten by someone else just now, or evicted; after catching up it is known where they are, if anywhere.
+            # Rewritten or evicted by another process; a listing finds them if they still exist.
             store.invalidate([run.bundle for run in outcome.gone])
             page_indexes = store.page_indexes(namespaces, call.expired)
             again = {read for run in outcome.gone for read in run.reads}
@@ -172,7 +176,7 @@ class FileStorage(ObjectStorage):
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         store = self.store
-        # The SDK has just looked up the pages; a copy that someone has published since does no harm.
+        # The SDK has just looked up the pages; a second copy published since does no harm.
         page_indexes = store.known_page_indexes([batch.namespace for batch in batches])
         pending_bundles = self._plan_writes(batches, page_indexes, call)
         store.thread_pool.run([partial(store.writer.write, pending, call) for pending in pending_bundles])
@@ -208,7 +212,7 @@ class FileStorage(ObjectStorage):
         for _ in range(MAX_CLEAR_ATTEMPTS):
             for namespace in namespaces:
                 store.bundle_sets.get(namespace.name).invalidate()
-            # Whole bundles go: nobody needs to know what is in them.
+            # Whole bundles are removed, so no index needs to be read.
             if self._clear_listed(store.page_indexes(namespaces, expired=lambda: True), call):
                 return
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
@@ -224,27 +228,31 @@ class FileStorage(ObjectStorage):
             )
             store.rewriter.drop_all(page_index, partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)))
             conclusive &= inspection.conclusive
-        # Where some copy may still be damaged, the SDK hides the page until the next set has written it anew.
+        # Where some copy may still be damaged, the SDK hides the page until the next set has
+        # written it anew.
         return conclusive
 
     def _clear_listed(self, page_indexes: Sequence[PageIndex], call: Call) -> bool:
-        """Remove all bundles that are known; `False` where another may have taken one's place meanwhile.
+        """Remove all bundles that are known.
+
+        Returns:
+            `False` if another process may have replaced one meanwhile.
 
         Raises:
-            OSError: some are still there; `TimeoutError` where the caller waits no longer.
+            OSError: some are still there; `TimeoutError` if the deadline has passed.
         """
         fault: OSError | None = None
         removed = True
         for page_index in page_indexes:
             for bundle in list(page_index.bundle_set.bundles.values()):
                 if call.expired():
-                    # The caller has been told that the clear did not end, and may have begun to store pages anew.
+                    # The caller has been answered, and may have begun to store pages anew.
                     fault = TimeoutError("the deadline of the clear has passed; some bundles are still there")
                     break
                 try:
                     removed &= self.store.publisher.remove(page_index.bundle_set, bundle)
                 except IsADirectoryError:
-                    # Not a file of this driver, whatever its name: no page is in it.
+                    # A directory with the name of a bundle holds no page.
                     continue
                 except OSError as error:
                     fault = detached(error)
@@ -255,7 +263,7 @@ class FileStorage(ObjectStorage):
         return removed
 
     def _plan_writes(self, batches: Sequence[WriteBatch], page_indexes: Sequence[PageIndex], call: Call) -> list[PendingBundle]:
-        """The bundles to be written, with room made for them."""
+        """Plan the bundles to be written, and make room for them."""
         store, pending_bundles = self.store, list[PendingBundle]()
         limit = None if store.capacity is None else store.capacity.limit
         for batch, page_index in zip(batches, page_indexes, strict=True):
@@ -272,7 +280,7 @@ class FileStorage(ObjectStorage):
         try:
             excess = store.capacity.make_room(call.expired)
         except BaseException:
-            # Whatever it is: their room is taken, and their files are open.
+            # Any error: the bundles hold reservations and open files.
             for pending in pending_bundles:
                 store.writer.discard(pending)
             raise
@@ -306,11 +314,11 @@ def _extents(page_indexes: Sequence[PageIndex], reads: Sequence[Sequence[ObjectR
 
 
 def _locations(page_index: PageIndex, keys: Sequence[str]) -> list[Location]:
-    return [pid_scope for key in keys for pid_scope in page_index.copies(key)]
+    return [location for key in keys for location in page_index.copies(key)]
 
 
 def _other_locations(page_index: PageIndex, envelopes: Mapping[str, bytes]) -> list[Location]:
-    """Copies of pages that are not the ones with these envelopes."""
+    """Locations of pages whose envelopes are not these."""
     return [
         (bundle, page)
         for key, envelope in envelopes.items()

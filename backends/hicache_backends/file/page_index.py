@@ -1,4 +1,4 @@
-"""Which pages a namespace has, and where: the bundles' indexes, merged in memory."""
+"""The page index of a namespace: key -> location, from the indexes of its bundles."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""A bundle whose index could not be read, for want of a descriptor or by an I/O error, is not tried again sooner."""
+"""Seconds before an index is read again after an I/O error or for lack of a descriptor."""
 
 MAX_EARLY_RETRIES = 8
-"""But so many times it is, as soon as others of its namespace can be read or written: the fault may be gone."""
+"""Limit on retries before that, made as soon as other bundles can be read or written."""
 
 MAX_RECHECKS = 6
-"""What is no bundle is looked at again so many times, each time after twice as long: the disk may have lied."""
+"""Limit on reading an invalid bundle again, with exponential backoff: the disk may have erred."""
 
 BUNDLES_PER_TASK = 16
 
 BUNDLES_PER_STEP = 128
-"""Indexes that are read between two looks at the deadline."""
+"""Indexes that are read between two checks of the deadline."""
 
 MANY_UNREAD = 64
-"""More than these are looked for in the event logs first, which takes a directory listing."""
+"""Above so many unread bundles, the event logs are searched first: one more directory listing."""
 
 WAIT_SECONDS = 0.005
-"""How often a call looks at its deadline while another thread reads indexes."""
+"""Seconds between checks of the deadline while another thread reads indexes."""
 
 _Read = tuple["Bundle", "BundleIndex | Exception | None"]
 """A bundle and its index, or why there is none; None where the file is gone."""
@@ -60,7 +60,7 @@ Location = tuple["Bundle", int]
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """Pages that follow each other in a bundle, to be read."""
+    """Contiguous pages of one bundle, to be read."""
 
     bundle: Bundle
     page: int
@@ -69,10 +69,11 @@ class Extent:
 
 
 class PageIndex:
-    """The pages of one namespace. Safe for many threads: lookups take no lock, changes take the shelf's.
+    """The pages of one namespace. Safe for many threads.
 
-    A page that stands in several bundles is taken from the newest of them, so that a repaired copy wins over the
-    damaged one; when that goes, the next newest takes its place.
+    Lookups take no lock, changes that of the bundle set. A page that several bundles hold is taken
+    from the newest of them, so that a repaired copy hides the damaged one; when that bundle is
+    removed, the next newest takes its place.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PageIndex:
         self.format = BundleFormat(namespace.page_bytes, namespace.fingerprint)
         self.pages: dict[str, Location] = {}
         self.ignored = 0
-        """Files that are named like bundles and are none."""
+        """Number of files with the name of a bundle and other content."""
         self._copies: dict[str, list[Location]] = {}
         self._descriptors = descriptors
         self._thread_pool = thread_pool
@@ -99,14 +100,14 @@ class PageIndex:
         self._unread: dict[Bundle, None] = {}
         """Bundles whose index is still to be read; until then their pages are misses."""
         self._reading = set[Bundle]()
-        """Those of them that some thread is reading."""
+        """Unread bundles that some thread is reading."""
         self._reading_changed = threading.Condition()
         self._search_logs = False
         """Many are unread, and perhaps in the event logs."""
         self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
-        """By segment of an event log, the unread bundles that it may tell of."""
+        """By segment of an event log, the unread bundles that it may hold."""
         self._unreadable: dict[Bundle, None] = {}
-        """Bundles whose index the file system would not let us read."""
+        """Bundles whose index could not be read."""
         self._to_recheck: dict[Bundle, None] = {}
         self._recheck_at = 0.0
         self._rechecks = 0
@@ -117,11 +118,11 @@ class PageIndex:
         bundle_set.index = self.read_indexes
 
     def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
-        """Take in what others have announced.
+        """Apply the events that other storages have announced.
 
         Args:
-            expired: whether the caller's deadline has passed. Indexes that have not been read by then are read by the
-                next call; `complete` tells.
+            expired: returns whether the caller's deadline has passed. Indexes that have not been
+                read by then are read by the next call; `complete` is `False` until then.
 
         Raises:
             OSError: the bundles could not be listed.
@@ -142,19 +143,20 @@ class PageIndex:
             self.bundle_set.catch_up(snapshot, expired)
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
-        """Whether `catch_up` would do nothing."""
+        """Return whether `catch_up` would do nothing."""
         now = time.monotonic()
         retries = (self._unreadable and now >= self._retry_at) or (self._to_recheck and now >= self._recheck_at)
-        # The shelf first: what it has taken in meanwhile, in another thread, is among the unread before it is current.
+        # The bundle set first: a bundle that another thread adds is among the unread before the set
+        # is current.
         return self.bundle_set.is_current(snapshot) and self.complete and not retries
 
     @property
     def complete(self) -> bool:
-        """Whether all indexes have been read that can be."""
+        """Whether every readable index has been read."""
         return not self._unread
 
     def _requeue_invalid(self) -> None:
-        """Try what was found to be no bundle, if it is time."""
+        """Queue the invalid bundles to be read again, if it is time."""
         if self._to_recheck and time.monotonic() >= self._recheck_at:
             again = self._to_recheck
             self._to_recheck = {}
@@ -162,7 +164,7 @@ class PageIndex:
             self._unread.update(again)
 
     def note_success(self) -> None:
-        """The file system has just served this namespace: what it would not let us read before is worth another try."""
+        """Retry unreadable bundles at once: the file system has just served this namespace."""
         if self._unreadable and self._early_retries < MAX_EARLY_RETRIES:
             self._early_retries += 1
             self._retry_at = 0.0
@@ -170,32 +172,35 @@ class PageIndex:
             self._early_retries = 0
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether the page is there."""
+        """For each key, `True` if a bundle holds the page."""
         return list(map(self.pages.__contains__, keys))
 
     def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
-        """Where the pages are that exist, in the order of the reads: a chain that was written at a time is one run."""
+        """Find the pages that exist, as extents in the order of the reads."""
         find, extents = self.pages.get, list[Extent]()
         bundle, expected, extent = None, 0, list[ObjectRead]()
         for read in reads:
-            pid_scope = find(read.key)
-            if pid_scope is None:
+            location = find(read.key)
+            if location is None:
                 continue
-            if pid_scope[0] is not bundle or pid_scope[1] != expected:
-                bundle, expected, extent = pid_scope[0], pid_scope[1], list[ObjectRead]()
+            if location[0] is not bundle or location[1] != expected:
+                bundle, expected, extent = location[0], location[1], list[ObjectRead]()
                 extents.append(Extent(bundle, expected, extent))
             extent.append(read)
             expected += 1
         return extents
 
     def copies(self, key: str) -> list[Location]:
-        """All bundles that hold a page."""
+        """Every location of a page, the newest first."""
         with self.bundle_set.lock:
             location = self.pages.get(key)
             return [] if location is None else [location, *self._copies.get(key, ())]
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note that pages were used, the last first: the head of a chain counts as the most recently used (rule EV-3)."""
+        """Record a use of pages, the last first.
+
+        The head of a chain counts as the most recently used (rule EV-3).
+        """
         now, last, find = self._clock.now_ns(), None, self.pages.get
         for key in reversed(keys):
             location = find(key)
@@ -206,14 +211,14 @@ class PageIndex:
                 self._touched[last] = None
 
     def touch_bundles(self, bundles: Sequence[Bundle]) -> None:
-        """Note that bundles of one batch were written, the last first."""
+        """Record that the bundles of one batch were written, the last first."""
         now = self._clock.now_ns()
         for rank, bundle in enumerate(reversed(bundles)):
             bundle.touched = now + rank
             self._touched[bundle] = None
 
     def take_touched(self) -> list[Bundle]:
-        """The bundles that were used since the last call."""
+        """Return the bundles that were used since the last call."""
         touched = self._touched
         self._touched = {}
         return [bundle for bundle in list(touched) if not bundle.gone]
@@ -240,7 +245,7 @@ class PageIndex:
         """Read the indexes of new bundles, from the event logs or from the bundles.
 
         Returns:
-            `False` where files are gone; their bundles have been removed.
+            `False` if files are gone; their bundles have been removed.
         """
         whole = True
         while self._unread and not expired():
@@ -248,7 +253,8 @@ class PageIndex:
                 continue
             bundles = self._take_unread()
             if not bundles:
-                # Others are reading the rest. Whoever hangs in the file system keeps nobody past the deadline.
+                # Other threads read the rest. Polling, so that a thread that hangs in the file
+                # system holds no call past its deadline.
                 with self._reading_changed:
                     self._reading_changed.wait(WAIT_SECONDS)
                 continue
@@ -261,7 +267,7 @@ class PageIndex:
         return whole
 
     def _read_logged(self) -> bool:
-        """Read one segment of an event log that tells of unread bundles; whether there was one."""
+        """Read one segment of an event log for unread bundles; `False` if there is none left."""
         if self._search_logs:
             self._search_logs = False
             self._locate_in_logs()
@@ -289,7 +295,10 @@ class PageIndex:
         self._logged = logged
 
     def _take_unread(self) -> list[Bundle]:
-        """Some unread bundles that no other thread reads. They stay among the unread until they have been read."""
+        """Take some unread bundles that no other thread reads.
+
+        They stay unread until their indexes have been read.
+        """
         with self._reading_changed:
             unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
             bundles = [bundle for bundle in unread if bundle not in self._reading]
@@ -308,7 +317,7 @@ class PageIndex:
         with self.bundle_set.lock:
             for bundle, index in read:
                 if bundle.gone:
-                    pass  # Meanwhile; whoever has removed it has told us.
+                    pass  # Removed meanwhile, by an event.
                 elif index is None:
                     gone.append(bundle)
                 elif isinstance(index, BundleIndex):
@@ -319,7 +328,7 @@ class PageIndex:
                     self._unreadable[bundle] = None
                     self._retry_at = time.monotonic() + RETRY_SECONDS
                     logger.debug("cannot read %s now: %s", bundle.path, index)
-                # Only now: where this is interrupted, it is read again.
+                # Last: after an interrupt it is read again.
                 self._unread.pop(bundle, None)
             if gone:
                 self.bundle_set.remove(gone)
@@ -339,24 +348,24 @@ class PageIndex:
         if len(bundle.keys) == 1 and bundle.keys[0] not in self.pages:
             self.pages[bundle.keys[0]] = bundle, 0
             return
-        places = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
+        locations = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
         known = self.pages.keys() & bundle.keys
         if not known:
-            self.pages.update(zip(bundle.keys, places, strict=True))
+            self.pages.update(zip(bundle.keys, locations, strict=True))
             return
-        for key, pid_scope in zip(bundle.keys, places, strict=True):
+        for key, location in zip(bundle.keys, locations, strict=True):
             current = self.pages.get(key)
             if current is None:
-                self.pages[key] = pid_scope
+                self.pages[key] = location
             elif current[0] is not bundle:
-                # In whatever order they were read: all storages take the same copy.
+                # Sorted, not in the order of reading: all storages choose the same copy.
                 copies = [other for other in self._copies.get(key, ()) if other[0] is not bundle]
-                copies = sorted([pid_scope, current, *copies], key=_created_us, reverse=True)
+                copies = sorted([location, current, *copies], key=_created_us, reverse=True)
                 self._copies[key] = copies[1:]
                 self.pages[key] = copies[0]
 
     def _forget(self, key: str, bundle: Bundle) -> None:
-        others = [pid_scope for pid_scope in self._copies.pop(key, ()) if pid_scope[0] is not bundle]
+        others = [location for location in self._copies.pop(key, ()) if location[0] is not bundle]
         current = self.pages.get(key)
         if current is not None and current[0] is bundle:
             if others:
@@ -373,14 +382,14 @@ class PageIndex:
             except OSError as error:
                 read.append((bundle, detached(error)))
             except (ValueError, OverflowError) as error:
-                # Whatever a name or a footer claims: one file's nonsense hides no other bundle.
+                # A nonsensical name or footer must not hide other bundles.
                 damaged = NotABundleError(str(error))
                 with contextlib.suppress(OSError):
                     damaged.file_bytes = os.stat(bundle.path).st_size
                 read.append((bundle, damaged))
 
     def _read_index(self, bundle: Bundle) -> BundleIndex | None:
-        """A bundle's index; None if there is no such file any more."""
+        """Read the index of a bundle; None if its file is gone."""
         size = bundle.name.size
         try:
             descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
@@ -416,5 +425,5 @@ class PageIndex:
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)
 
 
-def _created_us(pid_scope: Location) -> int:
-    return pid_scope[0].name.created_us
+def _created_us(location: Location) -> int:
+    return location[0].name.created_us

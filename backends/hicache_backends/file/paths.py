@@ -1,16 +1,19 @@
-"""Where the driver's files lie.
+"""Names and paths of the files that the driver makes.
 
 ```
 <path>/hicache-file-1/
-    stamp/                        empty; its mtime is a random number, new after every change of the store
-    writers/                      one empty file a writer and namespace, whose name tells its last events; and one whose name
-                                  tells this store from one that was deleted and made again
-    retired/                      markers of writers that have long said nothing, and whose bundles are still there
-    temporary/                    what is being written
-    <namespace>/namespace.json    whose pages these are, for people
-    <namespace>/bundles/          the pages; a bundle that is just being replaced has a name that ends in .claimed
+    stamp/                        the change counter: an empty directory, its mtime is the value
+    writers/                      a cursor for each writer and namespace: an empty file, whose name
+                                  holds its last events; and the birth mark of the store
+    retired/                      cursors of idle writers whose bundles are still there
+    temporary/                    files being written
+    <namespace>/namespace.json    a description of the pages, for people
+    <namespace>/bundles/          the pages; a claimed bundle has a name that ends in .claimed
     <namespace>/events/           the event logs of its writers, a cache (`events.py`)
 ```
+
+A name that does not match a pattern exactly is not the driver's, and its file is left alone.
+Numbers are hexadecimal without leading zeros, so that every name has one spelling.
 """
 
 from __future__ import annotations
@@ -36,21 +39,21 @@ NAMESPACE_PATTERN = "[0-9a-f]{32}"
 HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
 
 MAX_FILE_BYTES = 1 << 44
-"""A name that claims a longer file is a stranger's: no file system holds one, and system calls refuse its offsets."""
+"""Names with a larger length are ignored: system calls refuse such offsets. In bytes."""
 
 MAX_CREATED_US = 1 << 53
-"""A later moment, in the year 2255, does not fit into the nanoseconds that system calls take."""
+"""Names with a later time (the year 2255) are ignored: system calls take nanoseconds."""
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 def random_writer() -> str:
-    """A name for a writer that no other has: 50 random bits."""
+    """A new name for a writer: 50 random bits."""
     return "".join(_ALPHABET[byte % 32] for byte in os.urandom(10))
 
 
 def random_birth() -> str:
-    """A name that tells a store from one that was deleted and made again in its place."""
+    """A new name for a birth mark, which tells a store from one made again in its place."""
     return f"{random_writer()}.birth"
 
 
@@ -58,28 +61,32 @@ _BIRTH = re.compile(f"{WRITER_PATTERN}\\.birth")
 
 
 def is_birth(text: str) -> bool:
-    """Whether that is a name that `random_birth` makes."""
+    """Return whether a name is one that `random_birth` makes."""
     return _BIRTH.fullmatch(text) is not None
 
 
 class BundleId(NamedTuple):
-    """What tells a bundle from all others of its namespace; never used twice."""
+    """Identity of a bundle within its namespace; never used twice."""
 
     writer: str
     sequence: int
 
 
 class Claim(NamedTuple):
-    """Who is about to replace a bundle, and by which other one: from that one's appearance on the claimed bundle is void."""
+    """A claim to replace a bundle, in the name of that bundle.
+
+    Once the replacement is in place the claimed bundle is void.
+    """
 
     process: ProcessId
     replacement: BundleId
 
 
 class BundleName(msgspec.Struct, frozen=True, gc=False):
-    """A bundle's file name tells its length and age, so that a listing of names is enough to know what is used.
+    """The name of a bundle's file, with its length and age.
 
-    There is one for each file of a store: the garbage collector need not go through them.
+    A listing of names is enough to know the used bytes. There is one object for each file of a store;
+    the garbage collector does not track them.
     """
 
     writer: str
@@ -87,11 +94,12 @@ class BundleName(msgspec.Struct, frozen=True, gc=False):
     size: int
     """Length of the file, in bytes."""
     created_us: int
-    """Microseconds since 1970 by the writer's clock, no two batches of a writer the same; kept when the bundle is rewritten."""
+    """Microseconds since 1970 by the writer's clock, no two batches of a writer the same; kept when
+    the bundle is rewritten."""
     checksum: int
-    """Half of the one that ends the file: what is read from here and ends otherwise is another file's."""
+    """`tail_checksum` of the file: bytes with another one belong to a different file."""
     claim: Claim | None = None
-    """Who replaces it. Until that is done the bundle stays what it is, under this longer name."""
+    """The claim of a process that replaces it. Until that is done the bundle stays valid."""
 
     @property
     def id(self) -> BundleId:
@@ -99,7 +107,10 @@ class BundleName(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def plain(self) -> BundleName:
-        """The name without a claim: a name that differs in anything else is another file's."""
+        """The name without a claim.
+
+        Names that differ in anything else belong to different files.
+        """
         return self if self.claim is None else msgspec.structs.replace(self, claim=None)
 
     def __str__(self) -> str:
@@ -117,7 +128,7 @@ _BUNDLE = re.compile(
 
 
 def parse_bundle(text: str) -> BundleName | None:
-    """The bundle of that file name, None for a name that the driver did not make."""
+    """Parse the name of a bundle; None for a name that the driver did not make."""
     match = _BUNDLE.fullmatch(text)
     if match is None:
         return None
@@ -136,7 +147,10 @@ def is_plausible(name: BundleName) -> bool:
 
 
 class TemporaryName(NamedTuple):
-    """A file that is being written. Its length is part of the name: it reserves room before the first byte is there."""
+    """The name of a file that is being written.
+
+    It contains the length: that reserves room before the first byte is written.
+    """
 
     process: ProcessId
     writer: str
@@ -152,7 +166,7 @@ _TEMPORARY = re.compile(f"({PID_SCOPE_PATTERN})-({HEX})-({HEX})-({WRITER_PATTERN
 
 
 def parse_temporary(text: str) -> TemporaryName | None:
-    """The temporary file of that name, None for a name that the driver did not make."""
+    """Parse the name of a temporary file; None for a name that the driver did not make."""
     match = _TEMPORARY.fullmatch(text)
     if match is None:
         return None
@@ -164,7 +178,7 @@ def parse_temporary(text: str) -> TemporaryName | None:
 
 
 def bundles_among(texts: Iterable[str]) -> list[BundleName]:
-    """The bundles among file names, strangers left out."""
+    """Parse the names of bundles among file names, and skip all others."""
     return [name for name in map(parse_bundle, texts) if name is not None]
 
 
@@ -172,12 +186,13 @@ _NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
 
 def is_namespace(text: str) -> bool:
-    """Whether a directory's name is a namespace's."""
+    """Return whether a directory's name is that of a namespace."""
     return _NAMESPACE.fullmatch(text) is not None
 
 
 FORMAT = "hicache-file-1"
-"""The layout's version is a directory, so that two versions can share a path without seeing each other."""
+"""The layout's version is a directory, so that two versions can share a path without seeing each
+other."""
 
 
 class StorePaths:
@@ -192,7 +207,7 @@ class StorePaths:
         self.temporaries = f"{self.root}/temporary"
 
     def create(self) -> None:
-        """Make the directories that are missing; anyone may come first."""
+        """Make the directories that are missing; several processes may do so at once."""
         fresh = not os.path.exists(self.writers)
         make_last(self._path)
         for path in (self.writers, self.temporaries, self.counter):
@@ -201,7 +216,7 @@ class StorePaths:
             self.mark_birth()
 
     def mark_birth(self) -> None:
-        """Give the store a mark of its own. Several that are made at a time are as good as one."""
+        """Give the store a birth mark. Several marks made at once do no harm."""
         os.close(os.open(f"{self.writers}/{random_birth()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def bundles(self, namespace: str) -> str:
@@ -217,7 +232,7 @@ class StorePaths:
         return f"{self.temporaries}/{name}"
 
     def namespaces(self) -> list[str]:
-        """The namespaces that anyone has written to."""
+        """The namespaces that exist."""
         with contextlib.suppress(FileNotFoundError):
             return [name for name in os.listdir(self.root) if is_namespace(name)]
         return []
@@ -227,11 +242,11 @@ class StorePaths:
         os.makedirs(self.bundles(namespace), exist_ok=True)
 
     def describe_namespace(self, namespace: Namespace, pending: TemporaryName) -> None:
-        """Tell people whose pages a namespace holds. Whoever comes later writes the same."""
+        """Describe a namespace's pages in a file for people. Every writer writes the same."""
         path = f"{self.root}/{namespace.name}/namespace.json"
         if os.path.exists(path):
             return
-        # Whoever can write here must not be able to point it elsewhere.
+        # O_NOFOLLOW: another user who can write here must not redirect the file by a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(self.temporary(pending), flags, 0o666), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2) + b"\n")

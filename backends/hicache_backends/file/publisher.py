@@ -39,7 +39,7 @@ After any other one, such as EIO of a soft mount, the unlink may have taken effe
 
 
 class Publisher:
-    """Publishes, removes and replaces bundles, and queues the events of it. Safe for many threads.
+    """Publishes, removes and replaces bundles, and queues the events. Thread-safe.
 
     Locks are taken in the order bundle set, feed; none of them is held when an announcement begins.
 
@@ -126,8 +126,7 @@ class Publisher:
                 self._skip_sequence(bundle_set)
             raise
         with bundle_set.lock:
-            # Set under the lock, so that a listing in another thread does not take the bundle in
-            # again.
+            # The eviction queue and other threads may still hold this object.
             bundle.gone = True
             bundle_set.remove([bundle])
             self._feed.queue(bundle.namespace, [Removed(name.id)])

@@ -1,4 +1,8 @@
-"""Reads pages from bundles: straight into the host pool, or, where a read may hang, through buffers of the driver's own."""
+"""Reads pages from bundles into the host pool.
+
+Where a read may hang, pages go through buffers of the driver's own instead, so that a call can end
+at its deadline while the read still writes to its buffer.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 512 << 10
-"""Read and verified at a time: what was read is still in the core's cache when its checksum is computed.
+"""Read and verified at a time: what was read is still in the core's cache when its checksum is
+computed.
 
-At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then verified; longer pages are read in
-such pieces, at 1 MiB 8.4 GB/s instead of 7.9.
+At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then verified; longer
+pages are read in such pieces, at 1 MiB 8.4 GB/s instead of 7.9.
 """
 
 MAX_OPEN_EXTENTS = 64
-"""Bundles open at a time for one call: a process has often no more than 1024 descriptors."""
+"""Limit on bundles open for one call: many processes are limited to 1024 descriptors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +60,7 @@ class ReadChunk:
     cached: bool
     """All of it is in the page cache, and can be read without waiting."""
     may_wait: bool = True
-    """What turns out not to be in the page cache is read all the same."""
+    """Pages that turn out not to be in the page cache are read from the disk."""
 
     @property
     def page_bytes(self) -> int:
@@ -68,26 +73,29 @@ class ReadChunk:
 
 @dataclass(slots=True, eq=False)
 class ReadOutcome:
-    """What has become of some reads. Threads append to it."""
+    """The results of some reads. Threads append to it."""
 
     loaded: list[ObjectRead] = field(default_factory=list[ObjectRead])
     gone: list[Extent] = field(default_factory=list[Extent])
-    """Their bundle is not there any more; another may have taken its place."""
+    """Their bundle is gone; another may have replaced it."""
     faults: list[OSError] = field(default_factory=list[OSError])
-    """What kept others from being read."""
+    """Errors that kept other pages from being read."""
 
 
 class Reader:
     """Reads batches of pages. Safe for many threads.
 
     Args:
-        buffers: where reads go first; None to read straight into the host pool, and keep the caller until that is done.
-        trusts_cache: read straight into the host pool all the same what is in the page cache of a local file system.
-        threads: most threads for one call.
-        bytes_per_thread: no thread is used for less.
+        buffers: where reads go first; None to read straight into the host pool, which holds the
+            caller until that is done.
+        trusts_cache: pages in the page cache of a local file system are read straight into the host
+            pool all the same.
+        threads: limit on threads for one call.
+        bytes_per_thread: a thread is used for at least so many bytes.
         direct: read past the page cache where the file system and the buffers allow it.
-        verifies: whether checksums are wanted.
-        retires_bad_sectors: an I/O error that stays with one page, while others of its bundle are read, is damage.
+        verifies: whether checksums are verified.
+        retires_bad_sectors: an I/O error that stays with one page, while others of its bundle can
+            be read, is damage.
     """
 
     def __init__(
@@ -121,10 +129,12 @@ class Reader:
         return outcome
 
     def read_cached(self, extents: Sequence[Extent], call: Call) -> bool:
-        """Read and verify pages that are in the page cache, of files that are open, without waiting for the disk.
+        """Read and verify pages that are in the page cache, of files that are open.
+
+        It never waits for the disk.
 
         Returns:
-            Whether all of them were read and are sound. If not, the buffers may hold anything.
+            `True` if all of them were read and are sound. If not, the buffers may hold anything.
         """
         if not self._trusts_cache or len(extents) > MAX_OPEN_EXTENTS:
             return False
@@ -135,7 +145,8 @@ class Reader:
                 return False
             chunks += self._split(extent, handle, cached=True, may_wait=False)
         outcome = ReadOutcome()
-        # A worker that hangs in another call takes no part of this one: the caller reads what no worker has begun.
+        # A worker that hangs in another call takes no part of this one: the caller reads what no
+        # worker has begun.
         self._thread_pool.run(
             [partial(self._read_cached_chunks, chunks, call, outcome) for chunks in self._split_among_threads(chunks)]
         )
@@ -143,7 +154,8 @@ class Reader:
 
     def _read_cached_chunks(self, chunks: Sequence[ReadChunk], call: Call, outcome: ReadOutcome) -> None:
         for chunk in chunks:
-            # The expected way to fail is an eviction from the page cache meanwhile; the ordinary read handles everything else.
+            # The expected way to fail is an eviction from the page cache meanwhile; the ordinary
+            # read handles everything else.
             try:
                 if call.expired() or not self._read_pages(chunk, call):
                     return
@@ -152,12 +164,15 @@ class Reader:
             outcome.loaded += chunk.reads
 
     def _read_batch(self, left: deque[Extent], call: Call, outcome: ReadOutcome) -> None:
-        """Read as many runs as may be open at a time; they are closed, or left to the cache, on return."""
+        """Read as many extents as may be open at a time.
+
+        Their bundles are closed, or left to the cache of descriptors, on return.
+        """
         tasks = self._split_among_threads(self._open_extents(left, outcome))
         self._thread_pool.run([partial(self._read_chunks, chunks, call, outcome) for chunks in tasks])
 
     def _open_extents(self, left: deque[Extent], outcome: ReadOutcome) -> list[ReadChunk]:
-        """Take as many runs as may be open at a time."""
+        """Open as many extents as may be open at a time."""
         chunks = list[ReadChunk]()
         for _ in range(min(len(left), MAX_OPEN_EXTENTS)):
             extent = left.popleft()
@@ -165,7 +180,7 @@ class Reader:
                 chunks += self._open(extent)
             except OSError as error:
                 if error.errno in NO_DESCRIPTOR and chunks:
-                    # Those that are open now will not be when they have been read.
+                    # The bundles that are open now are closed when they have been read.
                     left.appendleft(extent)
                     return chunks
                 if error.errno in GONE:
@@ -175,7 +190,7 @@ class Reader:
         return chunks
 
     def _open(self, extent: Extent) -> list[ReadChunk]:
-        """Open a run's bundle, begin to read ahead, and cut the run into pieces."""
+        """Open an extent's bundle, begin to read ahead, and divide the extent into chunks."""
         handle = self._handle(extent.bundle)
         cached = self._is_cached(extent, handle)
         if not cached and not self._direct:
@@ -202,11 +217,11 @@ class Reader:
                 self._disable_direct(bundle)
             elif wanted != os.O_NOATIME or error.errno != errno.EPERM:
                 raise
-            # Else it is somebody else's file, and only its owner may leave the time of access alone.
+            # EPERM: O_NOATIME is only for the owner of the file.
             return self._descriptors.borrow(bundle.path)
 
     def _split_among_threads(self, chunks: list[ReadChunk]) -> list[list[ReadChunk]]:
-        """Parts of about equal length, one for each thread."""
+        """Divide chunks into tasks of about equal length, one for each thread."""
         total = sum([chunk.size for chunk in chunks])
         count = min(self._threads, total // self._bytes_per_thread)
         if count < 2:
@@ -230,13 +245,15 @@ class Reader:
         try:
             whole = self._read_pages(chunk, call)
         except OSError as error:
-            # By the handle, not by `self._direct`: another piece of this call may have turned that off already.
+            # By the handle, not by `self._direct`: another piece of this call may have turned that
+            # off already.
             if error.errno == errno.EINVAL and chunk.handle.flags & os.O_DIRECT:
                 self._disable_direct(chunk.bundle)
                 chunk.handle = self._descriptors.borrow(chunk.bundle.path)
                 self._read_chunk(chunk, call, outcome)
                 return
-            # The open file may belong to a mount that has died, and be in order when it is opened again.
+            # The open file may belong to a mount that has died, and be in order when it is opened
+            # again.
             self._descriptors.forget(chunk.bundle.path)
             if error.errno == errno.ESTALE:
                 # What NFS says of an open file that another node has removed.
@@ -255,7 +272,7 @@ class Reader:
             chunk.reads[0].damaged = True
 
     def _read_singly(self, chunk: ReadChunk, call: Call, outcome: ReadOutcome) -> None:
-        """Read the pages one by one, so that only those are missing that cannot be read."""
+        """Read the pages one by one, so that only the unreadable ones are missing."""
         for number, read in enumerate(chunk.reads, start=chunk.page):
             try:
                 self._read_chunk(replace(chunk, page=number, reads=[read]), call, outcome)
@@ -263,7 +280,10 @@ class Reader:
                 outcome.faults.append(detached(error))
 
     def _read_pages(self, chunk: ReadChunk, call: Call) -> bool:
-        """Fill the buffers of a piece and verify its pages in this thread, while they are in its core's cache."""
+        """Fill the buffers of a chunk and verify its pages in this thread.
+
+        The pages are in the cache of its core then.
+        """
         if chunk.page_bytes > CHUNK_BYTES and (self._verifies or self._buffers is not None):
             return self._read_long_page(chunk, call)
         if self._buffers is None:
@@ -287,7 +307,10 @@ class Reader:
         return whole
 
     def _read_buffered(self, chunk: ReadChunk, buffers: Buffers, call: Call) -> bool:
-        """As `_read_pages`, and nothing reaches the host pool before it is known to be sound and waited for."""
+        """Read through a buffer: nothing reaches the host pool before it is verified.
+
+        Pages are copied only while the caller still waits for them.
+        """
         length, sound = chunk.page_bytes, list[tuple[ObjectRead, memoryview]]()
         with buffers.lend(call) as buffer:
             if not read_into(chunk.handle.descriptor, [buffer[: chunk.size]], chunk.page * length):
@@ -344,7 +367,10 @@ class Reader:
         return checksum.intdigest()
 
     def _is_bad_sector(self, chunk: ReadChunk, error: OSError) -> bool:
-        """Whether a failed read is the page's fault: the file system is in order where it serves the file's footer."""
+        """Decide whether a failed read is damage of the page.
+
+        It is if the file system can still read the footer of the same file.
+        """
         if error.errno != errno.EIO or not self._retires_bad_sectors:
             return False
         end = chunk.bundle.name.size - FOOTER_BYTES
@@ -362,6 +388,6 @@ class Reader:
 
 
 def _byte_range(extent: Extent) -> tuple[int, int]:
-    """Offset and length of a run in its bundle."""
+    """Offset and length of an extent in its bundle, in bytes."""
     page_bytes = extent.reads[0].namespace.page_bytes
     return extent.page * page_bytes, len(extent.reads) * page_bytes

@@ -1,4 +1,8 @@
-"""Takes pages out of bundles: what deletes, repairs and shrinks, since a bundle itself never changes."""
+"""Rewrites of bundles without some of their pages: deletion, repair and shrinking.
+
+A bundle never changes in place: readers without a lock would see it half changed. The remaining
+pages are copied to a new bundle, which replaces the old one.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,15 @@ logger = logging.getLogger(__name__)
 COPY_BYTES = 4 << 20
 MAX_ATTEMPTS = 24
 WAIT_SECONDS = 0.001
-"""Longer with each attempt: who has won a bundle needs to be given time to replace it."""
+"""Grows with each attempt: the process that has claimed a bundle needs time to replace it."""
 
 
 class Rewriter:
-    """Replaces bundles by others with fewer pages. Safe for many threads.
+    """Replaces bundles by ones with fewer pages. Safe for many threads.
 
     Args:
-        damaged: told of pages that were to stay and were damaged: these are left out too, for a copy of a page under a new
-            name says that it is in order.
+        damaged: called with the number of damaged pages among those to be kept. They are left out
+            too: a page in a new bundle counts as sound.
     """
 
     def __init__(
@@ -58,7 +62,9 @@ class Rewriter:
         self._syncs = syncs
 
     def drop_all(self, page_index: PageIndex, find: Callable[[], Sequence[Location]]) -> None:
-        """Drop all pages that `find` finds, and tell everyone. It is asked again if someone else moves them meanwhile.
+        """Drop all pages that `find` returns, and announce it.
+
+        `find` is called again if another process moves the pages meanwhile.
 
         Raises:
             OSError: some may still be there.
@@ -73,20 +79,21 @@ class Rewriter:
                     self.drop(page_index, bundle, keys)
                 except FileNotFoundError:
                     moved = True
+            # Announced also after a lost race: the other pages have been dropped.
             self._feed.announce()
             if not moved:
                 return
-            # What takes their place may not be announced yet, or not be there.
+            # The replacement may not be announced yet, or not be in place.
             time.sleep(attempt * WAIT_SECONDS)
             page_index.bundle_set.invalidate()
             page_index.catch_up(self._feed.read())
         raise FileNotFoundError("others keep on rewriting the same bundles")
 
     def drop(self, page_index: PageIndex, bundle: Bundle, keys: Container[str]) -> None:
-        """Replace a bundle by one without these pages; others are told with the next announcement.
+        """Replace a bundle by one without these pages, and queue the events.
 
         Raises:
-            FileNotFoundError: someone else has removed or replaced it meanwhile.
+            FileNotFoundError: another process has removed or replaced it meanwhile.
             OSError: the bundle is as it was.
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
@@ -96,7 +103,7 @@ class Rewriter:
             raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
 
     def _rewrite(self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int]) -> bool:
-        """Replace a bundle by one with some of its pages; `False` where none of them is in order."""
+        """Replace a bundle by one with some of its pages; `False` if none of them is sound."""
         name = self._temp_files.name(page_index.format.bundle_bytes([bundle.keys[page] for page in kept]))
         try:
             descriptor = self._temp_files.create(name)
@@ -105,6 +112,8 @@ class Rewriter:
                 index = BundleIndex([bundle.keys[page] for page in sound], b"".join([bundle.envelope(page) for page in sound]))
                 tail, end = page_index.format.tail(index), len(sound) * page_index.namespace.page_bytes
                 write_from(descriptor, [memoryview(tail)], end)
+                # The copy inherits the recency: a rewrite is not a use, and must not save the pages
+                # from eviction.
                 os.utime(descriptor, ns=(bundle.recency, bundle.recency))
                 if self._syncs:
                     os.fsync(descriptor)
@@ -123,14 +132,15 @@ class Rewriter:
         return bool(sound)
 
     def _copy(self, page_index: PageIndex, bundle: Bundle, pages: Sequence[int], target: int) -> list[int]:
-        """Copy the pages that are in order, one after the other; which these are."""
+        """Copy the sound pages one after the other, and return their numbers."""
         source, page_bytes, sound = self._descriptors.borrow(bundle.path), page_index.namespace.page_bytes, list[int]()
         step = max(1, min(len(pages), COPY_BYTES // page_bytes))
         buffer = memoryview(bytearray(step * page_bytes))
         for first, count in _extents(pages):
             for page in range(first, first + count, step):
                 number = min(step, first + count - page)
-                # A page that is cut off leaves what the buffer held, which does not fit its envelope.
+                # A page that is cut off leaves old bytes in the buffer, which do not match its
+                # envelope.
                 read_into(source.descriptor, [buffer[: number * page_bytes]], page * page_bytes)
                 copied = [(page + at, buffer[at * page_bytes : (at + 1) * page_bytes]) for at in range(number)]
                 whole = [
@@ -141,7 +151,7 @@ class Rewriter:
         return sound
 
     def _is_sound(self, namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
-        """Whether this is the page; it is read a second time if it is not, from the file opened anew."""
+        """Verify a page; one that fails is read a second time, from the file opened anew."""
         if _fits(namespace, bundle, page, content):
             return True
         self._descriptors.forget(bundle.path)
@@ -157,7 +167,7 @@ def _fits(namespace: Namespace, bundle: Bundle, page: int, content: memoryview) 
 
 
 def _extents(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as (first, count) of those that follow each other."""
+    """Group ascending numbers into extents: (first, count)."""
     extents = list[tuple[int, int]]()
     for page in pages:
         if extents and sum(extents[-1]) == page:
@@ -168,9 +178,10 @@ def _extents(pages: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class DamageInspection:
-    """Tells which copies of some pages are damaged: all that there are, as when one goes another takes its place.
+    """Finds the damaged copies of some pages, in all bundles that hold one.
 
-    A copy that was written since, or that was misread once, is in order and stays.
+    When a copy is dropped, the next newest takes its place, so all of them are inspected. A copy
+    that has been written since, or that was misread once, is sound and stays.
     """
 
     def __init__(self, page_index: PageIndex, reader: Reader, descriptors: Descriptors, call: Call, *, verifies: bool) -> None:
@@ -182,16 +193,16 @@ class DamageInspection:
         # On a page of memory, as O_DIRECT wants it.
         self._buffer = memoryview(mmap.mmap(-1, page_index.namespace.page_bytes))
         self.conclusive = True
-        """Every copy could be read."""
+        """Whether every copy could be read."""
 
     def damaged(self, keys: Iterable[str]) -> list[Location]:
         """The damaged copies of these pages."""
         self.conclusive = True
-        return [pid_scope for key in keys for pid_scope in self._page_index.copies(key) if self._is_damaged(key, pid_scope)]
+        return [location for key in keys for location in self._page_index.copies(key) if self._is_damaged(key, location)]
 
-    def _is_damaged(self, key: str, pid_scope: Location) -> bool:
-        bundle, page = pid_scope
-        # The open file may be the one that lied.
+    def _is_damaged(self, key: str, location: Location) -> bool:
+        bundle, page = location
+        # Read through a new descriptor: the open file may belong to a mount that has died.
         self._descriptors.forget(bundle.path)
         read = ObjectRead(self._page_index.namespace, key, self._parts(), verifies_checksum=self._verifies, call=self._call)
         outcome = self._reader.read([Extent(bundle, page, [read])], self._call)

@@ -1,4 +1,4 @@
-"""An open store: everything that exists between `connect` and `disconnect`."""
+"""The open store: all parts that exist between `connect` and `disconnect`."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ LOCAL_THREADS = 4
 NETWORK_THREADS = 8
 
 LOCAL_BYTES_PER_THREAD = 16 << 20
-"""From the page cache, a second thread gains up to 1.7x at 32 MiB a call and above, and nothing at 8 MiB."""
+"""From the page cache, a second thread gains up to 1.7x at 32 MiB a call and above, and nothing at
+8 MiB."""
 
 NETWORK_BYTES_PER_THREAD = 4 << 20
 
 FLUSH_SECONDS = 5.0
-"""How long other processes may not know of this one's uses of a bundle, which decide about what is evicted."""
+"""Seconds between writes of the times of use, which decide what other processes evict."""
 
 FLUSHED_BUNDLES = 1024
-"""Most bundles whose times are set at a time."""
+"""Limit on bundles whose times are set in one flush."""
 
 COLLECT_SECONDS = 300.0
-"""How often event logs of bundles that are gone are removed."""
+"""Seconds between removals of event logs whose bundles are gone."""
 
 ADJUST_SECONDS = 60.0
-"""A clock that is set while a store with a capacity is open is noticed after so long; else after `COLLECT_SECONDS`."""
+"""Seconds between requests for the server's time with a capacity; `COLLECT_SECONDS` without."""
 
 CLOSE_SECONDS = 5.0
 
@@ -63,8 +64,9 @@ class Store:
 
     Args:
         config: the storage's options.
-        evicted: told the namespace and the number of pages that were evicted.
-        damaged: told the namespace and the number of pages that were found damaged while others were copied.
+        evicted: called with the namespace and the number of pages that were evicted.
+        damaged: called with the namespace and the number of pages found damaged while others
+            were copied.
 
     Raises:
         ConfigError: the path is no directory.
@@ -125,11 +127,11 @@ class Store:
         self._tidy()
 
     def page_indexes(self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = no_deadline) -> list[PageIndex]:
-        """The namespaces' catalogs, up to date with all that was announced before this call.
+        """The page indexes of namespaces, with all events announced before this call.
 
         Args:
-            expired: whether the call's deadline has passed. What has not been read by then is read by the next call, and
-                its pages are misses until then.
+            expired: whether the call's deadline has passed. What has not been read by then is read
+                by the next call, and its pages are misses until then.
 
         Raises:
             OSError: the store is away.
@@ -141,8 +143,12 @@ class Store:
         return page_indexes
 
     def cached_page_indexes(self, namespaces: Sequence[Namespace]) -> list[PageIndex] | None:
-        """Answer `catalogs` without I/O, and without a lock that is held during I/O; None where that is not possible."""
-        # Across a network even the stamp takes a request.
+        """Answer `page_indexes` without I/O or a lock held during I/O.
+
+        Returns:
+            None where that is not possible.
+        """
+        # Across a network even the change counter takes a request.
         snapshot = self.feed.read_cached() if self.is_local else None
         if snapshot is None or snapshot.epoch != self._epoch:
             return None
@@ -151,16 +157,16 @@ class Store:
         return current if len(current) == len(known) else None
 
     def known_page_indexes(self, namespaces: Sequence[Namespace]) -> list[PageIndex]:
-        """The namespaces' catalogs as they are, which costs no request."""
+        """The page indexes of namespaces as they are, without a request."""
         return [self._page_indexes.get(namespace.name) or self._open(namespace) for namespace in namespaces]
 
     def invalidate(self, bundles: Iterable[Bundle]) -> None:
-        """List the namespaces of bundles again, whose files seem to be gone."""
+        """Make the next call list the namespaces of bundles whose files seem to be gone."""
         for namespace in {bundle.namespace for bundle in bundles}:
             self.bundle_sets.get(namespace).invalidate()
 
     def after_call(self, *, may_wait: bool = True) -> None:
-        """Do now and then what must not make a call wait.
+        """Start periodic maintenance that must not delay a call.
 
         Args:
             may_wait: whether idle files are closed in this thread, which waits on a stalled disk.
@@ -168,16 +174,16 @@ class Store:
         if may_wait:
             self.descriptors.expire()
         elif self.descriptors.has_idle():
-            self.thread_pool.start(self.descriptors.expire)
+            self.thread_pool.submit(self.descriptors.expire)
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + COLLECT_SECONDS
-            self.thread_pool.start(self.collect_logs)
+            self.thread_pool.submit(self.collect_logs)
         if self.capacity is not None and time.monotonic() >= self._flush_at:
             self._flush_at = time.monotonic() + FLUSH_SECONDS
-            self.thread_pool.start(self.flush_touches)
+            self.thread_pool.submit(self.flush_touches)
 
     def collect_logs(self) -> None:
-        """Remove event logs of bundles that are gone, and see whether the clock was set."""
+        """Remove event logs of bundles that are gone, and ask for the time of the file server."""
         self._adjust_clock()
         with contextlib.suppress(OSError):
             snapshot = self.feed.read()
@@ -185,7 +191,7 @@ class Store:
                 bundle_set.collect_logs(snapshot)
 
     def flush_touches(self) -> None:
-        """Tell other processes which bundles were used, by the files' mtimes."""
+        """Publish this process's uses of bundles to other processes, as mtimes of the files."""
         if time.monotonic() >= self._adjust_at:
             self._adjust_clock()
         if self.capacity is not None:
@@ -199,15 +205,15 @@ class Store:
                     os.utime(bundle.path, ns=(bundle.touched, bundle.touched))
 
     def ignored(self) -> int:
-        """Files in this storage's namespaces that are named like bundles and are none."""
+        """Number of files with the name of a bundle and other content."""
         return sum(page_index.ignored for page_index in list(self._page_indexes.values()))
 
     def stuck_reads(self) -> int:
-        """Reads that hang in the file system, though nobody waits for them any more."""
+        """Reads that hang in the file system after their callers have left."""
         return 0 if self.buffers is None else self.buffers.stuck()
 
     def close(self) -> None:
-        """Leave no thread and no descriptor behind."""
+        """Stop all threads and close all files."""
         if self.capacity is not None:
             self.flush_touches()
         self.thread_pool.close(CLOSE_SECONDS)
@@ -218,7 +224,8 @@ class Store:
         try:
             snapshot = self.descriptors.making_room(self.feed.read)
         except OSError:
-            # When the store comes back, files that were opened before belong to a mount that has died.
+            # When the store comes back, files that were opened before belong to a mount that has
+            # died.
             self.descriptors.close()
             raise
         if snapshot.epoch != self._epoch:

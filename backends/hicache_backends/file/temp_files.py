@@ -126,8 +126,10 @@ class TempFiles:
             self.discard(name)
 
     def discard(self, name: TemporaryName) -> None:
-        """Remove a file that will not be published; one that cannot be removed now is collected
-        later."""
+        """Remove a file that will not be published.
+
+        One that cannot be removed now is collected later.
+        """
         with contextlib.suppress(OSError):
             os.unlink(self._paths.temporary(name))
 

@@ -1,4 +1,4 @@
-"""Writes bundles: many pages with few calls, into a temporary file that is published by renaming it."""
+"""Writes bundles, with few system calls, into temporary files."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ MAX_BUNDLE_BYTES = 64 << 20
 """Eviction removes whole bundles, so they must not be large; larger ones are not written faster."""
 
 MIN_BUNDLE_BYTES = 24 << 20
-"""A call is not split into smaller bundles than this to keep more threads busy."""
+"""A call is not divided into smaller bundles than this to use more threads."""
 
 CHUNK_BYTES = 512 << 10
-"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where the kernel copies it.
+"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where
+the kernel copies it.
 
-Across a network it is the number of requests that counts, and a piece is a bundle.
+Across a network it is the number of requests that counts, and a chunk is a whole bundle.
 """
 
 LONG_PAGE_CHUNK_BYTES = 512 << 10
-"""Longer pages than a piece are written in such parts."""
+"""Pages longer than a chunk are written in chunks of this size."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingBundle:
-    """A bundle to be written, and how far it has come."""
+    """A bundle being written, and its progress."""
 
     page_index: PageIndex
     writes: list[ObjectWrite]
     name: TemporaryName
     created_us: int
     rank: int
-    """Place among the bundles of a batch, from its tail, starting at 1; 0 for one that is alone."""
+    """Position among the bundles of a batch, from its tail, starting at 1; 0 for a single one."""
     descriptor: int = -1
     index: BundleIndex | None = None
-    """Once all bytes are in the file."""
+    """Set when all bytes are in the file."""
     checksum: int = 0
-    """Its `tail_checksum`, then."""
+    """Its `tail_checksum`, set then."""
     fault: OSError | None = None
 
     @property
@@ -67,13 +68,14 @@ class PendingBundle:
 
 
 class Writer:
-    """Turns pages into finished temporary files. Safe for many threads.
+    """Writes pages to temporary files that are complete bundles. Safe for many threads.
 
     Args:
-        preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and it knows at once what fits.
+        preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and a
+            full disk is noticed before the first page is written.
         syncs: make the bytes survive a loss of power.
-        threads: a call is split into so many bundles, as long as they do not become small.
-        piece_bytes: written with one call.
+        threads: a call is divided into so many bundles, as long as they do not become small.
+        chunk_bytes: written with one system call.
     """
 
     def __init__(
@@ -89,7 +91,11 @@ class Writer:
         self._last_timestamp = 0
 
     def plan(self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[PendingBundle]:
-        """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
+        """Divide the pages of a batch into bundles, in the order of their chain.
+
+        Args:
+            limit: bytes in all bundles; further pages are left out.
+        """
         page_bytes = page_index.namespace.page_bytes
         total = len(writes) * page_bytes
         count = max(1, min(self._threads, total // MIN_BUNDLE_BYTES), -(-total // MAX_BUNDLE_BYTES))
@@ -111,20 +117,29 @@ class Writer:
         return pending_bundles
 
     def _next_timestamp(self) -> int:
-        """Microseconds since 1970, later than any before: of two copies of a page it must be certain which is the newer one."""
+        """Microseconds since 1970, later than any before.
+
+        Of two copies of a page it must be certain which one is newer.
+        """
         with self._lock:
             self._last_timestamp = max(self._clock.now_ns() // 1_000, self._last_timestamp + 1)
             return self._last_timestamp
 
     def open(self, pending: PendingBundle) -> None:
-        """Make the file, so that its length counts as used; a fault is noted in the draft."""
+        """Create the file, so that its length counts as used.
+
+        A fault is noted in the pending bundle.
+        """
         try:
             pending.descriptor = self._temp_files.create(pending.name)
         except OSError as error:
             pending.fault = detached(error)
 
     def write(self, pending: PendingBundle, call: Call) -> None:
-        """Write a bundle and close its file. Where there is no room for all pages, it holds the first ones."""
+        """Write a bundle and close its file.
+
+        If there is no room for all pages, it holds the first ones.
+        """
         if pending.descriptor < 0:
             self.open(pending)
         if pending.fault is not None:
@@ -135,7 +150,8 @@ class Writer:
             if pending.index is not None and self._syncs:
                 os.fsync(pending.descriptor)
             if pending.rank:
-                # The head of the chain must count as the most recently used, though it was written first.
+                # The head of the chain must count as the most recently used, though it was written
+                # first.
                 moment = pending.created_us * 1_000 + pending.rank
                 os.utime(pending.descriptor, ns=(moment, moment))
         except OSError as error:
@@ -147,13 +163,13 @@ class Writer:
             self._temp_files.discard(pending.name)
 
     def discard(self, pending: PendingBundle) -> None:
-        """Give up a draft that was not written."""
+        """Give up a bundle that was not written."""
         if pending.descriptor >= 0:
             self._close(pending)
         self._temp_files.discard(pending.name)
 
     def _write_all(self, pending: PendingBundle, call: Call) -> bool:
-        """Write all pages and the tail; `False` if there is no room and fewer pages should be tried."""
+        """Write all pages and the tail; `False` to try again with fewer pages."""
         try:
             if self._preallocates:
                 os.posix_fallocate(pending.descriptor, 0, pending.size)
@@ -203,7 +219,8 @@ class Writer:
         descriptor = pending.descriptor
         pending.descriptor = -1
         try:
-            # On NFS and FUSE this sends what is still in memory; it must be there before anyone reads it.
+            # On NFS and FUSE this sends what is still in memory; it must be there before anyone
+            # reads it.
             os.close(descriptor)
         except OSError as error:
             pending.fault = detached(error)
@@ -216,7 +233,7 @@ def _stop_if_expired(call: Call) -> None:
 
 
 def _fitting(page_index: PageIndex, writes: list[ObjectWrite], limit: int) -> list[ObjectWrite]:
-    """As many of the first pages as make a bundle of at most `limit` bytes."""
+    """The first pages, as many as make a bundle of at most `limit` bytes."""
     low, high = 0, len(writes)
     while low < high:
         middle = (low + high + 1) // 2

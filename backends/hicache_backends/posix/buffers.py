@@ -1,4 +1,4 @@
-"""Memory of the driver's own that reads go through where they may hang (`stuck_reads=buffered`)."""
+"""Buffers of the driver's own, for reads that may hang (`stuck_reads=buffered`)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call
 
 MAX_BUFFERS = 32
-"""Reads that may hang at a time in one storage: no more than the deadline layer lets hang."""
+"""Limit on hanging reads of one storage, that of the deadline layer."""
 
 LOOK_SECONDS = 0.1
-"""How often who waits for a buffer looks whether those who have them are still waited for."""
+"""Seconds between checks of the lent buffers while a call waits for one."""
 
 _retired: Final = list[memoryview]()
-"""Kept mapped for as long as the process lives."""
+"""Retired buffers, mapped until the process ends."""
 
 
 class Buffers:
-    """A bounded number of buffers, made when first needed and used again. Safe for many threads.
+    """A bounded number of buffers, allocated on demand and used again. Safe for many threads.
 
-    A read that hangs keeps its buffer until it comes back, whoever has given it up.
+    A read that hangs keeps its buffer until it returns, also after its caller has left.
 
     Args:
-        size: bytes of each; they begin on a page, as O_DIRECT wants it.
-        limit: most buffers at a time.
+        size: bytes of each; they begin on a page, as O_DIRECT requires.
+        limit: buffers at a time.
     """
 
     def __init__(self, size: int, limit: int = MAX_BUFFERS) -> None:
@@ -43,10 +43,10 @@ class Buffers:
 
     @contextmanager
     def lend(self, call: Call) -> Generator[memoryview]:
-        """A buffer for one read of a call.
+        """Lend a buffer for one read of a call.
 
         Raises:
-            OSError: the deadline has passed, or every buffer is with a read that hangs.
+            OSError: the deadline has passed, or every buffer is in use by a read that hangs.
         """
         buffer = self._take(call)
         try:
@@ -55,12 +55,12 @@ class Buffers:
             self._put_back(buffer)
 
     def retire(self, buffer: memoryview) -> None:
-        """Never lend a lent buffer again: a read that has been given up may still write to it."""
+        """Never lend a lent buffer again: an abandoned read may still write to it."""
         with self._changed:
             self._retired.add(id(buffer))
 
     def stuck(self) -> int:
-        """Reads that have not come back, though nobody waits for them any more."""
+        """Number of reads that have not returned after their callers left."""
         with self._changed:
             return self._count_stuck()
 

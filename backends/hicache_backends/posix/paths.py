@@ -1,4 +1,4 @@
-"""Paths of stores: what may be given, and what may be made."""
+"""Store paths: validation, creation, and the file system that they lie on."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 
 def check_path(path: str) -> None:
-    """Refuse a path that no shell has expanded.
+    """Refuse a path that begins with `~`, which only a shell expands.
 
     Raises:
-        ValueError: it begins with `~`.
+        ValueError: it does.
     """
     if path.startswith("~"):
         raise ValueError(f"path {path!r} begins with '~', which only a shell expands; write the whole path")
 
 
 def make_last(path: str) -> None:
-    """Make a directory in one that exists.
+    """Make a directory in an existing one.
 
     Raises:
-        FileNotFoundError: there is none: it may be on a file system that is not mounted.
+        FileNotFoundError: its parent does not exist: it may be on a file system that is not
+            mounted.
         OSError: it cannot be made.
     """
     above = os.path.dirname(path)
@@ -39,32 +40,34 @@ _PREALLOCATES = frozenset({"ext4", "xfs"})
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """What is known about a file system."""
+    """The file system of a path."""
 
     kind: str
     """The kernel's name for it, empty if unknown."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies in this machine; anything unknown may be across a network."""
+        """`True` if it is local; an unknown one may be across a network."""
         return self.kind in _LOCAL
 
     @property
     def is_memory(self) -> bool:
-        """Whether there is no device that could stall, as there is below a local disk's file system."""
+        """`True` if no device is below it that could stall."""
         return self.kind in _MEMORY
 
     @property
     def favours_direct_reads(self) -> bool:
-        """Whether reading past the page cache is faster: FUSE reads 1 MiB a request so, and 128 KiB through the cache,
-        which it empties whenever a file is opened."""
+        """`True` if reading past the page cache is faster.
+
+        FUSE reads 1 MiB a request so, and 128 KiB through the cache, which it drops at every open.
+        """
         return self.kind.startswith("fuse")
 
     @property
     def preallocates(self) -> bool:
-        """Whether `fallocate` is a system call there, and pays.
+        """`True` if `fallocate` is a system call there, and worth it.
 
-        glibc imitates it elsewhere by writing a byte into every block.
+        glibc emulates it elsewhere by writing a byte into every block.
         """
         return self.kind in _PREALLOCATES
 

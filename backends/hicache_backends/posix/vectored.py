@@ -1,4 +1,4 @@
-"""preadv and pwritev that go on until everything has been moved."""
+"""Complete preadv and pwritev, and reads from the page cache that never wait."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_from(descriptor: int, buffers: Sequence[memoryview], offset: int) -> N
 
 
 def scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
-    """Copy the bytes of a page into buffers, one after the other, which have room for all of them."""
+    """Copy a page into buffers, one after the other, with room for all of it."""
     start = 0
     for target in targets:
         target[:] = page[start : start + len(target)]
@@ -69,7 +69,7 @@ def _move_all(move: Move, descriptor: int, buffers: Sequence[memoryview], offset
 
 
 def _after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
-    """What is left of buffers whose first `moved` bytes are done."""
+    """The rest of buffers whose first `moved` bytes are done."""
     left = list[memoryview]()
     for buffer in buffers:
         if moved < len(buffer):
@@ -101,7 +101,10 @@ class _Statistics(ctypes.Structure):
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Whether all pages of a range of a file are in the page cache; `False` where the kernel does not tell."""
+    """Return whether a range of a file is entirely in the page cache.
+
+    `False` if the kernel has no `cachestat`.
+    """
     asked, found = _Range(offset, length), _Statistics()
     if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(found), 0):
         return False
@@ -110,11 +113,14 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
 
 
 def read_cached_into(descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool | None:
-    """Fill buffers as `read_into` does, without waiting for the disk; None where some bytes are not in the page cache.
+    """Fill buffers as `read_into` does, without waiting for the disk.
 
-    Only for a range that `is_cached`, and a file that was opened with O_NOATIME. RWF_NOWAIT alone may wait: the kernel begins
-    to read ahead for pages that are missing, which blocks where the queue of a stalled disk is full, and sets the file's
-    time of access, which blocks where the journal is stalled.
+    Only for a range that `is_cached`, and a file that was opened with O_NOATIME. RWF_NOWAIT alone may
+    wait: the kernel begins to read ahead for pages that are missing, which blocks where the queue of a
+    stalled disk is full, and sets the file's time of access, which blocks where the journal is stalled.
+
+    Returns:
+        None where some bytes are not in the page cache.
 
     Raises:
         OSError: reading failed; some buffers may have been filled.

@@ -1,4 +1,4 @@
-"""The format of bundles: whatever happens to the bytes, they are read as they were written or not at all."""
+"""The format of bundles: damaged bytes are detected, and others read as they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A capacity is kept, by evicting what nobody has used for longest, tails before heads, and nothing that is not ours."""
+"""The capacity is kept by LRU eviction, tails before heads, and other files are left alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backends.file.harness import Rig, ScratchPool, chain, identity
 
 
 def disk_bytes(path: Path) -> int:
-    """What the driver's files take, as the file system says."""
+    """Bytes of the driver's files, as the file system counts them."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.suffix in (".bundle", ".temporary"))
 
 

@@ -1,4 +1,4 @@
-"""Storages learn exactly of what others have announced: by the stamp, the markers, and a listing where these leave gaps."""
+"""The change feed: every announced event is applied, by cursors, logs, or a listing where these leave gaps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicache_backends.posix.statx import list_directory, server_attributes
 NAMESPACE = "0123456789abcdef" * 2
 
 
-class Party:
+class Participant:
     """One storage's view of a directory, without the pages."""
 
     def __init__(self, paths: StorePaths, *, asks_server: bool = False):
@@ -57,12 +57,12 @@ class Party:
 def party(request, tmp_path):
     paths = StorePaths(str(tmp_path))
     paths.create()
-    return lambda: Party(paths, asks_server=request.param)
+    return lambda: Participant(paths, asks_server=request.param)
 
 
 @pytest.fixture
 def listings(monkeypatch):
-    """How often directories of bundles are listed."""
+    """The listings of directories of bundles."""
     listed = []
 
     def counting(path, *, asks_server):
@@ -205,16 +205,16 @@ def test_logs_of_bundles_that_are_gone_are_removed(party, monkeypatch):
     assert party().sees() == set(names[40:])
 
 
-def test_an_unchanged_store_is_asked_about_the_stamp_only(party, monkeypatch):
+def test_an_unchanged_store_is_asked_for_the_counter_only(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     expected = b.sees()
-    monkeypatch.setattr(feed_module, "list_directory", lambda *_, **__: pytest.fail("listed the markers"))
+    monkeypatch.setattr(feed_module, "list_directory", lambda *_, **__: pytest.fail("listed the cursors"))
     assert b.sees() == expected
 
 
-def test_a_removal_by_a_second_writer_counts_though_its_marker_is_read_first(party):
-    # Whichever of the two markers is listed first, the third one must not believe in the bundle.
+def test_a_removal_by_a_second_writer_counts_though_its_cursor_is_read_first(party):
+    # Whichever of the two cursors is listed first, the third storage must not report the bundle.
     for _ in range(20):
         a, b, c = party(), party(), party()
         c.sees()
@@ -234,7 +234,7 @@ def test_an_announcement_that_failed_is_made_good(party, monkeypatch):
     assert len(b.sees()) == 1
 
 
-def test_a_bundle_that_was_never_announced_is_found_when_the_shelf_is_distrusted(party):
+def test_an_unannounced_bundle_is_found_after_invalidation(party):
     a, b = party(), party()
     b.sees()
     name = a.publish(announce=False)
@@ -243,7 +243,7 @@ def test_a_bundle_that_was_never_announced_is_found_when_the_shelf_is_distrusted
     assert b.sees() == {name}
 
 
-def test_a_marker_that_was_collected_loses_nothing(party):
+def test_a_removed_cursor_loses_no_bundle(party):
     a, b = party(), party()
     first = a.publish()
     assert b.sees() == {first}
@@ -258,7 +258,7 @@ def test_a_marker_that_was_collected_loses_nothing(party):
 
 
 def age(path: Path, monkeypatch, seconds: float) -> None:
-    """Let a file seem to have changed so long ago; its ctime cannot be set."""
+    """Make a file look as if it had changed so long ago; its ctime cannot be set."""
     real = os.stat
 
     def older(target, *args, **kwargs):
@@ -270,7 +270,7 @@ def age(path: Path, monkeypatch, seconds: float) -> None:
     monkeypatch.setattr(os, "stat", older)
 
 
-def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkeypatch):
+def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
     monkeypatch.setattr(feed_module, "MANY_CURSORS", 3)
     silent, knows, others = party(), party(), [party() for _ in range(3)]
     names = {silent.publish() for _ in range(3)}
@@ -279,7 +279,7 @@ def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkey
     (cursor,) = [path for path in Path(silent.paths.writers).iterdir() if parse_cursor(path.name)]
     names |= {other.publish() for other in others}
     last = party()
-    stranger = Path(last.paths.writers) / "not-a-marker"
+    stranger = Path(last.paths.writers) / "not-a-cursor"
     stranger.touch()
     last.feed.retire_idle_cursors(ServerClock())
     assert cursor.exists()
@@ -289,21 +289,21 @@ def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkey
     assert stranger.exists()
     listings.clear()
     names |= {others[0].publish()}
-    # Also what it had not seen of the one that is retired.
+    # Also the events of the retired cursor that it had not read.
     assert knows.sees() == names
     assert listings == []
-    # Who opens the store finds its bundles, and need tell nobody.
+    # A new storage finds its bundles, and has nothing to announce.
     fresh = party()
-    monkeypatch.setattr(fresh.feed, "announce", lambda **_: pytest.fail("told of what everybody knows"))
+    monkeypatch.setattr(fresh.feed, "announce", lambda **_: pytest.fail("announced events that every storage knows"))
     assert fresh.sees() == names
-    # It lives on, and makes a new marker.
+    # The idle writer goes on, and makes a new cursor.
     listings.clear()
     names |= {silent.publish()}
     assert knows.sees() == names
     assert listings == []
 
 
-def test_a_clock_that_is_wrong_retires_no_marker(party, monkeypatch):
+def test_a_clock_that_is_wrong_retires_no_cursor(party, monkeypatch):
     monkeypatch.setattr(feed_module, "MANY_CURSORS", 3)
     for _ in range(5):
         party().publish()
@@ -313,7 +313,7 @@ def test_a_clock_that_is_wrong_retires_no_marker(party, monkeypatch):
     assert len(list(filter(parse_cursor, os.listdir(last.paths.writers)))) == 5
 
 
-def test_a_retired_marker_goes_with_the_last_bundle_of_its_writer(party):
+def test_a_retired_cursor_goes_with_the_last_bundle_of_its_writer(party):
     a, b = party(), party()
     name, other = a.publish(), b.publish()
     retired = Path(a.paths.retired)
@@ -342,7 +342,7 @@ def test_a_deleted_store_is_an_empty_one_and_a_new_one_is_noticed(party):
     assert name in a.sees()
 
 
-def test_strangers_among_the_markers_are_ignored(party):
+def test_other_files_among_the_cursors_are_ignored(party):
     a, b = party(), party()
     for name in ("README", f"{NAMESPACE}.aaaaaaaaaa.zz.", ".hidden"):
         (Path(a.paths.writers) / name).touch()
@@ -351,7 +351,7 @@ def test_strangers_among_the_markers_are_ignored(party):
 
 
 @pytest.mark.parametrize("asks_server", [False, True])
-def test_the_stamp_changes_with_every_renewal(tmp_path, asks_server):
+def test_the_counter_changes_with_every_advance(tmp_path, asks_server):
     path = tmp_path / "stamp"
     path.mkdir()
     counter, other = ChangeCounter(str(path), asks_server=asks_server), ChangeCounter(str(path), asks_server=asks_server)
@@ -363,7 +363,7 @@ def test_the_stamp_changes_with_every_renewal(tmp_path, asks_server):
     assert counter.read() == other.read()
 
 
-def test_the_stamp_differs_even_where_times_are_kept_in_whole_seconds(tmp_path):
+def test_the_counter_differs_even_where_times_are_kept_in_whole_seconds(tmp_path):
     path = tmp_path / "stamp"
     path.mkdir()
     counter, seconds = ChangeCounter(str(path), asks_server=False), set()
@@ -374,7 +374,7 @@ def test_the_stamp_differs_even_where_times_are_kept_in_whole_seconds(tmp_path):
     assert all(0 < second < 2**31 for second in seconds)
 
 
-def test_a_stamp_of_another_owner_is_replaced(tmp_path, monkeypatch):
+def test_a_counter_of_another_owner_is_replaced(tmp_path, monkeypatch):
     path = tmp_path / "stamp"
     path.mkdir()
     counter, other = ChangeCounter(str(path), asks_server=False), ChangeCounter(str(path), asks_server=False)
@@ -394,7 +394,7 @@ def test_a_stamp_of_another_owner_is_replaced(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["stamp"]
 
 
-def test_a_stamp_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monkeypatch):
+def test_a_counter_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monkeypatch):
     path = tmp_path / "stamp"
     path.mkdir()
     counter = ChangeCounter(str(path), asks_server=False)
@@ -407,7 +407,7 @@ def test_a_stamp_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monkey
     assert counter.read() == fresh.read()
 
 
-def test_a_missing_stamp_is_reported(tmp_path):
+def test_a_missing_counter_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError):
         ChangeCounter(str(tmp_path / "none"), asks_server=False).read()
 
@@ -430,7 +430,7 @@ def test_without_statx_the_kernels_attributes_are_used(tmp_path, monkeypatch):
         os.close(descriptor)
 
 
-def test_who_finds_a_marker_whose_writer_was_killed_before_the_stamp_tells_everyone(party, monkeypatch):
+def test_a_reader_confirms_the_counter_of_a_writer_killed_before_it_advanced_it(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     assert len(b.sees()) == 1
@@ -438,16 +438,16 @@ def test_who_finds_a_marker_whose_writer_was_killed_before_the_stamp_tells_every
         killed.setattr(a.counter, "advance", lambda value: None)
         last = a.publish()
     assert last not in b.sees()
-    # Whatever it promises of the bundle, the others keep.
+    # A page that the third storage reports, the others must find too.
     assert last in party().sees()
     assert last in b.sees()
 
 
-def test_a_marker_whose_stamp_was_seen_is_believed_without_another(party, monkeypatch):
+def test_a_cursor_whose_counter_value_was_seen_needs_no_other(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     b.sees()
-    monkeypatch.setattr(b.counter, "advance", lambda value=None: pytest.fail("renewed the stamp"))
+    monkeypatch.setattr(b.counter, "advance", lambda value=None: pytest.fail("advanced the counter"))
     for _ in range(5):
         assert a.publish() in b.sees()
 

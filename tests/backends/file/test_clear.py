@@ -1,4 +1,4 @@
-"""Clearing a file store: a clear that nobody waits for any more stops, and says that it has not happened."""
+"""Clearing a file store: a clear stops at its deadline, and reports that it is not done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged files: a get answers the right bytes or `False`, nothing raises, and the next set repairs."""
+"""Damaged files: a get returns the right bytes or `False`, and the next set repairs."""
 
 from __future__ import annotations
 

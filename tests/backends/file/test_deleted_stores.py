@@ -1,4 +1,4 @@
-"""A store that is deleted, and perhaps made again, is never taken for the one that was there before."""
+"""A store that was deleted, and perhaps made again, is recognized as another one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_look_at_a_missing_store_finds_it_empty(rig):
 
 
 def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monkeypatch):
-    # As a file server may number it; on a local disk the open stamp keeps its number taken.
+    # As a file server may number it; on a local disk the open directory keeps its number taken.
     real = feed_module.cached_attributes
 
     def numbered(descriptor):
@@ -58,7 +58,7 @@ def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monk
         assert side.holds(keys, version=1)
 
 
-def test_a_store_made_again_while_its_stamp_was_stale_is_another_one(rig, monkeypatch):
+def test_a_store_made_again_while_its_counter_was_stale_is_another_one(rig, monkeypatch):
     real, stale = feed_module.cached_attributes, list[None]()
 
     def numbered(descriptor):

@@ -1,4 +1,4 @@
-"""The environment fails: answers are `False`, nothing is left behind, and the store goes on when the fault is gone."""
+"""Faults of the environment: answers are `False`, and the store recovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.backends.file.harness import Rig, chain
 
 @contextlib.contextmanager
 def failing(name, number, *, when=lambda *_: True, after=0):
-    """Let a function of `os` fail with an error number, for calls that match, after some that succeed."""
+    """Make a function of `os` fail with an errno, for calls that match, after some that succeed."""
     real, left = getattr(os, name), [after]
 
     def broken(*args, **kwargs):

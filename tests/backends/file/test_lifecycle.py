@@ -1,4 +1,4 @@
-"""Opening, closing, options: nothing is left behind, and misuse is told in words."""
+"""Opening, closing, options: nothing is left behind, and misuse raises a clear error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_files() -> set[str]:
 
 
 def descriptors_below(path: Path) -> int:
-    """How many files of a store are open; what else this process has open may come and go."""
+    """Number of open files of a store; other files of this process may come and go."""
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     return sum(name.startswith(str(path)) for name in names)
 
@@ -269,7 +269,7 @@ def test_tasks_run_side_by_side_and_errors_do_not_end_the_threads(caplog):
         failed.set()
         raise RuntimeError("x")
 
-    thread_pool.start(fail)
+    thread_pool.submit(fail)
     assert failed.wait(60)
     thread_pool.run([meeting.wait] * 4)
     thread_pool.close(60)
@@ -326,7 +326,7 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
 def test_what_is_only_started_has_a_thread_also_where_callers_have_none():
     """`threads: 1`, or one core."""
     thread_pool, done = IoThreadPool(0), threading.Event()
-    thread_pool.start(done.set)
+    thread_pool.submit(done.set)
     assert done.wait(60)
     names = list[str]()
     thread_pool.run([lambda: names.append(threading.current_thread().name)] * 2)
@@ -343,9 +343,9 @@ def test_without_a_thread_to_be_had_the_caller_does_it_all(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         thread_pool.run([lambda: done.append(1)] * 4)
-        thread_pool.start(later.set)
+        thread_pool.submit(later.set)
     assert done == [1] * 4
-    thread_pool.start(lambda: None)
+    thread_pool.submit(lambda: None)
     assert later.wait(60)
     thread_pool.close(60)
 

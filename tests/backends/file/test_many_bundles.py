@@ -1,4 +1,4 @@
-"""A store of many bundles is taken in piece by piece: within each call's deadline, and whatever interrupts it."""
+"""A store of many bundles is read in steps, each within the deadline of a call."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_log_tells_what_is_in_small_bundles(rig, monkeypatch):
 
     monkeypatch.setattr(os, "pread", counting)
     assert b.hit(keys) == BUNDLES
-    # The last few stand in the marker's name alone.
+    # The last few are in the cursor's name alone.
     assert len(read) < 8
     monkeypatch.undo()
     assert b.holds(keys)

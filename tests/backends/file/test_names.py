@@ -1,4 +1,4 @@
-"""Names are read back exactly, and nothing else is taken for one."""
+"""File names are parsed exactly, and all others are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVENTS = st.one_of(
 
 
 @given(WRITERS, st.lists(st.lists(EVENTS, max_size=5), max_size=8))
-def test_a_marker_tells_the_last_events(writer, batches):
+def test_a_cursor_holds_the_last_events(writer, batches):
     cursor, told = WriterCursor(NAMESPACE, writer, 0, ()), []
     for batch in batches:
         events = []
@@ -70,7 +70,7 @@ def test_a_marker_tells_the_last_events(writer, batches):
         assert again.since(len(told) - 1) == told[-1:]
 
 
-def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
+def test_a_cursor_that_is_too_far_ahead_has_no_events():
     cursor = WriterCursor(NAMESPACE, random_writer(), 0, ())
     for number in range(100):
         cursor = cursor.after([Added(BundleName(cursor.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF)
@@ -110,7 +110,7 @@ def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
     f"{NAMESPACE}.aaaaaaaaaa.1.A1-2-3",
     f"{NAMESPACE}.aaaaaaaaaa.",
 ])  # fmt: skip
-def test_a_marker_that_cannot_be_is_a_stranger(text):
+def test_an_impossible_cursor_is_ignored(text):
     assert parse_cursor(text) is None
 
 

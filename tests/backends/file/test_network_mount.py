@@ -1,4 +1,4 @@
-"""On a network mount it is the requests that cost: they are counted, on a file system that passes everything on."""
+"""Requests on a network mount, counted on a pass-through file system."""
 
 from __future__ import annotations
 

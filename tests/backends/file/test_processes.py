@@ -1,4 +1,4 @@
-"""Many processes on one directory: what one has acknowledged the others see, whoever is killed whenever."""
+"""Many processes on one directory: acknowledged pages are found, also after kills."""
 
 from __future__ import annotations
 

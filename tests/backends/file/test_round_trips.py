@@ -1,4 +1,4 @@
-"""Pages come back byte by byte, for every storage of equal identity and for no other."""
+"""Pages are read back byte by byte, by storages of equal identity and no other."""
 
 from __future__ import annotations
 

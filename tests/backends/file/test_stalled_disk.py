@@ -1,4 +1,4 @@
-"""A local disk that stalls: every call ends at its deadline, and what is in memory is served without asking it."""
+"""A local disk that stalls: calls end at their deadline, or are served from memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     assert a.put(keys) == [True] * 4
     assert a.holds(keys)
     disk.cached = False
-    # So that a look at the stamp is due.
+    # So that reading the counter is due.
     a.bare.store._counter.close()
     hurry(a)
     disk.stall()

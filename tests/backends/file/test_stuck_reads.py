@@ -1,4 +1,4 @@
-"""Reads that hang: with buffers of the driver's own a get returns, and nothing arrives later."""
+"""Reads that hang: with bounce buffers a get returns, and nothing is written later."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_no_buffer_is_waited_for_that_only_hung_reads_have():
 def test_hung_workers_keep_no_call_waiting():
     thread_pool, release, done = IoThreadPool(2), threading.Event(), []
     for _ in range(2):
-        thread_pool.start(lambda: release.wait(2 * PATIENCE_SECONDS))
+        thread_pool.submit(lambda: release.wait(2 * PATIENCE_SECONDS))
     thread_pool.run([lambda number=number: done.append(number) for number in range(5)])
     assert done == [0, 1, 2, 3, 4]
     release.set()

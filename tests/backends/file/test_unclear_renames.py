@@ -1,4 +1,4 @@
-"""A rename that reports an error may have taken effect: a number stands for one bundle, and no acknowledged page is lost."""
+"""Renames that report an error and take effect: no acknowledged page is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = [errno.EIO, errno.ENOENT, errno.ETIMEDOUT]
 
 @contextlib.contextmanager
 def unclear(number: int, when: Callable[[str, str], bool], *, times: int = 1) -> Iterator[list[tuple[str, str]]]:
-    """Let some renames take effect and report an error."""
+    """Make some renames take effect and report an error."""
     real, hits = os.rename, list[tuple[str, str]]()
 
     def rename(source, target):

@@ -1,4 +1,4 @@
-"""Several who remove and replace the same bundle at a time: nothing is lost, and nothing comes back."""
+"""Concurrent removals and replacements of one bundle: nothing is lost, nothing comes back."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_page_that_was_found_by_listing_is_found_by_everybody(rigs, monkeypatc
     assert a.put(KEYS) == [True] * 3
 
 
-def test_a_bundle_that_two_tell_of_is_on_the_shelf_once(rigs):
+def test_a_bundle_that_two_writers_announce_is_added_once(rigs):
     a, b = rigs(), rigs()
     b.hit(KEYS)
     a.put(KEYS)
@@ -206,7 +206,7 @@ def test_a_bundle_that_two_tell_of_is_on_the_shelf_once(rigs):
     assert b.present(KEYS) == [False] * 3
 
 
-def test_new_bundles_arrive_before_old_ones_go(rigs):
+def test_new_bundles_are_added_before_old_ones_are_removed(rigs):
     a, b = rigs(), rigs()
     a.put(KEYS)
     b.hit(KEYS)
@@ -253,7 +253,7 @@ def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
         moved(before, after)
         if not seen:
             seen.append(None)
-            # Whatever makes one look at the markers now: the stamp is still to be renewed.
+            # Another reason to list the cursors now: the counter is still to be advanced.
             b.store.feed._known = None
             b.storage.delete(KEYS)
             seen.append(knows.present(KEYS))
@@ -297,7 +297,7 @@ def test_an_unlink_that_hangs_keeps_nobody_else(rigs, monkeypatch):
 
 
 def claimed_elsewhere(path: Path) -> Path:
-    """Let a process of another machine claim a bundle, and say no more."""
+    """Claim a bundle in the name of a process of another machine."""
     name = parse_bundle(path.name)
     assert name is not None
     claimed = path.with_name(str(structs.replace(name, claim=Claim(ProcessId("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
