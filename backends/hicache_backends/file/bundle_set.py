@@ -459,7 +459,7 @@ class BundleSets:
         self._asks_server = asks_server
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
-        self.made: Callable[[BundleSet], None] | None = None
+        self.on_created: Callable[[BundleSet], None] | None = None
 
     def get(self, namespace: str) -> BundleSet:
         bundle_set = self._bundle_sets.get(namespace)
@@ -469,8 +469,8 @@ class BundleSets:
             bundle_set = self._bundle_sets.get(namespace)
             if bundle_set is None:
                 bundle_set = BundleSet(namespace, self._paths, self._feed, asks_server=self._asks_server)
-                if self.made is not None:
-                    self.made(bundle_set)
+                if self.on_created is not None:
+                    self.on_created(bundle_set)
                 self._bundle_sets[namespace] = bundle_set
             return bundle_set
 

@@ -33,6 +33,25 @@ if TYPE_CHECKING:
     from hicache_backends.file.temp_files import ServerClock, TempFiles
     from hicache_storage.objects import Namespace
 
+logger = logging.getLogger(__name__)
+
+RELIST_SECONDS = 60.0
+RELIST_SHARE = 50
+"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a
+writer that is killed right after publishing leaves a bundle that is not announced."""
+
+SMALL_STORE_BUNDLES = 64
+"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its
+loss does not matter."""
+
+MAX_RACES = 8
+"""So many times the bundles are listed again when others have been faster; then a bundle that they
+took counts as removed."""
+
+SHRINK_SHARE = 8
+"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for
+each."""
+
 STAT_SECONDS = 1.0
 """Seconds before a file's mtime is read again."""
 
@@ -133,26 +152,6 @@ def _entry(bundle: Bundle) -> _Entry:
     return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, id(bundle), bundle
 
 
-logger = logging.getLogger(__name__)
-
-RELIST_SECONDS = 60.0
-RELIST_SHARE = 50
-"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a
-writer that is killed right after publishing leaves a bundle that is not announced."""
-
-SMALL_STORE_BUNDLES = 64
-"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its
-loss does not matter."""
-
-MAX_RACES = 8
-"""So many times the bundles are listed again when others have been faster; then a bundle that they
-took counts as removed."""
-
-SHRINK_SHARE = 8
-"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for
-each."""
-
-
 class Capacity:
     """Makes room for pending bundles. Safe for many threads; one at a time makes room."""
 
@@ -181,7 +180,7 @@ class Capacity:
         self._lock = threading.Lock()
         self._queue = EvictionQueue(clock)
         self._relist_at = 0.0
-        bundle_sets.made = lambda bundle_set: bundle_set.listen(self._queue)
+        bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self._queue)
 
     def used(self, expired: Callable[[], bool] = no_deadline) -> int:
         """Bytes in the store: bundles, and the reservations of living processes.

@@ -51,6 +51,18 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.paths import StorePaths
 
+SEGMENT_EVENTS = 4096
+"""Events in one file: about 1 MiB of one-page bundles."""
+
+MAX_LOGGED_PAGES = 16
+"""Pages of the bundles whose index is in the log. The index of a larger bundle is read from the
+bundle itself, which costs less for each page than a small one."""
+
+_MAGIC = b"HCEV"
+_HEADER = struct.Struct("<4sIQII")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+
 MAX_CURSOR_BYTES = 240
 """Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to
 them."""
@@ -176,18 +188,6 @@ def _parse_event(text: str, writer: str, number: int) -> Event | None:
         return Found(name) if is_plausible(name) else None
     return None
 
-
-SEGMENT_EVENTS = 4096
-"""Events in one file: about 1 MiB of one-page bundles."""
-
-MAX_LOGGED_PAGES = 16
-"""Pages of the bundles whose index is in the log. The index of a larger bundle is read from the
-bundle itself, which costs less for each page than a small one."""
-
-_MAGIC = b"HCEV"
-_HEADER = struct.Struct("<4sIQII")
-_CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 _ADDED, _REMOVED, _FOUND, _UNLISTED = range(4)
 

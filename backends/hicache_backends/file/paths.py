@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
     from hicache_storage.objects import Namespace
 
+FORMAT = "hicache-file-1"
+"""The layout's version is a directory, so that two versions can share a path without seeing each
+other."""
+
 WRITER_PATTERN = "[a-z2-7]{10}"
 NAMESPACE_PATTERN = "[0-9a-f]{32}"
 HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
@@ -188,11 +192,6 @@ _NAMESPACE = re.compile(NAMESPACE_PATTERN)
 def is_namespace(text: str) -> bool:
     """Return whether a directory's name is that of a namespace."""
     return _NAMESPACE.fullmatch(text) is not None
-
-
-FORMAT = "hicache-file-1"
-"""The layout's version is a directory, so that two versions can share a path without seeing each
-other."""
 
 
 class StorePaths:

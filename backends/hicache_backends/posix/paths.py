@@ -7,6 +7,10 @@ import os
 import re
 from dataclasses import dataclass
 
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_PREALLOCATES = frozenset({"ext4", "xfs"})
+
 
 def check_path(path: str) -> None:
     """Refuse a path that begins with `~`, which only a shell expands.
@@ -31,11 +35,6 @@ def make_last(path: str) -> None:
         raise FileNotFoundError(f"there is no directory {above!r}: mount what belongs there, or make it")
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
-
-
-_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"})
-_MEMORY = frozenset({"tmpfs", "ramfs"})
-_PREALLOCATES = frozenset({"ext4", "xfs"})
 
 
 @dataclass(frozen=True, slots=True)

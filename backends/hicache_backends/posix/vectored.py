@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Move = Callable[[int, Sequence[memoryview], int], int]
-    from collections.abc import Sequence
+
+_CACHESTAT = 451
+"""The number of the system call on all machines, since Linux 6.5."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 MAX_BUFFERS = 1024
 """IOV_MAX on Linux."""
@@ -76,14 +82,6 @@ def _after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
             left.append(buffer[moved:])
         moved = max(0, moved - len(buffer))
     return left
-
-
-_CACHESTAT = 451
-"""The number of the system call on all machines, since Linux 6.5."""
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Range(ctypes.Structure):
