@@ -27,7 +27,7 @@ from checkouts import HERE, OfCheckout
 from interleaved import Results, Samples, drop_from_page_cache, fresh_keys, machine, table, turns, wait_for_quiet
 from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, host_pool
 
-from hicache_backends.posix.mounts import mount_of
+from hicache_backends.posix.paths import mount_of
 from tests.fuse.counting_fs import CountingMount
 
 PEER, OURS, BEFORE = "HiCacheFile", "hicache file", "before"

@@ -1,4 +1,4 @@
-"""A FUSE file system that passes everything on to a directory, counts the requests, and takes its time for each.
+"""A pass-through FUSE file system that counts requests and delays each.
 
 It stands for a network mount: what costs time there is the number of requests, and that can be counted exactly.
 
@@ -88,7 +88,7 @@ class CountingMount:
             self._processes[-1].wait(30)
 
     def kill(self) -> None:
-        """Let the process die, so that the mount point answers with an error until it is unmounted."""
+        """Kill the process, so that the mount point answers with an error until it is unmounted."""
         self._processes[-1].kill()
         self._processes[-1].wait(30)
 
@@ -102,7 +102,7 @@ class CountingMount:
 
 
 class _Passthrough:
-    """What libfuse calls, through mfusepy. Each method counts, waits and passes on."""
+    """The operations that libfuse calls, through mfusepy: each counts, waits and passes on."""
 
     use_ns = True
 

@@ -140,7 +140,7 @@ def test_opening_it_with_a_deadline_and_without_logs(large_store):
     path, _, _, _ = large_store
     reader = Rig(path, components=PAGE_BYTES)
     reader.storage.open()
-    for log in Path(reader.store.tree.events(reader.namespace)).iterdir():
+    for log in Path(reader.store.paths.events(reader.namespace)).iterdir():
         log.unlink()
     keys, calls, found = [f"page {number}" for number in range(SETS)], 0, 0
     taken, busy = list[float](), list[float]()

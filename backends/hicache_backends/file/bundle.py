@@ -17,8 +17,9 @@ footer    64 bytes:
   56  8   xxh3_64 of the footer up to here
 ```
 
-A file that ends in a footer which fits its length holds all of its pages: the footer is written last. The file's name tells
-the footer's checksum, so that a footer and an index are never taken for those of another bundle, whatever a disk answers.
+A file that ends in a footer which fits its length holds all of its pages: the footer is written
+last. The file's name contains the footer's checksum, so that a footer and an index are never taken for
+those of another bundle, whatever a disk answers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from hicache_storage.objects import ENVELOPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_backends.file.paths import BundleId, BundleName
+
 _MAGIC = b"HCBUNDLE"
 _VERSION = 1
 _FOOTER = struct.Struct("<8sIIQQ16sQ")
@@ -42,37 +45,78 @@ _CHECKSUM = struct.Struct("<Q")
 FOOTER_BYTES = _FOOTER.size + _CHECKSUM.size
 
 TAIL_BYTES = 32 << 10
-"""What is read from the end of a bundle at first: holds the index of 240 pages under SHA-256 keys."""
+"""Bytes read from the end of a bundle at first: the index of 240 pages under SHA-256 keys."""
 
 
 class NotABundleError(ValueError):
-    """The bytes are no bundle of this namespace: torn, damaged, or someone else's."""
+    """The bytes are not a bundle of this namespace: torn, damaged, or of another format."""
 
     file_bytes: int | None = None
     """The file's real length, where it is known."""
 
 
-class Index(msgspec.Struct, frozen=True, gc=False):
-    """What a bundle holds."""
+class BundleIndex(msgspec.Struct, frozen=True, gc=False):
+    """The keys and envelopes of the pages in a bundle."""
 
     keys: list[str]
     envelopes: bytes
     """64 bytes a page."""
 
 
+class Bundle(msgspec.Struct, eq=False, gc=False):
+    """A bundle as this process knows it.
+
+    There is one object for each file of a store. So nothing is stored that can be computed, and the
+    garbage collector does not track them: they are in no reference cycle.
+    """
+
+    namespace: str
+    name: BundleName
+    directory: str
+    id: BundleId
+    size: int
+    """Bytes of the file: the number in its name, until the file is found to have another length."""
+    modified: int
+    """The file's mtime when last read: the uses by other processes."""
+    keys: list[str]
+    """The pages, once the index has been read."""
+    envelopes: bytes = b""
+    touched: int = 0
+    """Last use by this process, in nanoseconds since 1970."""
+    checked: float = 0.0
+    """When `modified` was read, on the monotonic clock."""
+    gone: bool = False
+    invalid: bool = False
+    """The file has the name of a bundle and other content."""
+
+    @property
+    def path(self) -> str:
+        """The path of the file, by its present name."""
+        return f"{self.directory}/{self.name}"
+
+    @property
+    def recency(self) -> int:
+        """Time of the last known use, in nanoseconds since 1970."""
+        return 0 if self.invalid else max(self.touched, self.modified)
+
+    def envelope(self, page: int) -> bytes:
+        """The envelope of a page, once the index has been read."""
+        return self.envelopes[page * ENVELOPE_BYTES : (page + 1) * ENVELOPE_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What all bundles of a namespace have in common."""
+class BundleFormat:
+    """The format of the bundles of one namespace."""
 
     page_bytes: int
     fingerprint: bytes
 
     def bundle_bytes(self, keys: Sequence[str]) -> int:
-        """Length of a bundle that holds these keys."""
+        """Length of a bundle that holds these keys, in bytes."""
         return len(keys) * self.page_bytes + index_bytes(keys) + FOOTER_BYTES
 
-    def tail(self, index: Index) -> bytes:
-        """Everything that follows the pages."""
+    def tail(self, index: BundleIndex) -> bytes:
+        """Encode the part that follows the pages."""
         body = index.envelopes + _join(index.keys)
         footer = _FOOTER.pack(
             _MAGIC, _VERSION, len(index.keys), self.page_bytes, len(body), self.fingerprint, xxhash.xxh3_64_intdigest(body)
@@ -80,10 +124,15 @@ class Shape:
         return body + footer + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(footer))
 
     def tail_bytes(self, end: bytes, size: int, checksum: int) -> int:
-        """How long the tail of a bundle of `size` bytes and of this `tail_checksum` is, from its last bytes.
+        """Length of a bundle's tail, from the last bytes of its file.
+
+        Args:
+            end: the last bytes.
+            size: of the file, in bytes.
+            checksum: the `tail_checksum` in its name.
 
         Raises:
-            NotABundleError: there is no footer that fits.
+            NotABundleError: the bytes do not end in a matching footer.
         """
         if len(end) < FOOTER_BYTES:
             raise NotABundleError(f"too short for a footer: {len(end)} bytes")
@@ -99,8 +148,8 @@ class Shape:
             raise NotABundleError(f"the footer does not fit a length of {size} bytes")
         return int(body_bytes) + FOOTER_BYTES
 
-    def parse(self, tail: bytes) -> Index:
-        """Read what `tail()` wrote; `tail_bytes()` has accepted its footer.
+    def parse(self, tail: bytes) -> BundleIndex:
+        """Decode what `tail()` encoded; `tail_bytes()` has accepted its footer.
 
         Raises:
             NotABundleError: the index is damaged.
@@ -112,16 +161,16 @@ class Shape:
         envelopes, keys = body[: pages * ENVELOPE_BYTES], _split(body[pages * ENVELOPE_BYTES :])
         if len(keys) != pages:
             raise NotABundleError(f"the index names {len(keys)} of {pages} pages")
-        return Index(keys, envelopes)
+        return BundleIndex(keys, envelopes)
 
 
 def tail_checksum(tail: bytes) -> int:
-    """What the name of a bundle with that tail tells about it: 32 bits of the footer's checksum."""
+    """The checksum in a bundle's name: 32 bits of the footer's checksum."""
     return int.from_bytes(tail[-4:], "little")
 
 
 def index_bytes(keys: Sequence[str]) -> int:
-    """Length of the index of these keys."""
+    """Length of the index of these keys, in bytes."""
     return len(keys) * ENVELOPE_BYTES + len(_join(keys))
 
 

@@ -1,140 +1,235 @@
-"""Keeps a store below its capacity: all namespaces, all processes, temporary files included (rule EV-1).
+"""Capacity: keeps a store below its limit by LRU eviction (rule EV-1).
 
-What is used is never counted up and down in a file, so it cannot drift: it is the sum of the lengths in the names of
-all bundles and temporary files. A writer makes its temporary file first, with its full length in the name, and looks at
-the sum then. Of several who write at a time, the last to look sees all others; so no more is ever written than fits.
+The limit covers all namespaces, all processes and the temporary files. Used bytes are not kept in
+a file, where a count could drift: they are the sum of the lengths in the names of all bundles and
+temporary files. A writer creates its temporary file first, with its full length in the name, and
+computes the sum then. When several processes write at once, the last one to compute it sees every
+reservation, so the capacity is never exceeded.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import os
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.eviction import EvictionQueue
-from hicache_backends.file.shelf import Bundle, Shelf, never
+from hicache_backends.file.bundle import Bundle
+from hicache_backends.file.bundle_set import no_deadline
+from hicache_backends.file.temp_files import TOLERANCE_NS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from hicache_backends.file.board import Board
-    from hicache_backends.file.catalog import Catalog
-    from hicache_backends.file.changes import Changes
-    from hicache_backends.file.clock import Clock
-    from hicache_backends.file.drafts import Drafts
+    from hicache_backends.file.bundle_set import BundleSets
+    from hicache_backends.file.change_feed import ChangeFeed
+    from hicache_backends.file.page_index import PageIndex
+    from hicache_backends.file.paths import StorePaths
+    from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.rewriter import Rewriter
-    from hicache_backends.file.tree import Tree
+    from hicache_backends.file.temp_files import ServerClock, TempFiles
     from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
 
 RELIST_SECONDS = 60.0
 RELIST_SHARE = 50
-"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a writer that is killed
-right after publishing leaves a bundle that nobody has been told of."""
+"""All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a
+writer that is killed right after publishing leaves a bundle that is not announced."""
 
 SMALL_STORE_BUNDLES = 64
-"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its loss does not matter."""
+"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its
+loss does not matter."""
 
 MAX_RACES = 8
-"""So many times the bundles are listed again when others have been faster; then a bundle that they took is believed gone."""
+"""So many times the bundles are listed again when others have been faster; then a bundle that they
+took counts as removed."""
 
 SHRINK_SHARE = 8
-"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for each."""
+"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for
+each."""
+
+STAT_SECONDS = 1.0
+"""Seconds before a file's mtime is read again."""
+
+MANY_GONE = 1024
+"""Entries of removed bundles that are tolerated in the queue."""
+
+_Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
-class Shelves:
-    """The shelves of a store by namespace, made when first asked for."""
+class EvictionQueue:
+    """Bundles of all namespaces in LRU order. Not thread-safe.
 
-    def __init__(self, tree: Tree, board: Board, *, asks_server: bool) -> None:
-        self._tree, self._board, self._asks_server = tree, board, asks_server
-        self._lock = threading.Lock()
-        self._shelves: dict[str, Shelf] = {}
-        self.made: Callable[[Shelf], None] | None = None
+    The recency of a bundle only grows, by uses in this process and by mtimes that other processes
+    have set. So an entry that has become stale is found when it is popped, and goes back to its new
+    place: one `stat` for each victim, not for each bundle.
 
-    def get(self, namespace: str) -> Shelf:
-        shelf = self._shelves.get(namespace)
-        if shelf is not None:
-            return shelf
-        with self._lock:
-            shelf = self._shelves.get(namespace)
-            if shelf is None:
-                shelf = Shelf(namespace, self._tree, self._board, asks_server=self._asks_server)
-                if self.made is not None:
-                    self.made(shelf)
-                self._shelves[namespace] = shelf
-            return shelf
+    An mtime ahead of the file server's clock comes from a node whose clock was wrong. It is
+    ignored; otherwise the bundles of that node would never be evicted.
 
-    def all(self) -> list[Shelf]:
-        return list(self._shelves.values())
+    Args:
+        clock: the file server's.
+    """
+
+    def __init__(self, clock: ServerClock) -> None:
+        self._clock = clock
+        self._heap: list[_Entry] = []
+        self._added: deque[Bundle] = deque()
+        self._gone = 0
+        """How many have been removed since such were last looked for."""
+
+    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+        """Called by bundle sets, from any thread."""
+        latest = self._clock.now_ns()
+        for bundle in bundles:
+            bundle.modified = min(bundle.modified, latest)
+        self._added.extend(bundles)
+
+    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
+        """Called by bundle sets, from any thread; `pop` skips removed bundles."""
+        # Not atomic: a lost update only delays the clean-up.
+        self._gone += len(bundles)
+
+    def drop_removed(self) -> None:
+        """Drop the entries of removed bundles, if there are many: `pop` may never reach them."""
+        self._take_added()
+        if self._gone > max(MANY_GONE, len(self._heap) // 2):
+            self._gone = 0
+            self._heap = [entry for entry in self._heap if not entry[-1].gone]
+            heapq.heapify(self._heap)
+
+    def pop(self) -> Bundle | None:
+        """Take out the next victim; None if there is none left."""
+        self._take_added()
+        while self._heap:
+            recency, *_, bundle = self._heap[0]
+            if bundle.gone:
+                heapq.heappop(self._heap)
+                continue
+            now = time.monotonic()
+            if now - bundle.checked > STAT_SECONDS:
+                self._refresh_mtime(bundle, now)
+            if bundle.recency > recency:
+                heapq.heapreplace(self._heap, _entry(bundle))
+                continue
+            heapq.heappop(self._heap)
+            return bundle
+        return None
+
+    def put_back(self, bundle: Bundle) -> None:
+        """Return a victim that could not be removed."""
+        heapq.heappush(self._heap, _entry(bundle))
+
+    def _take_added(self) -> None:
+        fresh = [self._added.popleft() for _ in range(len(self._added))]
+        if len(fresh) > len(self._heap) // 8:
+            self._heap = [entry for entry in self._heap if not entry[-1].gone]
+            self._heap += map(_entry, fresh)
+            heapq.heapify(self._heap)
+        else:
+            for bundle in fresh:
+                heapq.heappush(self._heap, _entry(bundle))
+
+    def _refresh_mtime(self, bundle: Bundle, now: float) -> None:
+        bundle.checked = now
+        try:
+            modified = os.stat(bundle.path).st_mtime_ns
+        except OSError:
+            # Perhaps it is gone; the attempt to remove it will tell.
+            return
+        if modified <= self._clock.now_ns() + TOLERANCE_NS:
+            bundle.modified = max(bundle.modified, modified)
+
+
+def _entry(bundle: Bundle) -> _Entry:
+    # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a
+    # tail rather than a head. A bundle that was removed and added again has two entries, whose
+    # order does not matter.
+    return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, id(bundle), bundle
 
 
 class Capacity:
-    """Makes room for what is about to be written. Safe for many threads; one makes room at a time."""
+    """Makes room for pending bundles. Safe for many threads; one at a time makes room."""
 
     def __init__(
         self,
         limit: int,
-        tree: Tree,
-        board: Board,
-        shelves: Shelves,
-        drafts: Drafts,
-        changes: Changes,
+        paths: StorePaths,
+        feed: ChangeFeed,
+        bundle_sets: BundleSets,
+        temp_files: TempFiles,
+        publisher: Publisher,
         rewriter: Rewriter,
-        catalogs: Callable[[str], Catalog | None],
+        page_indexes: Callable[[str], PageIndex | None],
         evicted: Callable[[Namespace, int], None],
-        clock: Clock,
+        clock: ServerClock,
     ) -> None:
         self.limit = limit
-        self._tree, self._board, self._shelves, self._drafts = tree, board, shelves, drafts
-        self._changes, self._rewriter, self._catalogs, self._evicted = changes, rewriter, catalogs, evicted
+        self._paths = paths
+        self._feed = feed
+        self._bundle_sets = bundle_sets
+        self._temp_files = temp_files
+        self._publisher = publisher
+        self._rewriter = rewriter
+        self._page_indexes = page_indexes
+        self._evicted = evicted
         self._lock = threading.Lock()
         self._queue = EvictionQueue(clock)
         self._relist_at = 0.0
-        shelves.made = lambda shelf: shelf.listen(self._queue)
+        bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self._queue)
 
-    def used(self, expired: Callable[[], bool] = never) -> int:
-        """Bytes in the store: bundles, and what the living have reserved. Collects what the dead have left.
+    def used(self, expired: Callable[[], bool] = no_deadline) -> int:
+        """Bytes in the store: bundles, and the reservations of living processes.
+
+        Files that killed processes have left are collected.
 
         Args:
-            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
+            expired: returns whether the caller's deadline has passed; indexes of new bundles are
+                read until then.
 
         Raises:
             OSError: the store could not be listed.
         """
-        notices = self._board.read()
-        reserved, collected = self._drafts.collect()
-        for namespace in notices.markers:
-            self._shelves.get(namespace)
-        # Whoever was killed while writing may also have published without telling.
+        snapshot = self._feed.read()
+        reserved, collected = self._temp_files.collect()
+        for namespace in snapshot.cursors:
+            self._bundle_sets.get(namespace)
+        # A process that was killed while writing may also have published without an announcement.
         if collected:
             self._relist_at = 0.0
         started = time.monotonic()
         listing = started >= self._relist_at
         if listing:
-            for namespace in self._tree.namespaces():
-                self._shelves.get(namespace).distrust()
-        for shelf in self._shelves.all():
-            shelf.catch_up(notices, expired)
+            # Also namespaces that no cursor names: their writers were killed before their first
+            # announcement.
+            for namespace in self._paths.namespaces():
+                self._bundle_sets.get(namespace).invalidate()
+        for bundle_set in self._bundle_sets.all():
+            bundle_set.catch_up(snapshot, expired)
         if listing:
             ended = time.monotonic()
             self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
-        return reserved + sum(shelf.used for shelf in self._shelves.all())
+        return reserved + sum(bundle_set.used for bundle_set in self._bundle_sets.all())
 
-    def make_room(self, expired: Callable[[], bool] = never) -> int:
-        """Evict until what is used, reservations included, fits.
+    def make_room(self, expired: Callable[[], bool] = no_deadline) -> int:
+        """Evict until the used bytes, reservations included, are within the limit.
 
         Args:
-            expired: whether the caller's deadline has passed; indexes of new bundles are read until then.
+            expired: returns whether the caller's deadline has passed; indexes of new bundles are
+                read until then.
 
         Returns:
-            Bytes that are still too many, because nothing is left to evict.
+            Bytes above the limit that remain, because nothing is left to evict.
 
         Raises:
             OSError: the store could not be listed.
         """
         with self._lock:
+            # One thread of this process at a time: two would evict for the same bytes.
             excess, races = self.used(expired) - self.limit, 0
             tried = list[Bundle]()
             try:
@@ -150,16 +245,17 @@ class Capacity:
                         excess -= victim.size
             finally:
                 for bundle in tried:
+                    # A victim that could not be removed is tried again by the next call.
                     if not bundle.gone:
                         self._queue.put_back(bundle)
             return max(0, excess)
 
-    def forget_gone(self) -> None:
-        """Let go of the bundles that others have removed; a process that writes nothing never looks for a victim."""
-        # Who makes room holds the lock during I/O. The next time will do.
+    def drop_removed(self) -> None:
+        """Drop queue entries of removed bundles, in a process that never evicts."""
+        # `make_room` holds the lock during I/O. The next flush will try again.
         if self._lock.acquire(blocking=False):
             try:
-                self._queue.forget_gone()
+                self._queue.drop_removed()
             finally:
                 self._lock.release()
 
@@ -167,16 +263,18 @@ class Capacity:
         """Remove a bundle, or its last pages if these are enough.
 
         Returns:
-            How many bytes that has freed; None where somebody else has removed it, or is replacing it: a listing tells.
+            The bytes freed; None if another process has removed the bundle or is replacing it,
+            which a listing shows.
         """
-        shelf = self._shelves.get(victim.namespace)
-        if victim.name.claim is not None and not self._changes.is_free(victim):
-            # Being replaced, or about to be when its claimant was killed; others go instead.
+        bundle_set = self._bundle_sets.get(victim.namespace)
+        if victim.name.claim is not None and not self._publisher.is_unclaimed(victim):
+            # Another process is replacing it, or was killed while it did; other bundles are evicted
+            # instead.
             return 0
         try:
             freed = self._shrink(victim, excess)
         except FileNotFoundError:
-            shelf.distrust()
+            bundle_set.invalidate()
             return None
         except OSError as error:
             # A full disk, most likely, which has no room for a shorter copy.
@@ -185,32 +283,35 @@ class Capacity:
         if freed:
             return freed
         try:
-            removed = self._changes.remove(shelf, victim)
+            removed = self._publisher.remove(bundle_set, victim)
         except OSError as error:
             logger.debug("cannot evict %s: %s", victim.path, error)
             return 0
         if not removed:
             return None
-        if (catalog := self._catalogs(victim.namespace)) is not None:
-            self._evicted(catalog.namespace, len(victim.keys))
+        if (page_index := self._page_indexes(victim.namespace)) is not None:
+            self._evicted(page_index.namespace, len(victim.keys))
         return victim.size
 
     def _shrink(self, victim: Bundle, excess: int) -> int:
-        catalog, size = self._catalogs(victim.namespace), victim.name.size
+        page_index, size = self._page_indexes(victim.namespace), victim.name.size
         if (
-            catalog is None
+            page_index is None
             or not victim.keys
             or victim.name.claim is not None
             or size * SMALL_STORE_BUNDLES < self.limit
             or excess >= size
         ):
             return 0
-        pages, bundle_bytes = len(victim.keys), catalog.shape.bundle_bytes
+        pages, bundle_bytes = len(victim.keys), page_index.format.bundle_bytes
+        # The last pages go: a chain without its tail is a shorter hit, one without its head is none
+        # (EV-3).
         dropped = -(-pages // SHRINK_SHARE)
         while dropped < pages and size - bundle_bytes(victim.keys[:-dropped]) < excess:
             dropped += 1
+        # To copy a quarter of a bundle is not worth the I/O.
         if dropped * 4 > pages * 3:
             return 0
-        self._rewriter.drop(catalog, victim, frozenset(victim.keys[-dropped:]))
-        self._evicted(catalog.namespace, dropped)
+        self._rewriter.drop(page_index, victim, frozenset(victim.keys[-dropped:]))
+        self._evicted(page_index.namespace, dropped)
         return size - bundle_bytes(victim.keys[:-dropped])

@@ -9,13 +9,15 @@ from msgspec import Meta
 from hicache_backends.posix.paths import check_path
 from hicache_storage.spec import DriverConfig, parse_bytes
 
-LEAST_BYTES = 4096
-LEAST_TEXT_BYTES = 1 << 20
+MIN_BYTES = 4096
+MIN_TEXT_BYTES = 1 << 20
 """Of a number in text, which is most likely one whose unit was forgotten."""
 
 
 class FileConfig(DriverConfig, frozen=True, kw_only=True):
-    """Options of the file driver. All processes that share a directory should be given the same.
+    """Options of the file driver.
+
+    All processes that share a directory should be given the same.
 
     Raises:
         ValueError: the capacity is no size.
@@ -92,7 +94,7 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         if size == 0:
             raise ValueError("capacity must not be 0; leave it out for no limit")
         if size is not None and size < (
-            LEAST_TEXT_BYTES if str(self.capacity).strip().isdigit() and isinstance(self.capacity, str) else LEAST_BYTES
+            MIN_TEXT_BYTES if str(self.capacity).strip().isdigit() and isinstance(self.capacity, str) else MIN_BYTES
         ):
             raise ValueError(
                 f"capacity {self.capacity!r} is {size} bytes, which no page fits into; a unit is missing, as in '500GiB'"

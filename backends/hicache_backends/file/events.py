@@ -1,8 +1,9 @@
-"""Event logs: what each writer has announced, for storages that are further behind than its marker tells.
+"""Events: the changes that each writer announces, in cursor names and in event logs.
 
-Beside its marker a writer has, for each namespace, an append-only log of all its events. The log is a cache: a reader
-that finds a gap, a torn block or no file lists the namespace instead, so nothing has to be synced, and any of these
-files may be deleted at any time.
+Beside its cursor a writer has, for each namespace, an append-only log of all its events. A reader
+that is further behind than the cursor's name reaches reads it. The log is a cache: a reader that
+finds a gap, a torn block or no file lists the namespace instead, so nothing has to be synced, and
+any of these files may be deleted at any time.
 
 ```
 <namespace>/events/<writer>-<segment>.events     SEGMENT_EVENTS consecutive events of one writer
@@ -16,8 +17,8 @@ block   a header of 32 bytes, and a body in MessagePack: one entry for each even
   24  8   xxh3_64 of the header up to here and of the body
 ```
 
-An entry has the index of its bundle, where that is short. So storages learn of many small bundles, also when they open
-the store, by reading a few logs instead of opening each bundle.
+An entry has the index of its bundle, if that is short. So storages learn of many small bundles,
+also when they open the store, by reading a few logs instead of opening each bundle.
 """
 
 from __future__ import annotations
@@ -26,42 +27,167 @@ import contextlib
 import os
 import re
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import xxhash
 
-from hicache_backends.file.bundle import Index
-from hicache_backends.file.names import (
+from hicache_backends.file.bundle import BundleIndex
+from hicache_backends.file.paths import (
+    HEX,
     MAX_CREATED_US,
     MAX_FILE_BYTES,
+    NAMESPACE_PATTERN,
     WRITER_PATTERN,
-    Added,
     BundleId,
     BundleName,
-    Event,
-    Found,
-    Removed,
-    Unlisted,
+    is_plausible,
 )
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-    from hicache_backends.file.tree import Tree
+    from hicache_backends.file.paths import StorePaths
 
 SEGMENT_EVENTS = 4096
 """Events in one file: about 1 MiB of one-page bundles."""
 
 MAX_LOGGED_PAGES = 16
-"""Pages of the bundles whose index is in the log. The index of a larger bundle is read from the bundle itself, which
-costs less for each page than a small one."""
+"""Pages of the bundles whose index is in the log. The index of a larger bundle is read from the
+bundle itself, which costs less for each page than a small one."""
 
 _MAGIC = b"HCEV"
 _HEADER = struct.Struct("<4sIQII")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+
+MAX_CURSOR_BYTES = 240
+"""Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to
+them."""
+
+
+# A lookup may read thousands of events; `gc=False` keeps them from the garbage collector.
+
+
+class Added(msgspec.Struct, frozen=True, gc=False):
+    """A bundle has been published."""
+
+    bundle: BundleName
+    index: BundleIndex | None = None
+    """For the event log; a cursor's name has no room for it."""
+
+    def __str__(self) -> str:
+        return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """A bundle is gone: evicted, cleared, or rewritten as another."""
+
+    bundle: BundleId
+
+    def __str__(self) -> str:
+        return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """A bundle of another writer is in place and unannounced.
+
+    Its writer may have been killed before the announcement.
+    """
+
+    bundle: BundleName
+
+    def __str__(self) -> str:
+        name = self.bundle
+        return f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
+
+
+class Unlisted(msgspec.Struct, frozen=True, gc=False):
+    """Unknown changes were made: every reader of this event lists the namespace."""
+
+    def __str__(self) -> str:
+        return "u"
+
+
+Event = Added | Removed | Found | Unlisted
+
+_ADDED_TEXT = re.compile(f"a({HEX})-({HEX})-({HEX})")
+_REMOVED_TEXT = re.compile(f"r({WRITER_PATTERN})-({HEX})")
+_FOUND_TEXT = re.compile(f"f({WRITER_PATTERN})-({HEX})-({HEX})-({HEX})-({HEX})")
+
+
+@dataclass(frozen=True, slots=True)
+class WriterCursor:
+    """A writer's position in one namespace, and its last events.
+
+    The event numbered `sequence` is the last one in `events`, the one before it has the number
+    before, and so on. A reader that is further behind reads the event log.
+    """
+
+    namespace: str
+    writer: str
+    sequence: int
+    events: tuple[str, ...]
+    """As spelled in the name, and parsed on demand: few are ever read."""
+    tag: int = 0
+    """Tag of the counter value that follows this cursor."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
+
+    def after(self, events: Sequence[Event], tag: int) -> WriterCursor:
+        """The cursor after more events, with as many of the newest as fit into a name."""
+        texts = (*self.events, *map(str, events[-MAX_CURSOR_BYTES:]))
+        room = MAX_CURSOR_BYTES - len(f"{self.namespace}.{self.writer}...") - 16 - 6
+        kept = 0
+        for text in reversed(texts):
+            room -= len(text) + 1
+            if room < 0:
+                break
+            kept += 1
+        return WriterCursor(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :], tag)
+
+    def since(self, sequence: int) -> list[Event] | None:
+        """The events after the one numbered `sequence`; None if the name has dropped some."""
+        missed = self.sequence - sequence
+        if missed > len(self.events):
+            return None
+        first, events = self.sequence - len(self.events) + 1, list[Event]()
+        for number in range(sequence + 1, self.sequence + 1):
+            event = _parse_event(self.events[number - first], self.writer, number)
+            if event is None:
+                return None
+            events.append(event)
+        return events
+
+
+_CURSOR = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({HEX})\\.({HEX})\\.([a-z0-9,-]*)")
+
+
+def parse_cursor(text: str) -> WriterCursor | None:
+    """Parse the name of a cursor; None for a name that the driver did not make."""
+    match = _CURSOR.fullmatch(text)
+    if match is None:
+        return None
+    namespace, writer, last, tag, listed = match.groups()
+    events = tuple(listed.split(",")) if listed else ()
+    sequence = int(last, 16)
+    return WriterCursor(namespace, writer, sequence, events, int(tag, 16)) if len(events) <= sequence else None
+
+
+def _parse_event(text: str, writer: str, number: int) -> Event | None:
+    if match := _ADDED_TEXT.fullmatch(text):
+        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
+        return Added(name) if is_plausible(name) else None
+    if match := _REMOVED_TEXT.fullmatch(text):
+        return Removed(BundleId(match[1], int(match[2], 16)))
+    if match := _FOUND_TEXT.fullmatch(text):
+        name = BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16))
+        return Found(name) if is_plausible(name) else None
+    return None
+
 
 _ADDED, _REMOVED, _FOUND, _UNLISTED = range(4)
 
@@ -89,17 +215,21 @@ _SEGMENT = re.compile(f"({WRITER_PATTERN})-(0|[1-9a-f][0-9a-f]*)\\.events")
 
 
 class EventLogs:
-    """The event logs of one store. Reading is safe for many threads; one thread at a time appends."""
+    """The event logs of one store.
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+    Reading is safe for many threads; one thread at a time appends.
+    """
+
+    def __init__(self, paths: StorePaths) -> None:
+        self._paths = paths
         self._ends: dict[str, tuple[int, int]] = {}
         """By namespace: the segment that was last appended to, and its length."""
-        self._cursors: dict[tuple[str, str], tuple[int, int, int]] = {}
-        """By namespace and writer: a segment, where the last block begins that was read of it, and that one's first event."""
+        self._positions: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """By namespace and writer: a segment, where the last block begins that was read of it, and
+        that one's first event."""
 
     def append(self, namespace: str, writer: str, first: int, events: Sequence[Event]) -> bool:
-        """Append a writer's events, numbered from `first`; whether that was possible."""
+        """Append a writer's events, numbered from `first`; return `False` if that failed."""
         try:
             for segment, number, some in _by_segment(first, events):
                 self._append(namespace, writer, segment, _block(number, some))
@@ -108,28 +238,28 @@ class EventLogs:
         return True
 
     def since(self, namespace: str, writer: str, seen: int, last: int) -> list[Event] | None:
-        """The events numbered `seen + 1` to `last`; None where the log has a gap."""
+        """The events numbered `seen + 1` to `last`; None if the log has a gap."""
         events, reader = list[Event](), (namespace, writer)
-        cursor = self._cursors.pop(reader, None)
+        position = self._positions.pop(reader, None)
         for segment in range(_segment_of(seen + 1), _segment_of(last) + 1):
             start = 0
-            if cursor is not None and cursor[0] == segment and cursor[2] <= seen + 1:
-                start = cursor[1]
+            if position is not None and position[0] == segment and position[2] <= seen + 1:
+                start = position[1]
             for at, first, entries in _blocks(self._read(namespace, writer, segment, start), seen):
                 if first > seen + 1:
                     return None
                 events += [_event(writer, first + n, entries[n]) for n in range(seen + 1 - first, len(entries))]
-                seen, cursor = first + len(entries) - 1, (segment, start + at, first)
+                seen, position = first + len(entries) - 1, (segment, start + at, first)
                 if seen >= last:
                     break
-        if seen < last or cursor is None:
+        if seen < last or position is None:
             return None
-        self._cursors[reader] = cursor
+        self._positions[reader] = position
         return events[: len(events) - (seen - last)]
 
-    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, Index]:
-        """The indexes of bundles that one segment has."""
-        writer, found = segment[0], dict[BundleName, Index]()
+    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, BundleIndex]:
+        """The indexes of bundles in one segment."""
+        writer, found = segment[0], dict[BundleName, BundleIndex]()
         for _, first, entries in _blocks(self._read(namespace, *segment), 0):
             for number, entry in enumerate(entries, start=first):
                 if entry.kind == _ADDED and entry.keys:
@@ -139,17 +269,17 @@ class EventLogs:
         return found
 
     def segments(self, namespace: str) -> set[tuple[str, int]]:
-        """All segments of a namespace, by writer and number."""
+        """All segments of a namespace, as writer and number."""
         with contextlib.suppress(OSError):
-            matches = map(_SEGMENT.fullmatch, os.listdir(self._tree.events(namespace)))
+            matches = map(_SEGMENT.fullmatch, os.listdir(self._paths.events(namespace)))
             return {(match[1], int(match[2], 16)) for match in matches if match is not None}
         return set()
 
     def collect(self, namespace: str, needed: Iterable[BundleId], current: Mapping[str, int]) -> None:
-        """Remove the segments that tell of no bundle that is there.
+        """Remove the segments without an event of a present bundle.
 
         Args:
-            needed: the bundles that are there.
+            needed: the bundles that are present.
             current: by writer, the number of its last event: the segment that it appends to stays.
         """
         segments = self.segments(namespace)
@@ -170,16 +300,17 @@ class EventLogs:
             descriptor = os.open(path, flags, 0o666)
         try:
             known, end = self._ends.get(namespace, (segment, 0))
-            # What a failed append has left behind the end is written over.
+            # Bytes that a failed append has left behind the end are overwritten.
             end = end if known == segment else 0
             if os.fstat(descriptor).st_size < end:
-                # Cut, or made anew: what follows a torn block would never be read.
+                # Truncated, or made anew: blocks after a torn one would never be read.
                 os.ftruncate(descriptor, 0)
                 end = 0
             if os.pwrite(descriptor, block, end) != len(block):
                 raise OSError("short write")
         finally:
-            # On a network mount this sends the bytes to the server, before the marker that makes others ask for them.
+            # On a network mount this sends the bytes to the server, before the cursor that makes
+            # others ask for them.
             os.close(descriptor)
         self._ends[namespace] = segment, end + len(block)
 
@@ -196,11 +327,11 @@ class EventLogs:
             os.close(descriptor)
 
     def _path(self, namespace: str, writer: str, segment: int) -> str:
-        return f"{self._tree.events(namespace)}/{writer}-{segment:x}.events"
+        return f"{self._paths.events(namespace)}/{writer}-{segment:x}.events"
 
 
 def segment_of(bundle: BundleId) -> tuple[str, int]:
-    """The segment that tells of a bundle."""
+    """The segment with the event that added a bundle."""
     return bundle.writer, _segment_of(bundle.sequence)
 
 
@@ -209,7 +340,11 @@ def _segment_of(number: int) -> int:
 
 
 def _by_segment(first: int, events: Sequence[Event]) -> Iterator[tuple[int, int, Sequence[Event]]]:
-    """Consecutive events, cut where a segment ends: segment, number of the first event, events."""
+    """Divide consecutive events at the ends of segments.
+
+    Yields:
+        Segment, number of the first event, events.
+    """
     at = 0
     while at < len(events):
         segment = _segment_of(first + at)
@@ -225,7 +360,11 @@ def _block(first: int, events: Sequence[Event]) -> bytes:
 
 
 def _blocks(content: bytes, seen: int) -> Iterator[tuple[int, int, list[_Entry]]]:
-    """The blocks with events after `seen`, up to the first one that is torn: offset, number of the first event, entries."""
+    """The blocks with events after `seen`, up to the first torn one.
+
+    Yields:
+        Offset, number of the first event, entries.
+    """
     at = 0
     while at + HEADER_BYTES <= len(content):
         header = content[at : at + _HEADER.size]
@@ -270,13 +409,13 @@ def _event(writer: str, number: int, entry: _Entry) -> Event:
     if kind == _ADDED:
         name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
         return Added(name, _index(entry) if entry.keys else None)
-    # What it names becomes a path.
+    # Checked, since the writer becomes part of a path.
     if kind == _FOUND and _WRITER.fullmatch(entry.writer):
         return Found(BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum))
     return Unlisted()
 
 
-def _index(entry: _Entry) -> Index | None:
-    """The index in an entry; None where it makes no sense."""
+def _index(entry: _Entry) -> BundleIndex | None:
+    """The index in an entry; None if it is inconsistent."""
     keys = entry.keys.split("\0")
-    return Index(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None
+    return BundleIndex(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None

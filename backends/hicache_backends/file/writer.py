@@ -1,4 +1,4 @@
-"""Writes bundles: many pages with few calls, into a temporary file that is published by renaming it."""
+"""Writes bundles, with few system calls, into temporary files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle import Index, tail_checksum
-from hicache_backends.posix.faults import NO_ROOM, kept
+from hicache_backends.file.bundle import BundleIndex, tail_checksum
+from hicache_backends.posix.faults import NO_ROOM, detached
 from hicache_backends.posix.vectored import write_from
 from hicache_storage.objects import running_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.file.catalog import Catalog
-    from hicache_backends.file.clock import Clock
-    from hicache_backends.file.drafts import Drafts
-    from hicache_backends.file.names import TemporaryName
+    from hicache_backends.file.page_index import PageIndex
+    from hicache_backends.file.paths import TemporaryName
+    from hicache_backends.file.temp_files import ServerClock, TempFiles
     from hicache_storage.objects import Call, ObjectWrite
 
 logger = logging.getLogger(__name__)
@@ -29,33 +28,34 @@ MAX_BUNDLE_BYTES = 64 << 20
 """Eviction removes whole bundles, so they must not be large; larger ones are not written faster."""
 
 MIN_BUNDLE_BYTES = 24 << 20
-"""A call is not split into smaller bundles than this to keep more threads busy."""
+"""A call is not divided into smaller bundles than this to use more threads."""
 
-PIECE_BYTES = 512 << 10
-"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where the kernel copies it.
+CHUNK_BYTES = 512 << 10
+"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where
+the kernel copies it.
 
-Across a network it is the number of requests that counts, and a piece is a bundle.
+Across a network it is the number of requests that counts, and a chunk is a whole bundle.
 """
 
-PART_BYTES = 512 << 10
-"""Longer pages than a piece are written in such parts."""
+LONG_PAGE_CHUNK_BYTES = 512 << 10
+"""Pages longer than a chunk are written in chunks of this size."""
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
-    """A bundle to be written, and how far it has come."""
+class PendingBundle:
+    """A bundle being written, and its progress."""
 
-    catalog: Catalog
+    page_index: PageIndex
     writes: list[ObjectWrite]
     name: TemporaryName
     created_us: int
     rank: int
-    """Place among the bundles of a batch, from its tail, starting at 1; 0 for one that is alone."""
+    """Position among the bundles of a batch, from its tail, starting at 1; 0 for a single one."""
     descriptor: int = -1
-    index: Index | None = None
-    """Once all bytes are in the file."""
+    index: BundleIndex | None = None
+    """Set when all bytes are in the file."""
     checksum: int = 0
-    """Its `tail_checksum`, then."""
+    """Its `tail_checksum`, set then."""
     fault: OSError | None = None
 
     @property
@@ -64,141 +64,167 @@ class Draft:
 
     @property
     def size(self) -> int:
-        return self.catalog.shape.bundle_bytes(self.keys)
+        return self.page_index.format.bundle_bytes(self.keys)
 
 
 class Writer:
-    """Turns pages into finished temporary files. Safe for many threads.
+    """Writes pages to temporary files that are complete bundles. Safe for many threads.
 
     Args:
-        preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and it knows at once what fits.
+        preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and a
+            full disk is noticed before the first page is written.
         syncs: make the bytes survive a loss of power.
-        threads: a call is split into so many bundles, as long as they do not become small.
-        piece_bytes: written with one call.
+        threads: a call is divided into so many bundles, as long as they do not become small.
+        chunk_bytes: written with one system call.
     """
 
-    def __init__(self, drafts: Drafts, clock: Clock, *, preallocates: bool, syncs: bool, threads: int, piece_bytes: int) -> None:
-        self._drafts, self._clock = drafts, clock
-        self._preallocates, self._syncs, self._threads = preallocates, syncs, threads
-        self._piece_bytes = piece_bytes
-        self._lock, self._moment = threading.Lock(), 0
+    def __init__(
+        self, temp_files: TempFiles, clock: ServerClock, *, preallocates: bool, syncs: bool, threads: int, chunk_bytes: int
+    ) -> None:
+        self._temp_files = temp_files
+        self._clock = clock
+        self._preallocates = preallocates
+        self._syncs = syncs
+        self._threads = threads
+        self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        self._last_timestamp = 0
 
-    def plan(self, catalog: Catalog, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[Draft]:
-        """Divide the pages of a batch into bundles, in the order of their chain, as far as `limit` bytes go."""
-        page_bytes = catalog.namespace.page_bytes
+    def plan(self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[PendingBundle]:
+        """Divide the pages of a batch into bundles, in the order of their chain.
+
+        Args:
+            limit: bytes in all bundles; further pages are left out.
+        """
+        page_bytes = page_index.namespace.page_bytes
         total = len(writes) * page_bytes
         count = max(1, min(self._threads, total // MIN_BUNDLE_BYTES), -(-total // MAX_BUNDLE_BYTES))
         step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
-        created_us, drafts = self._next_moment(), list[Draft]()
+        created_us, pending_bundles = self._next_timestamp(), list[PendingBundle]()
         for start in range(0, len(writes), step):
             some = list(writes[start : start + step])
             if limit is not None:
-                some = _fitting(catalog, some, limit)
+                some = _fitting(page_index, some, limit)
             if not some:
                 break
-            size = catalog.shape.bundle_bytes([write.key for write in some])
+            size = page_index.format.bundle_bytes([write.key for write in some])
             if limit is not None:
                 limit -= size
-            drafts.append(Draft(catalog, some, self._drafts.name(size), created_us, 0))
-        if len(drafts) > 1:
-            for rank, draft in enumerate(reversed(drafts), start=1):
-                draft.rank = rank
-        return drafts
+            pending_bundles.append(PendingBundle(page_index, some, self._temp_files.name(size), created_us, 0))
+        if len(pending_bundles) > 1:
+            for rank, pending in enumerate(reversed(pending_bundles), start=1):
+                pending.rank = rank
+        return pending_bundles
 
-    def _next_moment(self) -> int:
-        """Microseconds since 1970, later than any before: of two copies of a page it must be certain which is the newer one."""
+    def _next_timestamp(self) -> int:
+        """Microseconds since 1970, later than any before.
+
+        Of two copies of a page it must be certain which one is newer.
+        """
         with self._lock:
-            self._moment = max(self._clock.now_ns() // 1_000, self._moment + 1)
-            return self._moment
+            self._last_timestamp = max(self._clock.now_ns() // 1_000, self._last_timestamp + 1)
+            return self._last_timestamp
 
-    def open(self, draft: Draft) -> None:
-        """Make the file, so that its length counts as used; a fault is noted in the draft."""
+    def open(self, pending: PendingBundle) -> None:
+        """Create the file, so that its length counts as used.
+
+        A fault is noted in the pending bundle.
+        """
         try:
-            draft.descriptor = self._drafts.create(draft.name)
+            pending.descriptor = self._temp_files.create(pending.name)
         except OSError as error:
-            draft.fault = kept(error)
+            pending.fault = detached(error)
 
-    def write(self, draft: Draft, call: Call) -> None:
-        """Write a bundle and close its file. Where there is no room for all pages, it holds the first ones."""
-        if draft.descriptor < 0:
-            self.open(draft)
-        if draft.fault is not None:
+    def write(self, pending: PendingBundle, call: Call) -> None:
+        """Write a bundle and close its file.
+
+        If there is no room for all pages, it holds the first ones.
+        """
+        if pending.descriptor < 0:
+            self.open(pending)
+        if pending.fault is not None:
             return
         try:
-            while not self._try(draft, call):
-                draft.writes = draft.writes[: len(draft.writes) // 2]
-            if draft.index is not None and self._syncs:
-                os.fsync(draft.descriptor)
-            if draft.rank:
-                # The head of the chain must count as the most recently used, though it was written first.
-                moment = draft.created_us * 1_000 + draft.rank
-                os.utime(draft.descriptor, ns=(moment, moment))
+            while not self._write_all(pending, call):
+                pending.writes = pending.writes[: len(pending.writes) // 2]
+            if pending.index is not None and self._syncs:
+                os.fsync(pending.descriptor)
+            if pending.rank:
+                # The head of the chain must count as the most recently used, though it was written
+                # first.
+                moment = pending.created_us * 1_000 + pending.rank
+                os.utime(pending.descriptor, ns=(moment, moment))
         except OSError as error:
-            draft.fault, draft.index = kept(error), None
+            pending.fault = detached(error)
+            pending.index = None
         finally:
-            self._close(draft)
-        if draft.index is None:
-            self._drafts.discard(draft.name)
+            self._close(pending)
+        if pending.index is None:
+            self._temp_files.discard(pending.name)
 
-    def discard(self, draft: Draft) -> None:
-        """Give up a draft that was not written."""
-        if draft.descriptor >= 0:
-            self._close(draft)
-        self._drafts.discard(draft.name)
+    def discard(self, pending: PendingBundle) -> None:
+        """Give up a bundle that was not written."""
+        if pending.descriptor >= 0:
+            self._close(pending)
+        self._temp_files.discard(pending.name)
 
-    def _try(self, draft: Draft, call: Call) -> bool:
-        """Write all pages and the tail; `False` if there is no room and fewer pages should be tried."""
+    def _write_all(self, pending: PendingBundle, call: Call) -> bool:
+        """Write all pages and the tail; `False` to try again with fewer pages."""
         try:
             if self._preallocates:
-                os.posix_fallocate(draft.descriptor, 0, draft.size)
-            end = self._write_pages(draft, call)
-            index = Index(draft.keys, b"".join([write.envelope for write in draft.writes]))
-            tail = draft.catalog.shape.tail(index)
-            write_from(draft.descriptor, [memoryview(tail)], end)
+                os.posix_fallocate(pending.descriptor, 0, pending.size)
+            end = self._write_pages(pending, call)
+            index = BundleIndex(pending.keys, b"".join([write.envelope for write in pending.writes]))
+            tail = pending.page_index.format.tail(index)
+            write_from(pending.descriptor, [memoryview(tail)], end)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            draft.fault = kept(error)
-            os.ftruncate(draft.descriptor, 0)
-            return len(draft.writes) < 2
-        draft.index, draft.checksum = index, tail_checksum(tail)
+            pending.fault = detached(error)
+            os.ftruncate(pending.descriptor, 0)
+            return len(pending.writes) < 2
+        pending.index = index
+        pending.checksum = tail_checksum(tail)
         return True
 
-    def _write_pages(self, draft: Draft, call: Call) -> int:
-        page_bytes = draft.catalog.namespace.page_bytes
-        if page_bytes > self._piece_bytes:
-            return self._write_long_pages(draft, call)
-        step, offset = max(1, self._piece_bytes // page_bytes), 0
-        for start in range(0, len(draft.writes), step):
+    def _write_pages(self, pending: PendingBundle, call: Call) -> int:
+        page_bytes = pending.page_index.namespace.page_bytes
+        if page_bytes > self._chunk_bytes:
+            return self._write_long_pages(pending, call)
+        step, offset = max(1, self._chunk_bytes // page_bytes), 0
+        for start in range(0, len(pending.writes), step):
             _stop_if_expired(call)
-            some = draft.writes[start : start + step]
+            some = pending.writes[start : start + step]
             for write in some:
                 write.envelope  # noqa: B018 - computes the checksum now, see PIECE_BYTES
-            write_from(draft.descriptor, [buffer for write in some for buffer in write.buffers], offset)
+            write_from(pending.descriptor, [buffer for write in some for buffer in write.buffers], offset)
             offset += len(some) * page_bytes
         return offset
 
-    def _write_long_pages(self, draft: Draft, call: Call) -> int:
+    def _write_long_pages(self, pending: PendingBundle, call: Call) -> int:
         offset = 0
-        for write in draft.writes:
+        for write in pending.writes:
             _stop_if_expired(call)
             checksum = running_checksum()
             for buffer in write.buffers:
-                for at in range(0, len(buffer), PART_BYTES):
-                    part = buffer[at : at + PART_BYTES]
+                for at in range(0, len(buffer), LONG_PAGE_CHUNK_BYTES):
+                    part = buffer[at : at + LONG_PAGE_CHUNK_BYTES]
                     checksum.update(part)
-                    write_from(draft.descriptor, [part], offset)
+                    write_from(pending.descriptor, [part], offset)
                     offset += len(part)
             write.seal(checksum.intdigest())
         return offset
 
-    def _close(self, draft: Draft) -> None:
-        descriptor, draft.descriptor = draft.descriptor, -1
+    def _close(self, pending: PendingBundle) -> None:
+        descriptor = pending.descriptor
+        pending.descriptor = -1
         try:
-            # On NFS and FUSE this sends what is still in memory; it must be there before anyone reads it.
+            # On NFS and FUSE this sends what is still in memory; it must be there before anyone
+            # reads it.
             os.close(descriptor)
         except OSError as error:
-            draft.fault, draft.index = kept(error), None
+            pending.fault = detached(error)
+            pending.index = None
 
 
 def _stop_if_expired(call: Call) -> None:
@@ -206,12 +232,12 @@ def _stop_if_expired(call: Call) -> None:
         raise OSError(errno.ETIMEDOUT, "the deadline has passed")
 
 
-def _fitting(catalog: Catalog, writes: list[ObjectWrite], limit: int) -> list[ObjectWrite]:
-    """As many of the first pages as make a bundle of at most `limit` bytes."""
+def _fitting(page_index: PageIndex, writes: list[ObjectWrite], limit: int) -> list[ObjectWrite]:
+    """The first pages, as many as make a bundle of at most `limit` bytes."""
     low, high = 0, len(writes)
     while low < high:
         middle = (low + high + 1) // 2
-        if catalog.shape.bundle_bytes([write.key for write in writes[:middle]]) <= limit:
+        if page_index.format.bundle_bytes([write.key for write in writes[:middle]]) <= limit:
             low = middle
         else:
             high = middle - 1

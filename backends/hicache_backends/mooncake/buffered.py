@@ -76,7 +76,7 @@ class BufferedReader:
             portions.add_looked_up(list(zip(reads, names, codes, strict=True)))
             self._crew.share(portions.work, regions[: max(1, len(portions))])
         if portions.late:
-            self._buffers.forsake(buffer)
+            self._buffers.retire(buffer)
         outcome.arrived.update(portions.delivered)
         note_faults(connection, portions.answers, outcome)
 

@@ -1,4 +1,4 @@
-"""Memory of the driver's own that reads go through where they may hang (`stuck_reads=buffered`)."""
+"""Buffers of the driver's own, for reads that may hang (`stuck_reads=buffered`)."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call
 
 MAX_BUFFERS = 32
-"""Reads that may hang at a time in one storage: no more than the deadline layer lets hang."""
+"""Limit on hanging reads of one storage, that of the deadline layer."""
 
 LOOK_SECONDS = 0.1
-"""How often who waits for a buffer looks whether those who have them are still waited for."""
+"""Seconds between checks of the lent buffers while a call waits for one."""
 
-_forsaken: Final = list[memoryview]()
-"""Kept mapped for as long as the process lives."""
+_retired: Final = list[memoryview]()
+"""Retired buffers, mapped until the process ends."""
 
 
 class Buffers:
-    """A bounded number of buffers, made when first needed and used again. Safe for many threads.
+    """A bounded number of buffers, allocated on demand and used again. Safe for many threads.
 
-    A read that hangs keeps its buffer until it comes back, whoever has given it up.
+    A read that hangs keeps its buffer until it returns, also after its caller has left.
 
     Args:
-        size: bytes of each; they begin on a page, as O_DIRECT wants it.
-        limit: most buffers at a time.
+        size: bytes of each; they begin on a page, as O_DIRECT requires.
+        limit: buffers at a time.
     """
 
     def __init__(self, size: int, limit: int = MAX_BUFFERS) -> None:
-        self._size, self._limit = size, limit
+        self._size = size
+        self._limit = limit
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
         self._lent: dict[int, Call] = {}
-        self._forsaken: set[int] = set()
+        self._retired: set[int] = set()
 
     @contextmanager
     def lend(self, call: Call) -> Generator[memoryview]:
-        """A buffer for one read of a call.
+        """Lend a buffer for one read of a call.
 
         Raises:
-            OSError: the deadline has passed, or every buffer is with a read that hangs.
+            OSError: the deadline has passed, or every buffer is in use by a read that hangs.
         """
         buffer = self._take(call)
         try:
@@ -53,13 +54,13 @@ class Buffers:
         finally:
             self._put_back(buffer)
 
-    def forsake(self, buffer: memoryview) -> None:
-        """Never lend a lent buffer again: a read that has been given up may still write to it."""
+    def retire(self, buffer: memoryview) -> None:
+        """Never lend a lent buffer again: an abandoned read may still write to it."""
         with self._changed:
-            self._forsaken.add(id(buffer))
+            self._retired.add(id(buffer))
 
     def stuck(self) -> int:
-        """Reads that have not come back, though nobody waits for them any more."""
+        """Number of reads that have not returned after their callers left."""
         with self._changed:
             return self._count_stuck()
 
@@ -79,9 +80,9 @@ class Buffers:
     def _put_back(self, buffer: memoryview) -> None:
         with self._changed:
             del self._lent[id(buffer)]
-            if id(buffer) in self._forsaken:
-                self._forsaken.remove(id(buffer))
-                _forsaken.append(buffer)
+            if id(buffer) in self._retired:
+                self._retired.remove(id(buffer))
+                _retired.append(buffer)
             else:
                 self._spare.append(buffer)
             self._changed.notify()

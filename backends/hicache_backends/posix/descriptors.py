@@ -1,4 +1,4 @@
-"""Open files that several threads share, bounded in number."""
+"""A cache of open files, bounded in number and shared by threads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 AnswerT = TypeVar("AnswerT")
 
 IDLE_SECONDS = 10.0
-"""An open file keeps the room of an evicted bundle; what has not been used for so long is closed by the next call."""
+"""Seconds after which an unused file is closed: it occupies the room of an evicted bundle."""
 
 
 RECOVERY_SECONDS = 10.0
-"""After the process had no descriptor left, twice as many files may be kept open after so long each time."""
+"""Seconds after which the limit doubles again, when the process has run out of descriptors."""
 
 
 class Handle:
-    """An open file; closed when the last reference to it goes, so never under a thread that still uses it."""
+    """An open file; closed with the last reference to it, so never while a thread uses it."""
 
     __slots__ = ("descriptor", "flags", "used")
 
@@ -35,7 +35,7 @@ class Handle:
         self.used = 0.0
 
     def __del__(self) -> None:
-        # A mount that has died says so here too; the descriptor is free all the same.
+        # The close fails on a dead mount; the descriptor is free all the same.
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
 
@@ -43,14 +43,15 @@ class Handle:
 class Descriptors:
     """The most recently used files, kept open. Safe for many threads.
 
-    Files are closed outside the lock: on a stalled disk, closing a file that has been removed waits for the journal.
+    Files are closed outside the lock: on a stalled disk, closing a file that has been removed waits
+    for the journal.
 
     Args:
-        limit: files kept open while nobody uses them.
+        limit: unused files kept open.
     """
 
     def __init__(self, limit: int) -> None:
-        self._most = self._limit = limit
+        self._max_limit = self._limit = limit
         self._recovers_at = 0.0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
@@ -87,7 +88,7 @@ class Descriptors:
         return handle
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file that is not kept; where the process has no descriptor left, those kept here make room.
+        """Open a file that is not kept; kept ones are closed if the process is out of descriptors.
 
         Raises:
             OSError: it cannot be opened.
@@ -95,10 +96,12 @@ class Descriptors:
         return self.making_room(lambda: os.open(path, flags | os.O_CLOEXEC, 0o666))
 
     def making_room(self, step: Callable[[], AnswerT]) -> AnswerT:
-        """Do something that needs a descriptor; where the process has none left, those kept here make room.
+        """Run a step that needs a descriptor.
+
+        If the process has none left, files kept here are closed.
 
         Raises:
-            OSError: it failed, for want of descriptors or otherwise.
+            OSError: it failed, for lack of descriptors or otherwise.
         """
         try:
             return step()
@@ -112,30 +115,31 @@ class Descriptors:
             return step()
 
     def forget(self, path: str) -> None:
-        """Close a file that is about to go, or gone."""
+        """Close a file that is gone or about to be removed."""
         with self._lock:
             closing = [self._open.pop((path, flags), None) for flags in self._flags]
         del closing
 
     def has_idle(self) -> bool:
-        """Whether `expire` has a file to close."""
+        """Return whether `expire` has a file to close."""
         with self._lock:
             return bool(self._open) and next(iter(self._open.values())).used < time.monotonic() - IDLE_SECONDS
 
     def expire(self) -> None:
-        """Close what has not been used for a while."""
+        """Close files that have not been used for a while."""
         now = time.monotonic()
         before = now - IDLE_SECONDS
         closing = list[Handle]()
         with self._lock:
-            if self._limit < self._most and now >= self._recovers_at:
-                self._limit = min(self._most, 2 * self._limit + 1)
+            if self._limit < self._max_limit and now >= self._recovers_at:
+                self._limit = min(self._max_limit, 2 * self._limit + 1)
                 self._recovers_at = now + RECOVERY_SECONDS
             while self._open and next(iter(self._open.values())).used < before:
                 closing.append(self._open.popitem(last=False)[1])
 
     def close(self) -> None:
-        """Close all files, but those in use. They are opened again when asked for."""
+        """Close all files that are not in use. They are opened again on demand."""
         with self._lock:
-            closing, self._open = self._open, OrderedDict()
+            closing = self._open
+            self._open = OrderedDict()
         del closing

@@ -1,4 +1,4 @@
-"""Errors that are kept for a while before they are told."""
+"""Sets of errno values, and errors that are stored before they are reported."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 """The process, or the machine, has too many files open."""
 
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
-"""There is no such file, or not any more."""
+"""The file does not exist, or no longer."""
 
 
-def stop_unless(waits: bool) -> None:
-    """End a read within `Call.caller`, which says whether anybody waits.
+def raise_if_cancelled(waits: bool) -> None:
+    """Abort a read whose caller has left; used within `Call.caller`, which returns `waits`.
 
     Raises:
-        OSError: nobody does; the buffers are the caller's again.
+        OSError: the caller has left; its buffers may be in use again.
     """
     if not waits:
         raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
 
 
-def kept(error: OSError) -> OSError:
-    """An error without the frames it came from, which would keep their buffers and descriptors as long as it lives."""
+def detached(error: OSError) -> OSError:
+    """Remove the traceback and the causes of an error that is stored.
+
+    Its frames would keep their buffers and descriptors for as long as the error is referenced.
+    """
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""A file storage with a host pool, and pages whose bytes say whose they are."""
+"""A file storage with a host pool, and pages that identify themselves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Rig:
 
     @property
     def bundles_path(self) -> Path:
-        return Path(self.store.tree.bundles(self.namespace))
+        return Path(self.store.paths.bundles(self.namespace))
 
     def bundles(self) -> list[Path]:
         return sorted(self.bundles_path.glob("*.bundle"))
@@ -112,7 +112,7 @@ class Rig:
         return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
 
     def versions(self, keys: Sequence[str], versions: Iterable[int] = (0,)) -> list[int | None]:
-        """Which of some versions each page has; None where it was not delivered. Any other bytes are a failure."""
+        """The version of each page; None where it was not delivered. Any other bytes are a failure."""
         known, found = list(versions), list[int | None]()
         for key, page in zip(keys, self.get(keys), strict=True):
             if page is None:
@@ -124,7 +124,7 @@ class Rig:
         return found
 
     def holds(self, keys: Sequence[str], *, version: int = 0) -> bool:
-        """Whether all pages are there, with the bytes of that version."""
+        """Return whether all pages are there, with the bytes of that version."""
         return self.versions(keys, (version,)) == [version] * len(keys)
 
     def hit(self, keys: Sequence[str], *, prefix: Sequence[str] = ()) -> int:

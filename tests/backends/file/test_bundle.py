@@ -1,4 +1,4 @@
-"""The format of bundles: whatever happens to the bytes, they are read as they were written or not at all."""
+"""The format of bundles: damaged bytes are detected, and others read as they were written."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.file.bundle import FOOTER_BYTES, Index, NotABundleError, Shape, tail_checksum
+from hicache_backends.file.bundle import FOOTER_BYTES, BundleFormat, BundleIndex, NotABundleError, tail_checksum
 
 KEYS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), min_size=1, max_size=12)
-SHAPE = Shape(7, b"0123456789abcdef")
+FORMAT = BundleFormat(7, b"0123456789abcdef")
 
 
-def bundle(keys: list[str]) -> tuple[bytes, Index]:
-    index = Index(keys, bytes(number % 251 for number in range(64 * len(keys))))
-    return b"p" * (SHAPE.page_bytes * len(keys)) + SHAPE.tail(index), index
+def bundle(keys: list[str]) -> tuple[bytes, BundleIndex]:
+    index = BundleIndex(keys, bytes(number % 251 for number in range(64 * len(keys))))
+    return b"p" * (FORMAT.page_bytes * len(keys)) + FORMAT.tail(index), index
 
 
-def read(data: bytes, shape: Shape = SHAPE, size: int | None = None, checksum: int | None = None) -> Index:
+def read(data: bytes, shape: BundleFormat = FORMAT, size: int | None = None, checksum: int | None = None) -> BundleIndex:
     length = shape.tail_bytes(data, len(data) if size is None else size, tail_checksum(data) if checksum is None else checksum)
     return shape.parse(data[-length:])
 
@@ -26,13 +26,13 @@ def read(data: bytes, shape: Shape = SHAPE, size: int | None = None, checksum: i
 def test_an_index_is_read_back(keys):
     data, index = bundle(keys)
     assert read(data) == index
-    assert len(data) == SHAPE.bundle_bytes(keys)
+    assert len(data) == FORMAT.bundle_bytes(keys)
 
 
 @given(KEYS, st.data())
 def test_a_flipped_bit_in_the_tail_is_noticed(keys, data):
     whole, _index = bundle(keys)
-    start = SHAPE.page_bytes * len(keys)
+    start = FORMAT.page_bytes * len(keys)
     position = data.draw(st.integers(start, len(whole) - 1))
     damaged = bytearray(whole)
     damaged[position] ^= 1 << data.draw(st.integers(0, 7))
@@ -57,7 +57,7 @@ def test_garbage_is_no_bundle(data):
         read(data)
 
 
-@pytest.mark.parametrize("shape", [Shape(8, SHAPE.fingerprint), Shape(7, b"another namespac")])
+@pytest.mark.parametrize("shape", [BundleFormat(8, FORMAT.fingerprint), BundleFormat(7, b"another namespac")])
 def test_a_bundle_of_another_namespace_is_none_of_ours(shape):
     data, _ = bundle(["a", "b"])
     with pytest.raises(NotABundleError):
@@ -74,4 +74,4 @@ def test_a_bundle_is_not_taken_for_another_one_of_the_same_length():
 
 def test_the_tail_is_found_from_the_end_of_the_file():
     data, _ = bundle(["a", "b"])
-    assert SHAPE.tail_bytes(data[-FOOTER_BYTES:], len(data), tail_checksum(data)) == len(data) - 2 * SHAPE.page_bytes
+    assert FORMAT.tail_bytes(data[-FOOTER_BYTES:], len(data), tail_checksum(data)) == len(data) - 2 * FORMAT.page_bytes

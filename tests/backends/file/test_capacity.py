@@ -1,4 +1,4 @@
-"""A capacity is kept, by evicting what nobody has used for longest, tails before heads, and nothing that is not ours."""
+"""The capacity is kept by LRU eviction, tails before heads, and other files are left alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from hicache_backends.file import capacity as capacity_module
-from hicache_backends.file import eviction, store
+from hicache_backends.file import store
 from hicache_backends.file import writer as writer_module
-from hicache_backends.file.names import Owner, TemporaryName
+from hicache_backends.file.paths import TemporaryName
+from hicache_backends.posix.process_id import ProcessId
 from tests.backends.file.harness import Rig, ScratchPool, chain, identity
 
 
 def disk_bytes(path: Path) -> int:
-    """What the driver's files take, as the file system says."""
+    """Bytes of the driver's files, as the file system counts them."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.suffix in (".bundle", ".temporary"))
 
 
@@ -75,7 +76,7 @@ def test_a_set_of_what_is_there_counts_as_use(room):
 
 
 def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch):
-    monkeypatch.setattr(eviction, "STAT_SECONDS", -1.0)
+    monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
     a, b = room(3), room(3)
     for name in "abc":
         a.put(chain(name, 8))
@@ -83,13 +84,13 @@ def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch):
     monkeypatch.setattr(store, "FLUSH_SECONDS", 0.0)
     b.store._flush_at = 0.0
     b.hit(chain("a", 8))
-    b.store.workers.close(5)
+    b.store.thread_pool.close(5)
     a.put(chain("d", 8))
     assert [a.hit(chain(name, 8)) for name in "abcd"] == [8, 0, 8, 8]
 
 
 def test_uses_are_told_at_the_latest_when_a_storage_closes(room, monkeypatch):
-    monkeypatch.setattr(eviction, "STAT_SECONDS", -1.0)
+    monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
     a, b = room(3), room(3)
     for name in "abc":
         a.put(chain(name, 8))
@@ -244,7 +245,7 @@ def test_strangers_and_look_alikes_are_never_evicted(room):
     a.put(chain("a", 8))
     name = a.bundles()[0].name
     strangers = [a.bundles_path / f"{name}.bak", a.bundles_path / f"x{name}", a.bundles_path / "notes", a.path / name,
-                 Path(a.store.tree.temporaries) / "mine.temporary", a.bundles_path / name.upper()]  # fmt: skip
+                 Path(a.store.paths.temporaries) / "mine.temporary", a.bundles_path / name.upper()]  # fmt: skip
     for path in strangers:
         path.write_bytes(b"precious" * 10_000)
         os.utime(path, (1, 1))
@@ -271,7 +272,7 @@ def test_what_others_are_writing_counts(room):
     a, b = room(2), room(2)
     a.put(chain("a", 8))
     # Someone else has reserved the other half and not written a byte of it.
-    b.store.drafts.create(b.store.drafts.name(b.bundle_bytes(8)))
+    b.store.temp_files.create(b.store.temp_files.name(b.bundle_bytes(8)))
     a.put(chain("b", 8))
     assert a.hit(chain("a", 8)) == 0
     assert a.hit(chain("b", 8)) == 8
@@ -280,25 +281,25 @@ def test_what_others_are_writing_counts(room):
 def test_leftovers_of_a_dead_process_are_collected_and_until_then_counted(room, rig):
     a = room(2)
     a.put(chain("a", 8))
-    living = a.store.drafts._owner
-    dead = Owner(living.place, living.pid, living.started + 1)
+    living = a.store.temp_files._process
+    dead = ProcessId(living.pid_scope, living.pid, living.started + 1)
     left = [TemporaryName(dead, "aaaaaaaaaa", number, a.bundle_bytes(8)) for number in range(3)]
     for name in left:
-        Path(a.store.tree.temporary(name)).write_bytes(b"x" * 1000)
+        Path(a.store.paths.temporary(name)).write_bytes(b"x" * 1000)
     assert a.store.capacity.used() == a.bundle_bytes(8)
-    assert os.listdir(a.store.tree.temporaries) == []
+    assert os.listdir(a.store.paths.temporaries) == []
     for name in left:
-        Path(a.store.tree.temporary(name)).write_bytes(b"x")
+        Path(a.store.paths.temporary(name)).write_bytes(b"x")
     b = room(2)
     b.storage.open()
-    assert os.listdir(b.store.tree.temporaries) == []
+    assert os.listdir(b.store.paths.temporaries) == []
 
 
 def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch):
     a = room(2, abandoned_seconds=600.0)
     a.put(chain("a", 8))
-    foreign = TemporaryName(Owner("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, a.bundle_bytes(8))
-    path = Path(a.store.tree.temporary(foreign))
+    foreign = TemporaryName(ProcessId("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, a.bundle_bytes(8))
+    path = Path(a.store.paths.temporary(foreign))
     path.write_bytes(b"x" * a.bundle_bytes(8))
     a.put(chain("b", 8))
     assert path.exists()
@@ -313,7 +314,7 @@ def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch
 def test_a_bundle_that_was_never_announced_is_counted_in_the_end(room, monkeypatch):
     a, b = room(2), room(2)
     a.put(chain("a", 8))
-    monkeypatch.setattr(b.store.board, "announce", lambda: None)
+    monkeypatch.setattr(b.store.feed, "announce", lambda: None)
     b.put(chain("b", 8))
     a.store.capacity._relist_at = 0.0
     assert a.store.capacity.used() == 2 * a.bundle_bytes(8)
@@ -372,7 +373,7 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room, monkeypatc
     a = room(3)
     for name in "abc":
         a.put(chain(name, 8))
-    first = a.store.catalogs([a.storage.pools["kv"].namespace])[0].pages[chain("a", 1)[0]][0].path
+    first = a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[chain("a", 1)[0]][0].path
     real = os.unlink
 
     def unlink(path, *args, **kwargs):
@@ -408,16 +409,16 @@ def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
     a, b = room(3), room(3)
     a.put(chain("a", 8))
     assert b.hit(["other"]) == 0
-    shelf = b.store.shelves.get(b.namespace)
-    shelf.remove(list(shelf.bundles.values()))
-    shelf.distrust()
+    bundle_set = b.store.bundle_sets.get(b.namespace)
+    bundle_set.remove(list(bundle_set.bundles.values()))
+    bundle_set.invalidate()
     assert b.hit(["other"]) == 0
     assert [b.put(chain(name, 8)) for name in "bcd"] == [[True] * 8] * 3
     assert [b.hit(chain(name, 8)) for name in "abcd"] == [0, 8, 8, 8]
 
 
 def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
-    monkeypatch.setattr(eviction, "MANY_GONE", 4)
+    monkeypatch.setattr(capacity_module, "MANY_GONE", 4)
     a, b = room(3), room(3)
     for number in range(12):
         key = chain(str(number), 8)
@@ -425,8 +426,8 @@ def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
         assert b.hit(key) == 8
         b.store.flush_touches()
     queue = b.store.capacity._queue
-    assert len(b.store.shelves.get(b.namespace).bundles) == 3
-    assert len(queue._heap) + len(queue._fresh) <= 3 + 5
+    assert len(b.store.bundle_sets.get(b.namespace).bundles) == 3
+    assert len(queue._heap) + len(queue._added) <= 3 + 5
 
 
 def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room, monkeypatch):
@@ -440,4 +441,4 @@ def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room, monkeypatch
         patch.setattr(a.store.capacity, "make_room", fail)
         with pytest.raises(KeyboardInterrupt):
             a.put(chain("b", 8))
-    assert os.listdir(a.store.tree.temporaries) == []
+    assert os.listdir(a.store.paths.temporaries) == []

@@ -1,4 +1,4 @@
-"""Clearing a file store: a clear that nobody waits for any more stops, and says that it has not happened."""
+"""Clearing a file store: a clear stops at its deadline, and reports that it is not done."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def test_it_stops_once_its_caller_has_left(rig, monkeypatch):
     one, other = rig(), rig()
     for key in KEYS:
         assert all(one.put([key]))
-    caller, changes = Caller(), one.store.changes
-    call, remove = Call(caller=caller), changes.remove
+    caller, publisher = Caller(), one.store.publisher
+    call, remove = Call(caller=caller), publisher.remove
 
-    def slow(shelf, bundle):
-        removed = remove(shelf, bundle)
+    def slow(bundle_set, bundle):
+        removed = remove(bundle_set, bundle)
         # The deadline passes here, and the caller stores pages anew.
         caller.leave()
         return removed
 
-    monkeypatch.setattr(changes, "remove", slow)
+    monkeypatch.setattr(publisher, "remove", slow)
     namespaces = [one.storage.pools["kv"].namespace]
     with pytest.raises(TimeoutError, match="deadline of the clear"):
         one.storage.clear_namespaces(namespaces, call)
@@ -36,12 +36,12 @@ def test_a_bundle_that_cannot_be_removed_is_told(rig, monkeypatch):
     one = rig()
     assert all(one.put(KEYS))
 
-    def refuse(shelf, bundle):
+    def refuse(bundle_set, bundle):
         raise PermissionError(13, "Permission denied")
 
-    changes = one.store.changes
+    publisher = one.store.publisher
     with monkeypatch.context() as patched:
-        patched.setattr(changes, "remove", refuse)
+        patched.setattr(publisher, "remove", refuse)
         with pytest.raises(StorageUnavailableError, match="Permission denied"):
             one.storage.clear()
     one.storage.clear()

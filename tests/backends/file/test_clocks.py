@@ -1,4 +1,4 @@
-"""Clocks that disagree: what is evicted is decided by the file server's clock."""
+"""Clocks that disagree: the clock of the file server decides about eviction."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from hicache_backends.file import clock as clock_module
 from hicache_backends.file import store
-from hicache_backends.file.clock import Clock
-from hicache_backends.file.names import Owner, TemporaryName
+from hicache_backends.file import temp_files as temp_files_module
+from hicache_backends.file.paths import TemporaryName
+from hicache_backends.file.temp_files import ServerClock
+from hicache_backends.posix.process_id import ProcessId
 from tests.backends.file.harness import chain
 
 YEAR_NS = 365 * 24 * 3600 * 1_000_000_000
@@ -19,7 +20,7 @@ TICK_SECONDS = 0.02
 
 
 def skewed(offset_ns):
-    return lambda: Clock(lambda: time.time_ns() + offset_ns)
+    return lambda: ServerClock(lambda: time.time_ns() + offset_ns)
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def node(rig, tmp_path, monkeypatch):
     size = rig(tmp_path / "probe").bundle_bytes(8)
 
     def make(offset_ns=0, **options):
-        monkeypatch.setattr(store, "Clock", skewed(offset_ns))
+        monkeypatch.setattr(store, "ServerClock", skewed(offset_ns))
         made = rig(capacity=size * 4, **options)
         made.storage.open()
         return made
@@ -59,8 +60,8 @@ def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
     time.sleep(TICK_SECONDS)
     assert wrong.hit(chain("a", 8)) == 8
     wrong.store.flush_touches()
-    right.store.capacity._queue._fresh.extend(right.store.shelves.get(right.namespace).bundles.values())
-    for bundle in right.store.shelves.get(right.namespace).bundles.values():
+    right.store.capacity._queue._added.extend(right.store.bundle_sets.get(right.namespace).bundles.values())
+    for bundle in right.store.bundle_sets.get(right.namespace).bundles.values():
         bundle.checked = -10.0
     right.put(chain("e", 8))
     assert [right.hit(chain(name, 8)) for name in "abcde"] == [8, 0, 8, 8, 8]
@@ -69,7 +70,7 @@ def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
 def test_times_of_the_future_are_not_believed(node, monkeypatch):
     """Such as those of a node whose clock was set only after it had written."""
     with monkeypatch.context() as patch:
-        patch.setattr(Clock, "adjust", lambda self, moment_ns: None)
+        patch.setattr(ServerClock, "adjust", lambda self, moment_ns: None)
         early = node(YEAR_NS)
     for name in "ab":
         early.put(chain(name, 8))
@@ -81,12 +82,12 @@ def test_times_of_the_future_are_not_believed(node, monkeypatch):
 
 
 @pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
-def test_a_draft_of_another_machine_is_as_old_as_the_server_says(node, offset_ns):
+def test_a_temporary_file_of_another_machine_is_as_old_as_the_server_says(node, offset_ns):
     a = node(offset_ns, abandoned_seconds=60.0)
-    foreign = TemporaryName(Owner("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, 100)
+    foreign = TemporaryName(ProcessId("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, 100)
     path = a.path / "hicache-file-1" / "temporary" / str(foreign)
     path.write_bytes(b"x")
-    assert a.store.drafts.collect() == (100, 0)
+    assert a.store.temp_files.collect() == (100, 0)
     assert path.exists()
 
 
@@ -99,12 +100,12 @@ def test_a_clock_that_is_set_meanwhile_is_noticed(node, monkeypatch):
 
 
 def test_small_differences_are_none():
-    clock = Clock(lambda: 10**18)
-    clock.adjust(lambda: 10**18 - clock_module.TOLERANCE_NS)
+    clock = ServerClock(lambda: 10**18)
+    clock.adjust(lambda: 10**18 - temp_files_module.TOLERANCE_NS)
     assert clock.now_ns() == 10**18
-    clock.adjust(lambda: 10**18 - 3 * clock_module.TOLERANCE_NS)
-    assert clock.now_ns() == 10**18 - 3 * clock_module.TOLERANCE_NS
-    assert clock.age_seconds(10**18 - 4 * clock_module.TOLERANCE_NS) == pytest.approx(2.0)
+    clock.adjust(lambda: 10**18 - 3 * temp_files_module.TOLERANCE_NS)
+    assert clock.now_ns() == 10**18 - 3 * temp_files_module.TOLERANCE_NS
+    assert clock.age_seconds(10**18 - 4 * temp_files_module.TOLERANCE_NS) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["asked late", "answered late"])
@@ -112,7 +113,7 @@ def test_small_differences_are_none():
 def test_how_long_the_file_server_takes_to_answer_says_nothing_about_its_clock(after, wrong_ns):
     """A disk that stalls for a minute does not put a clock wrong by a minute."""
     now, minute_ns = [10**18], 60_000_000_000
-    clock = Clock(lambda: now[0] + wrong_ns)
+    clock = ServerClock(lambda: now[0] + wrong_ns)
     clock.adjust(lambda: now[0])
 
     def slow():

@@ -1,4 +1,4 @@
-"""Damaged files: a get answers the right bytes or `False`, nothing raises, and the next set repairs."""
+"""Damaged files: a get returns the right bytes or `False`, and the next set repairs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_backends.file import catalog as catalog_module
+from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file import reader as reader_module
 from hicache_backends.file import rewriter as rewriter_module
-from hicache_backends.file.reader import Outcome
+from hicache_backends.file.reader import ReadOutcome
 from tests.backends.file.harness import Rig, chain
 
 
@@ -182,7 +182,7 @@ def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
         flip(a.bundles()[0], page * a.page_bytes + 7)
     assert a.storage.delete(keys[:1]) == [True]
     assert a.bundles() == []
-    assert os.listdir(a.store.tree.temporaries) == []
+    assert os.listdir(a.store.paths.temporaries) == []
     assert a.put(keys, version=1) == [True] * 3
     assert rig().holds(keys, version=1)
 
@@ -208,7 +208,7 @@ def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_wri
 
     def once(runs, call):
         calls.append(None)
-        return real(runs, call) if len(calls) == 1 else Outcome(faults=[OSError(errno.EIO, "EIO")])
+        return real(runs, call) if len(calls) == 1 else ReadOutcome(faults=[OSError(errno.EIO, "EIO")])
 
     with monkeypatch.context() as patch:
         patch.setattr(a.store.reader, "read", once)
@@ -258,7 +258,7 @@ def test_the_index_of_another_bundle_is_not_taken_for_a_bundles_own(rig, monkeyp
         assert fresh.present(one) == [False] * 3
         assert fresh.store.ignored() == 1
     # The disk had lied: the bundle itself is in order, and found so before long.
-    monkeypatch.setattr(fresh.store._catalogs[fresh.namespace], "_doubt_at", 0.0)
+    monkeypatch.setattr(fresh.store._page_indexes[fresh.namespace], "_recheck_at", 0.0)
     assert fresh.holds(one)
     assert fresh.store.ignored() == 0
     assert fresh.holds(other)
@@ -269,12 +269,14 @@ def test_what_is_no_bundle_is_looked_at_again_only_so_often(rig, monkeypatch):
     a, keys = rig(), chain("a", 2)
     (a.bundles_path).mkdir(parents=True)
     (a.bundles_path / "aaaaaaaaaa-1-64-3-4.bundle").write_bytes(b"x" * 100)
-    monkeypatch.setattr(catalog_module, "RETRY_SECONDS", 0.0)
-    asked, real = [], catalog_module.Catalog._read_index
-    monkeypatch.setattr(catalog_module.Catalog, "_read_index", lambda self, bundle: asked.append(bundle) or real(self, bundle))
-    for _ in range(3 * catalog_module.MAX_DOUBTS):
+    monkeypatch.setattr(page_index_module, "RETRY_SECONDS", 0.0)
+    asked, real = [], page_index_module.PageIndex._read_index
+    monkeypatch.setattr(
+        page_index_module.PageIndex, "_read_index", lambda self, bundle: asked.append(bundle) or real(self, bundle)
+    )
+    for _ in range(3 * page_index_module.MAX_RECHECKS):
         assert a.hit(keys) == 0
-    assert len(asked) == 1 + catalog_module.MAX_DOUBTS
+    assert len(asked) == 1 + page_index_module.MAX_RECHECKS
     assert a.store.ignored() == 1
 
 

@@ -1,4 +1,4 @@
-"""A store that is deleted, and perhaps made again, is never taken for the one that was there before."""
+"""A store that was deleted, and perhaps made again, is recognized as another one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import errno
 import os
 import shutil
 
-from hicache_backends.file import stamp as stamp_module
-from hicache_backends.file.attributes import Attributes
-from hicache_backends.file.names import is_birth
+from hicache_backends.file import change_feed as feed_module
+from hicache_backends.file.paths import is_birth
+from hicache_backends.posix.statx import Attributes
 from tests.backends.file.harness import chain
 
 
@@ -37,14 +37,14 @@ def test_each_look_at_a_missing_store_finds_it_empty(rig):
 
 
 def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monkeypatch):
-    # As a file server may number it; on a local disk the open stamp keeps its number taken.
-    real = stamp_module.cached_attributes
+    # As a file server may number it; on a local disk the open directory keeps its number taken.
+    real = feed_module.cached_attributes
 
     def numbered(descriptor):
         found = real(descriptor)
         return Attributes(found.links, 7, found.mtime_ns)
 
-    monkeypatch.setattr(stamp_module, "cached_attributes", numbered)
+    monkeypatch.setattr(feed_module, "cached_attributes", numbered)
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     assert a.holds(keys)
@@ -58,8 +58,8 @@ def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monk
         assert side.holds(keys, version=1)
 
 
-def test_a_store_made_again_while_its_stamp_was_stale_is_another_one(rig, monkeypatch):
-    real, stale = stamp_module.cached_attributes, list[None]()
+def test_a_store_made_again_while_its_counter_was_stale_is_another_one(rig, monkeypatch):
+    real, stale = feed_module.cached_attributes, list[None]()
 
     def numbered(descriptor):
         if stale:
@@ -68,7 +68,7 @@ def test_a_store_made_again_while_its_stamp_was_stale_is_another_one(rig, monkey
         found = real(descriptor)
         return Attributes(found.links, 7, found.mtime_ns)
 
-    monkeypatch.setattr(stamp_module, "cached_attributes", numbered)
+    monkeypatch.setattr(feed_module, "cached_attributes", numbered)
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     assert a.holds(keys)
@@ -84,9 +84,9 @@ def test_a_store_made_again_while_its_stamp_was_stale_is_another_one(rig, monkey
 def test_a_store_without_a_mark_gets_one_from_whoever_opens_it(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
-    for name in filter(is_birth, os.listdir(a.store.tree.writers)):
-        os.unlink(f"{a.store.tree.writers}/{name}")
+    for name in filter(is_birth, os.listdir(a.store.paths.writers)):
+        os.unlink(f"{a.store.paths.writers}/{name}")
     b = rig()
     assert b.holds(keys)
-    assert len(list(filter(is_birth, os.listdir(a.store.tree.writers)))) == 1
+    assert len(list(filter(is_birth, os.listdir(a.store.paths.writers)))) == 1
     assert a.holds(keys)

@@ -1,4 +1,4 @@
-"""The environment fails: answers are `False`, nothing is left behind, and the store goes on when the fault is gone."""
+"""Faults of the environment: answers are `False`, and the store recovers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.file import catalog
-from hicache_backends.file.names import Owner, TemporaryName, Unlisted
+from hicache_backends.file import page_index
+from hicache_backends.file.events import Unlisted
+from hicache_backends.file.paths import TemporaryName
 from hicache_backends.posix import vectored
+from hicache_backends.posix.process_id import ProcessId
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.backends.file.harness import Rig, chain
@@ -23,7 +25,7 @@ from tests.backends.file.harness import Rig, chain
 
 @contextlib.contextmanager
 def failing(name, number, *, when=lambda *_: True, after=0):
-    """Let a function of `os` fail with an error number, for calls that match, after some that succeed."""
+    """Make a function of `os` fail with an errno, for calls that match, after some that succeed."""
     real, left = getattr(os, name), [after]
 
     def broken(*args, **kwargs):
@@ -45,7 +47,7 @@ def in_store(path):
 
 
 def temporaries(rig: Rig) -> list[str]:
-    return os.listdir(rig.store.tree.temporaries)
+    return os.listdir(rig.store.paths.temporaries)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EFBIG])
@@ -75,7 +77,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT])
 @pytest.mark.parametrize("function", ["preadv", "open", "fstat", "pread", "listdir"])
 def test_a_failed_read_is_a_miss_and_the_next_one_succeeds(rig, function, number, monkeypatch):
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(page_index, "RETRY_SECONDS", 0.0)
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     b = rig(open_files=0)
@@ -331,7 +333,7 @@ def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
     a, keys, others = rig(), chain("a", 4), chain("b", 2)
     a.put(keys)
     a.put(others)
-    path = a.store.catalogs([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
+    path = a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
     b = rig()
     with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
         for _ in range(20):
@@ -353,15 +355,15 @@ def test_a_symbolic_link_in_the_place_of_a_file_is_not_written_through(rig, tmp_
     outside = tmp_path / "outside"
     outside.write_bytes(b"untouched")
     a = rig()
-    tree, namespace = a.store.tree, a.storage.pools["kv"].namespace
-    tree.create_namespace(namespace.name)
+    paths, namespace = a.store.paths, a.storage.pools["kv"].namespace
+    paths.create_namespace(namespace.name)
     if kind == "description":
-        draft = TemporaryName(Owner("a" * 8, 1, 1), "a" * 10, 1, 0)
-        os.symlink(outside, tree.temporary(draft))
+        temporary = TemporaryName(ProcessId("a" * 8, 1, 1), "a" * 10, 1, 0)
+        os.symlink(outside, paths.temporary(temporary))
         with pytest.raises(FileExistsError):
-            tree.describe_namespace(namespace, draft)
+            paths.describe_namespace(namespace, temporary)
     else:
-        os.makedirs(tree.events(namespace.name))
-        os.symlink(outside, f"{tree.events(namespace.name)}/{'a' * 10}-0.events")
-        assert not a.store.board.logs.append(namespace.name, "a" * 10, 1, [Unlisted()])
+        os.makedirs(paths.events(namespace.name))
+        os.symlink(outside, f"{paths.events(namespace.name)}/{'a' * 10}-0.events")
+        assert not a.store.feed.logs.append(namespace.name, "a" * 10, 1, [Unlisted()])
     assert outside.read_bytes() == b"untouched"

@@ -1,4 +1,4 @@
-"""Opening, closing, options: nothing is left behind, and misuse is told in words."""
+"""Opening, closing, options: nothing is left behind, and misuse raises a clear error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from hicache_backends.file import reader
 from hicache_backends.file.config import FileConfig
-from hicache_backends.file.names import Owner, TemporaryName
-from hicache_backends.file.owner import is_dead, this_process
-from hicache_backends.posix import mounts
+from hicache_backends.file.paths import TemporaryName
+from hicache_backends.posix import paths
 from hicache_backends.posix.descriptors import Descriptors
-from hicache_backends.posix.workers import Workers
+from hicache_backends.posix.process_id import ProcessId, current_process, has_exited
+from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_storage.spec import ConfigError, Durability, Sharing, StorageClosedError, StorageForkedError, parse_config
 from tests.backends.file.harness import Rig, chain
 
@@ -25,7 +25,7 @@ def open_files() -> set[str]:
 
 
 def descriptors_below(path: Path) -> int:
-    """How many files of a store are open; what else this process has open may come and go."""
+    """Number of open files of a store; other files of this process may come and go."""
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     return sum(name.startswith(str(path)) for name in names)
 
@@ -39,7 +39,7 @@ def test_constructing_touches_nothing(rig):
 
 def test_closing_leaves_no_thread_and_no_file_open(rig, monkeypatch):
     before, threads = open_files(), set(threading.enumerate())
-    monkeypatch.setattr(reader, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 10_000)
     a = rig(capacity="10MB", threads=4)
     a.store.reader._bytes_per_thread = 1000
     keys = chain("a", 32)
@@ -183,10 +183,10 @@ def test_health_says_what_is_wrong(rig):
 
 
 def test_a_process_is_told_from_one_that_has_its_number_now():
-    me = this_process()
-    assert not is_dead(me)
-    assert is_dead(Owner(me.place, me.pid, me.started + 1))
-    assert not is_dead(Owner("elsewher", me.pid, me.started + 1))
+    me = current_process()
+    assert not has_exited(me)
+    assert has_exited(ProcessId(me.pid_scope, me.pid, me.started + 1))
+    assert not has_exited(ProcessId("elsewher", me.pid, me.started + 1))
     child = os.fork()
     if not child:
         os._exit(0)
@@ -194,7 +194,7 @@ def test_a_process_is_told_from_one_that_has_its_number_now():
     # A zombie has a place in the process table and writes nothing any more.
     with open(f"/proc/{child}/stat") as file:
         started = int(file.read().rpartition(")")[2].split()[19])
-    assert is_dead(Owner(me.place, child, started))
+    assert has_exited(ProcessId(me.pid_scope, child, started))
     os.waitpid(child, 0)
 
 
@@ -218,30 +218,30 @@ def hidden_processes(monkeypatch):
 
 
 def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_processes):
-    a, me = rig(abandoned_seconds=600.0), this_process()
-    stranger = Owner(me.place, os.getppid(), 1)
-    assert is_dead(stranger) is None
-    assert is_dead(Owner(me.place, 2**22 + 1, 1)) is True
-    assert is_dead(Owner(me.place, 2**70, 1)) is True
-    path = Path(a.store.tree.temporary(TemporaryName(stranger, "aaaaaaaaaa", 0, 100)))
+    a, me = rig(abandoned_seconds=600.0), current_process()
+    stranger = ProcessId(me.pid_scope, os.getppid(), 1)
+    assert has_exited(stranger) is None
+    assert has_exited(ProcessId(me.pid_scope, 2**22 + 1, 1)) is True
+    assert has_exited(ProcessId(me.pid_scope, 2**70, 1)) is True
+    path = Path(a.store.paths.temporary(TemporaryName(stranger, "aaaaaaaaaa", 0, 100)))
     path.write_bytes(b"x")
-    assert a.store.drafts.collect() == (100, 0)
+    assert a.store.temp_files.collect() == (100, 0)
     # Its PID may be another's by now: what is old is collected all the same.
     os.utime(path, (time.time() - 700,) * 2)
-    assert a.store.drafts.collect() == (0, 1)
+    assert a.store.temp_files.collect() == (0, 1)
 
 
 def test_the_file_system_under_a_path_is_known(tmp_path):
-    assert mounts.mount_of("/dev/shm") == mounts.Mount("tmpfs")
-    assert mounts.mount_of("/proc/self").kind == "proc"
-    assert mounts.mount_of(str(tmp_path)).is_local
-    assert not mounts.Mount("nfs4").is_local
-    assert not mounts.Mount("").is_local
+    assert paths.mount_of("/dev/shm") == paths.Mount("tmpfs")
+    assert paths.mount_of("/proc/self").kind == "proc"
+    assert paths.mount_of(str(tmp_path)).is_local
+    assert not paths.Mount("nfs4").is_local
+    assert not paths.Mount("").is_local
 
 
 def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
-    assert mounts.mount_of(str(tmp_path)) == mounts.Mount("")
+    assert paths.mount_of(str(tmp_path)) == paths.Mount("")
 
 
 def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
@@ -260,23 +260,23 @@ def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
 
 def test_tasks_run_side_by_side_and_errors_do_not_end_the_threads(caplog):
     before = set(threading.enumerate())
-    workers, meeting = Workers(3), threading.Barrier(4, timeout=60)
+    thread_pool, meeting = IoThreadPool(3), threading.Barrier(4, timeout=60)
     for _ in range(5):
-        workers.run([meeting.wait] * 4)
+        thread_pool.run([meeting.wait] * 4)
     failed = threading.Event()
 
     def fail():
         failed.set()
         raise RuntimeError("x")
 
-    workers.start(fail)
+    thread_pool.submit(fail)
     assert failed.wait(60)
-    workers.run([meeting.wait] * 4)
-    workers.close(60)
+    thread_pool.run([meeting.wait] * 4)
+    thread_pool.close(60)
     assert set(threading.enumerate()) <= before
     assert "a background task failed" in caplog.text
     done = list[int]()
-    workers.run([lambda: done.append(1), lambda: done.append(2)])
+    thread_pool.run([lambda: done.append(1), lambda: done.append(2)])
     assert sorted(done) == [1, 2]
 
 
@@ -325,29 +325,29 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
 
 def test_what_is_only_started_has_a_thread_also_where_callers_have_none():
     """`threads: 1`, or one core."""
-    workers, done = Workers(0), threading.Event()
-    workers.start(done.set)
+    thread_pool, done = IoThreadPool(0), threading.Event()
+    thread_pool.submit(done.set)
     assert done.wait(60)
     names = list[str]()
-    workers.run([lambda: names.append(threading.current_thread().name)] * 2)
+    thread_pool.run([lambda: names.append(threading.current_thread().name)] * 2)
     assert names == [threading.current_thread().name] * 2
-    workers.close(60)
+    thread_pool.close(60)
 
 
 def test_without_a_thread_to_be_had_the_caller_does_it_all(monkeypatch):
-    workers, done, later = Workers(2), list[int](), threading.Event()
+    thread_pool, done, later = IoThreadPool(2), list[int](), threading.Event()
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        workers.run([lambda: done.append(1)] * 4)
-        workers.start(later.set)
+        thread_pool.run([lambda: done.append(1)] * 4)
+        thread_pool.submit(later.set)
     assert done == [1] * 4
-    workers.start(lambda: None)
+    thread_pool.submit(lambda: None)
     assert later.wait(60)
-    workers.close(60)
+    thread_pool.close(60)
 
 
 def test_a_file_that_goes_is_closed_however_it_was_opened(tmp_path):

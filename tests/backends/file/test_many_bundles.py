@@ -1,4 +1,4 @@
-"""A store of many bundles is taken in piece by piece: within each call's deadline, and whatever interrupts it."""
+"""A store of many bundles is read in steps, each within the deadline of a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_backends.file import catalog as catalog_module
+from hicache_backends.file import page_index as page_index_module
 from hicache_storage.objects import Call
 from tests.backends.file.harness import Rig, chain
 
@@ -24,7 +24,7 @@ def fill(rig: Rig, *, logged: bool) -> list[str]:
     for key in keys:
         assert rig.put([key]) == [True]
     if not logged:
-        shutil.rmtree(rig.store.tree.events(rig.namespace))
+        shutil.rmtree(rig.store.paths.events(rig.namespace))
     return keys
 
 
@@ -48,8 +48,8 @@ def look_up(rig: Rig, keys: list[str], call: Call) -> list[bool]:
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(catalog_module, "BUNDLES_A_STEP", 4)
-    monkeypatch.setattr(catalog_module, "MANY_UNREAD", 8)
+    monkeypatch.setattr(page_index_module, "BUNDLES_PER_STEP", 4)
+    monkeypatch.setattr(page_index_module, "MANY_UNREAD", 8)
 
 
 def test_a_call_ends_at_its_deadline_and_the_next_one_goes_on(rig):
@@ -76,7 +76,7 @@ def test_what_is_not_looked_into_yet_is_counted_and_cleared(rig):
     b = rig(capacity="1GiB")
     b.storage.open()
     assert sum(look_up(b, keys, Deadline(1))) == 4
-    assert b.store.shelves.get(b.namespace).used == sum(path.stat().st_size for path in a.bundles())
+    assert b.store.bundle_sets.get(b.namespace).used == sum(path.stat().st_size for path in a.bundles())
     b.storage.clear()
     assert a.bundles() == []
     for side in (a, b, rig()):
@@ -116,14 +116,14 @@ def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig,
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
         b = rig()
         b.storage.open()
-        catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+        page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
         with monkeypatch.context() as patch:
-            patch.setattr(catalog.shelf, "index", lambda expired: True)
-            catalog.shelf.catch_up(b.store.board.read())
-        bundles = sorted(catalog.shelf.bundles.values(), key=lambda bundle: bundle.name.created_us)
-        catalog._unread = {bundles[number]: None for number in order}
+            patch.setattr(page_index.bundle_set, "index", lambda expired: True)
+            page_index.bundle_set.catch_up(b.store.feed.read())
+        bundles = sorted(page_index.bundle_set.bundles.values(), key=lambda bundle: bundle.name.created_us)
+        page_index._unread = {bundles[number]: None for number in order}
         assert b.versions(keys, range(3)) == [2, 2]
-        copies = [bundle.name.created_us for bundle, _ in catalog.copies(keys[0])]
+        copies = [bundle.name.created_us for bundle, _ in page_index.copies(keys[0])]
         assert copies == sorted(copies, reverse=True)
         assert len(copies) == 3
 
@@ -140,7 +140,7 @@ def test_the_log_tells_what_is_in_small_bundles(rig, monkeypatch):
 
     monkeypatch.setattr(os, "pread", counting)
     assert b.hit(keys) == BUNDLES
-    # The last few stand in the marker's name alone.
+    # The last few are in the cursor's name alone.
     assert len(read) < 8
     monkeypatch.undo()
     assert b.holds(keys)
@@ -170,7 +170,7 @@ def test_a_reader_that_is_behind_opens_no_bundle(rig, monkeypatch):
 def test_a_log_that_tells_of_other_bytes_is_no_wrong_hit(rig):
     a = rig()
     keys = fill(a, logged=True)
-    (log,) = Path(a.store.tree.events(a.namespace)).iterdir()
+    (log,) = Path(a.store.paths.events(a.namespace)).iterdir()
     content = bytearray(log.read_bytes())
     for at in range(0, len(content), 97):
         content[at] ^= 0x20
@@ -222,7 +222,7 @@ def test_a_name_that_claims_the_absurd_hides_no_page(rig, name):
     a.put(keys)
     (a.bundles_path / name).write_bytes(b"")
     for side in (rig(), a, rig(capacity="10MB")):
-        side.store.shelves.get(side.namespace).distrust()
+        side.store.bundle_sets.get(side.namespace).invalidate()
         assert side.holds(keys)
         assert side.put([f"more of {id(side)}"]) == [True]
         assert side.holds(keys)
@@ -234,13 +234,13 @@ def test_a_name_that_claims_the_absurd_hides_no_page(rig, name):
 def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, point, how):
     a, b = rig(), rig(capacity="1GiB")
     b.storage.open()
-    shelf = b.store.shelves.get(b.namespace)
+    bundle_set = b.store.bundle_sets.get(b.namespace)
     if how != "listed":
         assert b.hit(["x"]) == 0
     keys = fill(a, logged=how == "logged") if how != "marked" else chain("k", 2)
     if how == "marked":
         a.put(keys)
-    catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+    page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
 
     def failing(real):
         calls = list[None]()
@@ -257,11 +257,11 @@ def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, p
         if point == "pread":
             patch.setattr(os, "pread", failing(os.pread))
         elif point == "insert":
-            patch.setattr(catalog, "_insert", failing(catalog._insert))
+            patch.setattr(page_index, "_insert", failing(page_index._insert))
         elif point == "listener":
-            patch.setattr(catalog, "bundles_added", failing(catalog.bundles_added))
+            patch.setattr(page_index, "bundles_added", failing(page_index.bundles_added))
         else:
-            patch.setattr(shelf, "_hand_over", failing(shelf._hand_over))
+            patch.setattr(bundle_set, "_commit_adding", failing(bundle_set._commit_adding))
         for _ in range(4):
             try:
                 look_up(b, keys, Call())
@@ -269,11 +269,11 @@ def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, p
                 continue
     assert b.hit(keys) == len(keys)
     assert b.holds(keys)
-    assert shelf.used == sum(path.stat().st_size for path in a.bundles())
-    assert all(len(catalog.copies(key)) == 1 for key in keys)
+    assert bundle_set.used == sum(path.stat().st_size for path in a.bundles())
+    assert all(len(page_index.copies(key)) == 1 for key in keys)
     a.storage.clear()
     assert b.hit(keys) == 0
-    assert shelf.used == 0
+    assert bundle_set.used == 0
 
 
 def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
@@ -282,24 +282,24 @@ def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     b = rig()
     b.storage.open()
     assert look_up(b, ["other"], Call()) == [False]
-    catalog = b.store.known_catalogs([b.storage.pools["kv"].namespace])[0]
+    page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
     more = chain("more", 4)
     assert rig().put(more) == [True] * 4
-    notices, looked = b.store.board.read(), catalog.shelf.is_current
+    snapshot, looked = b.store.feed.read(), page_index.bundle_set.is_current
 
-    def meanwhile(notices):
-        catalog.shelf.is_current = looked
-        catalog.catch_up(notices, lambda: True)
-        return looked(notices)
+    def meanwhile(snapshot):
+        page_index.bundle_set.is_current = looked
+        page_index.catch_up(snapshot, lambda: True)
+        return looked(snapshot)
 
-    catalog.shelf.is_current = meanwhile
-    assert not catalog.is_current(notices)
-    assert not catalog.complete
+    page_index.bundle_set.is_current = meanwhile
+    assert not page_index.is_current(snapshot)
+    assert not page_index.complete
     assert look_up(b, [*keys, *more], Call()) == [True] * (BUNDLES + 4)
 
 
 def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
-    from hicache_backends.file import shelf as shelf_module
+    from hicache_backends.file import bundle_set as bundle_set_module
 
     fill(rig(), logged=True)
     b = rig()
@@ -307,17 +307,17 @@ def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
 
     def interrupted(numbers):
         if isinstance(numbers, list):
-            monkeypatch.delattr(shelf_module, "sum")
+            monkeypatch.delattr(bundle_set_module, "sum")
             raise KeyboardInterrupt
         return sum(numbers)
 
-    monkeypatch.setattr(shelf_module, "sum", interrupted, raising=False)
+    monkeypatch.setattr(bundle_set_module, "sum", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         look_up(b, ["other"], Call())
     assert look_up(b, ["other"], Call()) == [False]
-    shelf = b.store.shelves.get(b.namespace)
-    assert len(shelf.bundles) == BUNDLES
-    assert shelf.used == sum(bundle.size for bundle in shelf.bundles.values())
+    bundle_set = b.store.bundle_sets.get(b.namespace)
+    assert len(bundle_set.bundles) == BUNDLES
+    assert bundle_set.used == sum(bundle.size for bundle in bundle_set.bundles.values())
 
 
 def test_bundles_are_nothing_to_the_garbage_collector(rig):
@@ -326,6 +326,6 @@ def test_bundles_are_nothing_to_the_garbage_collector(rig):
     b = rig()
     b.storage.open()
     assert look_up(b, ["other"], Call()) == [False]
-    for bundle in b.store.shelves.get(b.namespace).bundles.values():
+    for bundle in b.store.bundle_sets.get(b.namespace).bundles.values():
         assert not gc.is_tracked(bundle)
         assert not gc.is_tracked(bundle.name)

@@ -1,4 +1,4 @@
-"""Names are read back exactly, and nothing else is taken for one."""
+"""File names are parsed exactly, and all others are refused."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.file.names import (
+from hicache_backends.file.events import MAX_CURSOR_BYTES, Added, Found, Removed, Unlisted, WriterCursor, parse_cursor
+from hicache_backends.file.paths import (
     MAX_CREATED_US,
     MAX_FILE_BYTES,
-    MAX_MARKER_BYTES,
-    Added,
     BundleId,
     BundleName,
     Claim,
-    Found,
-    Marker,
-    Owner,
-    Removed,
     TemporaryName,
-    Unlisted,
     is_namespace,
     parse_bundle,
-    parse_marker,
     parse_temporary,
     random_writer,
 )
+from hicache_backends.posix.process_id import ProcessId
 
 NUMBERS = st.integers(0, 2**63)
 SIZES, MOMENTS = st.integers(0, MAX_FILE_BYTES), st.integers(0, MAX_CREATED_US)
@@ -34,7 +28,7 @@ NAMESPACE = "0123456789abcdef" * 2
 
 
 PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
-CLAIMS = st.builds(Claim, st.builds(Owner, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
+CLAIMS = st.builds(Claim, st.builds(ProcessId, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
 
 
 @given(st.builds(BundleName, WRITERS, NUMBERS, SIZES, MOMENTS, NUMBERS, st.none() | CLAIMS))
@@ -42,7 +36,9 @@ def test_a_bundle_name_is_read_back(name):
     assert parse_bundle(str(name)) == name
 
 
-@given(st.builds(TemporaryName, st.builds(Owner, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, SIZES))
+@given(
+    st.builds(TemporaryName, st.builds(ProcessId, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, SIZES)
+)
 def test_a_temporary_name_is_read_back(name):
     assert parse_temporary(str(name)) == name
 
@@ -54,18 +50,18 @@ EVENTS = st.one_of(
 
 
 @given(WRITERS, st.lists(st.lists(EVENTS, max_size=5), max_size=8))
-def test_a_marker_tells_the_last_events(writer, batches):
-    marker, told = Marker(NAMESPACE, writer, 0, ()), []
+def test_a_cursor_holds_the_last_events(writer, batches):
+    cursor, told = WriterCursor(NAMESPACE, writer, 0, ()), []
     for batch in batches:
         events = []
         for offset, event in enumerate(batch):
             number = len(told) + offset + 1
             events.append(Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event)
         told += events
-        marker = marker.after(events, 0xABCDEF)
-        assert len(str(marker)) <= MAX_MARKER_BYTES
-    again = parse_marker(str(marker))
-    assert again == marker
+        cursor = cursor.after(events, 0xABCDEF)
+        assert len(str(cursor)) <= MAX_CURSOR_BYTES
+    again = parse_cursor(str(cursor))
+    assert again == cursor
     for seen in range(len(told) + 1):
         missed = again.since(seen)
         assert missed is None or missed == told[seen:]
@@ -74,12 +70,12 @@ def test_a_marker_tells_the_last_events(writer, batches):
         assert again.since(len(told) - 1) == told[-1:]
 
 
-def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
-    marker = Marker(NAMESPACE, random_writer(), 0, ())
+def test_a_cursor_that_is_too_far_ahead_has_no_events():
+    cursor = WriterCursor(NAMESPACE, random_writer(), 0, ())
     for number in range(100):
-        marker = marker.after([Added(BundleName(marker.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF)
-    assert marker.since(0) is None
-    assert len(marker.since(95)) == 5
+        cursor = cursor.after([Added(BundleName(cursor.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF)
+    assert cursor.since(0) is None
+    assert len(cursor.since(95)) == 5
 
 
 @pytest.mark.parametrize("change", [
@@ -88,7 +84,7 @@ def test_a_marker_that_is_ahead_of_the_reader_by_too_much_says_so():
 def test_names_that_look_alike_are_strangers(change):
     writer = random_writer()
     bundle = str(BundleName(writer, 1, 2, 3, 4))
-    temporary = str(TemporaryName(Owner("abcdefgh", 1, 2), writer, 3, 4))
+    temporary = str(TemporaryName(ProcessId("abcdefgh", 1, 2), writer, 3, 4))
     assert parse_bundle(change.format(bundle)) is None
     assert parse_temporary(change.format(temporary)) is None
     assert not is_namespace(change.format(NAMESPACE))
@@ -104,7 +100,7 @@ def test_one_bundle_has_one_spelling():
 
 @given(st.text(max_size=60))
 def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
-    for parse in (parse_bundle, parse_marker, parse_temporary):
+    for parse in (parse_bundle, parse_cursor, parse_temporary):
         name = parse(text)
         assert name is None or str(name) == text
 
@@ -114,23 +110,23 @@ def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
     f"{NAMESPACE}.aaaaaaaaaa.1.A1-2-3",
     f"{NAMESPACE}.aaaaaaaaaa.",
 ])  # fmt: skip
-def test_a_marker_that_cannot_be_is_a_stranger(text):
-    assert parse_marker(text) is None
+def test_an_impossible_cursor_is_ignored(text):
+    assert parse_cursor(text) is None
 
 
 @pytest.mark.parametrize("events", ["b1-2-3", "a1-2", "rshort-1", "a1-2-3-4", ",a1-2-3"])
 def test_events_that_make_no_sense_make_the_reader_list(events):
-    marker = parse_marker(f"{NAMESPACE}.aaaaaaaaaa.9.1.{events}")
-    assert marker is None or marker.since(9 - len(marker.events)) is None
+    cursor = parse_cursor(f"{NAMESPACE}.aaaaaaaaaa.9.1.{events}")
+    assert cursor is None or cursor.since(9 - len(cursor.events)) is None
 
 
 def test_what_a_writer_has_found_is_read_back():
     found = Found(BundleName("b" * 10, 2**63, 2**44, 2**53, 2**32 - 1))
-    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1)
-    assert parse_marker(str(marker)).since(1) == [found]
+    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1)
+    assert parse_cursor(str(cursor)).since(1) == [found]
 
 
 def test_who_cannot_be_told_one_by_one_lists():
-    marker = Marker(NAMESPACE, "a" * 10, 0, ()).after([Removed(BundleId("b" * 10, 7)), Unlisted()], 1)
-    read = parse_marker(str(marker))
+    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after([Removed(BundleId("b" * 10, 7)), Unlisted()], 1)
+    read = parse_cursor(str(cursor))
     assert (read.since(0), read.since(1), read.since(2)) == (None, None, [])

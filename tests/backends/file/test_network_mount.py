@@ -1,4 +1,4 @@
-"""On a network mount it is the requests that cost: they are counted, on a file system that passes everything on."""
+"""Requests on a network mount, counted on a pass-through file system."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_file_server_that_dies_is_a_miss_and_its_return_is_noticed(mounts, on)
 
 
 def test_a_mount_that_was_taken_away_and_came_back_is_noticed(mounts, on, monkeypatch):
-    from hicache_backends.file import stamp
+    from hicache_backends.file import change_feed
 
     mount = mounts()
     a, keys = on(mount), chain("a", 8)
@@ -164,7 +164,7 @@ def test_a_mount_that_was_taken_away_and_came_back_is_noticed(mounts, on, monkey
     a.get(keys)
     mount.unmount(lazily=True)
     mount.mount()
-    monkeypatch.setattr(stamp, "REVALIDATION_SECONDS", -1.0)
+    monkeypatch.setattr(change_feed, "REVALIDATION_SECONDS", -1.0)
     other: Rig = on(mount)
     other.put(chain("b", 2))
     assert a.hit(chain("b", 2)) == 2

@@ -1,4 +1,4 @@
-"""Many processes on one directory: what one has acknowledged the others see, whoever is killed whenever."""
+"""Many processes on one directory: acknowledged pages are found, also after kills."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_was_acknowledged_survives_a_kill_at_any_instant(rig, tmp_path):
             assert last in ([0] * 24, [None] * 24)
     fresh = rig(path, pages=24)
     fresh.storage.open()
-    assert os.listdir(fresh.store.tree.temporaries) == []
+    assert os.listdir(fresh.store.paths.temporaries) == []
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pages come back byte by byte, for every storage of equal identity and for no other."""
+"""Pages are read back byte by byte, by storages of equal identity and no other."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
     assert len(a.bundles()) == 8
     assert a.holds(keys)
     ages = {path: path.stat().st_mtime_ns for path in a.bundles()}
-    catalog = a.store.catalogs([a.storage.pools["kv"].namespace])[0]
-    in_chain = [str(catalog.pages[key][0].path) for key in keys]
+    page_index = a.store.page_indexes([a.storage.pools["kv"].namespace])[0]
+    in_chain = [str(page_index.pages[key][0].path) for key in keys]
     order = list(dict.fromkeys(in_chain))
     times = [ages[next(path for path in ages if str(path) == name)] for name in order]
     assert times == sorted(times, reverse=True)
@@ -212,9 +212,9 @@ def test_delete_removes_every_copy(rig):
     # Two writers that did not know of each other.
     b.hit(keys)
     a.put(keys)
-    b.store.board.read = lambda: b.store.board._notices
+    b.store.feed.read = lambda: b.store.feed._snapshot
     b.put(keys, version=1)
-    del b.store.board.read
+    del b.store.feed.read
     assert len(a.bundles()) == 2
     c = rig()
     assert all(version in (0, 1) for version in c.versions(keys, (0, 1)))
@@ -227,16 +227,16 @@ def test_of_two_copies_one_remains_when_the_other_goes(rig):
     a, b, keys = rig(), rig(), chain("a", 3)
     b.hit(keys)
     a.put(keys)
-    b.store.board.read = lambda: b.store.board._notices
+    b.store.feed.read = lambda: b.store.feed._snapshot
     b.put(keys, version=1)
-    del b.store.board.read
+    del b.store.feed.read
     c = rig()
     for path in (a.bundles()[0], a.bundles()[1]):
         assert c.hit(keys) == 3
-        catalog = c.store.catalogs([c.storage.pools["kv"].namespace])[0]
-        bundle = next(bundle for bundle in catalog.shelf.bundles.values() if bundle.path == str(path))
-        c.store.changes.remove(catalog.shelf, bundle)
-        c.store.changes.announce()
+        page_index = c.store.page_indexes([c.storage.pools["kv"].namespace])[0]
+        bundle = next(bundle for bundle in page_index.bundle_set.bundles.values() if bundle.path == str(path))
+        c.store.publisher.remove(page_index.bundle_set, bundle)
+        c.store.feed.announce()
         left = len(c.bundles())
         for side in (a, b, c):
             assert side.hit(keys) == (3 if left else 0)
@@ -265,7 +265,7 @@ def test_clear_removes_this_identitys_pages_and_nothing_else(rig):
 def test_clear_removes_also_what_was_never_announced(rig, monkeypatch):
     a, b = rig(), rig()
     b.hit(["x"])
-    monkeypatch.setattr(a.store.board, "announce", lambda: None)
+    monkeypatch.setattr(a.store.feed, "announce", lambda: None)
     a.put(chain("a", 2))
     b.storage.clear()
     assert b.bundles() == []

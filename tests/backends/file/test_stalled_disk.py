@@ -1,4 +1,4 @@
-"""A local disk that stalls: every call ends at its deadline, and what is in memory is served without asking it."""
+"""A local disk that stalls: calls end at their deadline, or are served from memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from hicache_backends.file import reader, store
 from hicache_backends.posix import descriptors
-from hicache_backends.posix.mounts import Mount
-from hicache_backends.posix.page_cache import is_cached, read_cached_into
+from hicache_backends.posix.paths import Mount
+from hicache_backends.posix.vectored import is_cached, read_cached_into
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo
 from tests.backends.file.harness import chain
@@ -107,8 +107,8 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     assert a.put(keys) == [True] * 4
     assert a.holds(keys)
     disk.cached = False
-    # So that a look at the stamp is due.
-    a.bare.store._stamp.close()
+    # So that reading the counter is due.
+    a.bare.store._counter.close()
     hurry(a)
     disk.stall()
     # A clear may say that it did not happen.
@@ -123,8 +123,8 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     a, keys = guarded(capacity="1GiB"), chain("a", 4)
     a.put(keys)
     assert a.hit(keys) == 4
-    looked, threads = a.bare.store.cached_catalogs, []
-    a.bare.store.cached_catalogs = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
+    looked, threads = a.bare.store.cached_page_indexes, []
+    a.bare.store.cached_page_indexes = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
     disk.stall()
     assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
     assert set(threads) == {threading.current_thread()}
@@ -150,7 +150,7 @@ def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk)
     a.put(keys)
     assert a.hit(keys) == 2
     hurry(a)
-    with a.bare.store.board._telling:
+    with a.bare.store.feed._announcing:
         assert a.hit(keys) == 0
     hurry(a, PATIENCE_SECONDS)
     assert a.hit(keys) == 2
@@ -161,8 +161,8 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
     assert a.holds(keys)
-    looked, threads = a.bare.store.cached_catalogs, []
-    a.bare.store.cached_catalogs = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
+    looked, threads = a.bare.store.cached_page_indexes, []
+    a.bare.store.cached_page_indexes = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
     disk.stall()
     # With a deadline that a worker thread would not keep: the caller's own thread reads.
     hurry(a)
@@ -198,7 +198,7 @@ def test_reads_from_the_page_cache_close_idle_files_in_another_thread(guarded, d
     if idle:
         monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
     assert a.holds(keys)
-    a.bare.store.workers.close(PATIENCE_SECONDS)
+    a.bare.store.thread_pool.close(PATIENCE_SECONDS)
     assert bool(threads) is idle
     assert threading.current_thread() not in threads
 

@@ -1,4 +1,4 @@
-"""Reads that hang: with buffers of the driver's own a get returns, and nothing arrives later."""
+"""Reads that hang: with bounce buffers a get returns, and nothing is written later."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hicache_backends.file import store
 from hicache_backends.posix import vectored
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.mounts import Mount
-from hicache_backends.posix.workers import Workers
+from hicache_backends.posix.paths import Mount
+from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
 from hicache_storage.spec import Caller, StuckReads
@@ -127,7 +127,7 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
     a.put(stuck)
     a.put(well)
     release, real = threading.Event(), os.preadv
-    path = a.bare.store.catalogs([a.bare.pools["kv"].namespace])[0].pages[stuck[0]][0].path
+    path = a.bare.store.page_indexes([a.bare.pools["kv"].namespace])[0].pages[stuck[0]][0].path
 
     def hang(descriptor, *args):
         if os.readlink(f"/proc/self/fd/{descriptor}") == path:
@@ -184,7 +184,7 @@ def test_a_straight_read_keeps_its_caller(rig, hung):
     hung.begin()
     caller, gone = Caller(), threading.Event()
     call = Call(caller=caller)
-    reading = threading.Thread(target=lambda: a.store.reader.read(_runs(a, keys, call), call))
+    reading = threading.Thread(target=lambda: a.store.reader.read(_extents(a, keys, call), call))
     reading.start()
     eventually(lambda: hung.reads)
     leaving = threading.Thread(target=lambda: (caller.leave(), gone.set()))
@@ -195,13 +195,13 @@ def test_a_straight_read_keeps_its_caller(rig, hung):
     reading.join(PATIENCE_SECONDS)
 
 
-def _runs(rig, keys, call):
+def _extents(rig, keys, call):
     from hicache_storage.objects import ObjectRead
 
     namespace = rig.storage.pools["kv"].namespace
     buffers = [[memoryview(bytearray(length)) for length in namespace.geometry.component_bytes] for _ in keys]
     reads = [ObjectRead(namespace, key, some, call=call) for key, some in zip(keys, buffers, strict=True)]
-    return rig.store.catalogs([namespace])[0].locate(reads)
+    return rig.store.page_indexes([namespace])[0].locate(reads)
 
 
 def test_buffers_are_used_again():
@@ -244,10 +244,10 @@ def test_no_buffer_is_waited_for_that_only_hung_reads_have():
 
 
 def test_hung_workers_keep_no_call_waiting():
-    workers, release, done = Workers(2), threading.Event(), []
+    thread_pool, release, done = IoThreadPool(2), threading.Event(), []
     for _ in range(2):
-        workers.start(lambda: release.wait(2 * PATIENCE_SECONDS))
-    workers.run([lambda number=number: done.append(number) for number in range(5)])
+        thread_pool.submit(lambda: release.wait(2 * PATIENCE_SECONDS))
+    thread_pool.run([lambda number=number: done.append(number) for number in range(5)])
     assert done == [0, 1, 2, 3, 4]
     release.set()
-    workers.close(10)
+    thread_pool.close(10)

@@ -1,4 +1,4 @@
-"""A rename that reports an error may have taken effect: a number stands for one bundle, and no acknowledged page is lost."""
+"""Renames that report an error and take effect: no acknowledged page is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
-from hicache_backends.file import changes as changes_module
-from hicache_backends.file.names import parse_bundle
+from hicache_backends.file import publisher as publisher_module
+from hicache_backends.file.paths import parse_bundle
 from tests.backends.file.harness import Rig, chain
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ NUMBERS = [errno.EIO, errno.ENOENT, errno.ETIMEDOUT]
 
 @contextlib.contextmanager
 def unclear(number: int, when: Callable[[str, str], bool], *, times: int = 1) -> Iterator[list[tuple[str, str]]]:
-    """Let some renames take effect and report an error."""
+    """Make some renames take effect and report an error."""
     real, hits = os.rename, list[tuple[str, str]]()
 
     def rename(source, target):
@@ -60,7 +60,7 @@ def test_a_number_never_stands_for_two_bundles(rig, number):
         assert side.holds(second)
         assert side.holds(first)
         assert side.stats().pages_damaged == 0
-    assert os.listdir(a.store.tree.temporaries) == []
+    assert os.listdir(a.store.paths.temporaries) == []
 
 
 def test_a_bundle_that_got_into_place_is_found_by_everyone_or_by_no_one(rig):
@@ -120,7 +120,7 @@ def test_a_replacement_that_could_not_be_synced_loses_no_page(rig, monkeypatch):
         raise OSError(errno.EIO, "EIO")
 
     with monkeypatch.context() as patch:
-        patch.setattr(changes_module, "sync_directory", failing)
+        patch.setattr(publisher_module, "sync_directory", failing)
         a.storage.delete(keys[:1])
     for side in (a, other, rig()):
         assert side.holds(keys[1:])
@@ -135,15 +135,15 @@ def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypa
 
     def slow(*_, **__):
         # The other one finds the bundle by listing, and writes nothing.
-        b.store.shelves.get(b.namespace).distrust()
+        b.store.bundle_sets.get(b.namespace).invalidate()
         answers.append(b.put(keys))
         raise OSError(errno.ENOSPC, "ENOSPC")
 
     with monkeypatch.context() as patch:
         if function == "sync":
-            patch.setattr(changes_module, "sync_directory", slow)
+            patch.setattr(publisher_module, "sync_directory", slow)
         else:
-            patch.setattr(a.store.board, "announce", slow)
+            patch.setattr(a.store.feed, "announce", slow)
         assert a.put(keys) == [False] * 3
     assert answers == [[True] * 3]
     for side in (a, b, rig()):
@@ -155,7 +155,7 @@ def test_what_could_not_be_announced_is_announced_with_the_next_set(rig, monkeyp
     a.put(chain("before", 1))
     assert b.hit(keys) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(a.store.board, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC")))
+        patch.setattr(a.store.feed, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC")))
         assert a.put(keys) == [False] * 3
     assert b.hit(keys) == 0
     assert a.put(chain("after", 1)) == [True]
@@ -197,14 +197,14 @@ def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
     second.rename(second.with_name(str(name)))
     for side in (a, knows):
         side.store.descriptors.close()
-        side.store.shelves.get(side.namespace).distrust()
+        side.store.bundle_sets.get(side.namespace).invalidate()
         assert side.holds(keys)
         assert side.stats().pages_damaged == 0
     assert mine.exists()
     # Once it has gone, the other one is what the number stands for.
     mine.unlink()
     for side in (a, knows):
-        side.store.shelves.get(side.namespace).distrust()
+        side.store.bundle_sets.get(side.namespace).invalidate()
         assert side.present(keys) == [False] * 3
         assert side.holds(others)
 
@@ -216,6 +216,6 @@ def test_a_hit_without_checksums_is_of_the_file_whose_index_was_read(rig):
         a.put(keys)
     knows.hit(keys)
     a.put(others)
-    knows.store.shelves.get(knows.namespace).distrust()
+    knows.store.bundle_sets.get(knows.namespace).invalidate()
     assert knows.versions(keys) in ([0, 0], [None, None])
     assert knows.holds(others)

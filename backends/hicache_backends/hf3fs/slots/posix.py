@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, JobT, pieces, runs
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.faults import kept, stop_unless
+from hicache_backends.posix.faults import detached, raise_if_cancelled
+from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_backends.posix.vectored import read_into, scatter, write_from
-from hicache_backends.posix.workers import Workers
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.envelope import checksum
 
@@ -43,7 +43,7 @@ class PosixEngine(SlotEngine):
     def __init__(self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool) -> None:
         self.buffered = buffered
         self._threads, self._bytes_per_thread, self._verifies = threads, bytes_per_thread, verifies
-        self._workers = Workers(threads - 1, "hicache-hf3fs")
+        self._workers = IoThreadPool(threads - 1, "hicache-hf3fs")
         self._buffers = Buffers(LONGEST) if buffered else None
 
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
@@ -82,7 +82,7 @@ class PosixEngine(SlotEngine):
             if self._fill(run, handle.descriptor, call):
                 return
         except OSError as error:
-            fault = kept(error)
+            fault = detached(error)
             if handle is not None and error.errno != errno.ETIMEDOUT:
                 file.forget(handle)
         if len(run) == 1 or handle is None or call.expired():
@@ -114,7 +114,7 @@ class PosixEngine(SlotEngine):
             job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
             job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
         with call.caller as waits:
-            stop_unless(waits)
+            raise_if_cancelled(waits)
             for job, page in zip(run, pages, strict=True):
                 if job.read.verify():
                     scatter(page, job.read.buffers)
@@ -146,7 +146,7 @@ class PosixEngine(SlotEngine):
     ) -> bool:
         if self._buffers is None:
             with call.caller as waits:
-                stop_unless(waits)
+                raise_if_cancelled(waits)
                 if not read_into(descriptor, targets, offset):
                     return False
                 if digest is not None:
@@ -160,7 +160,7 @@ class PosixEngine(SlotEngine):
             if digest is not None:
                 digest.update(some[: sum(map(len, pages))])
             with call.caller as waits:
-                stop_unless(waits)
+                raise_if_cancelled(waits)
                 scatter(some, targets)
         return True
 
@@ -173,7 +173,7 @@ def _fill_in_place(run: Sequence[SlotRead], descriptor: int, call: Call) -> bool
         targets += job.read.parts
         targets.append(gap)
     with call.caller as waits:
-        stop_unless(waits)
+        raise_if_cancelled(waits)
         if not read_into(descriptor, targets[:-1], file.offset(run[0].slot)):
             return False
         for job in run:
@@ -197,7 +197,7 @@ def _write_run(run: Sequence[SlotWrite], call: Call) -> None:
         if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             file.forget(handle)
         if len(run) == 1:
-            run[0].fault = kept(error)
+            run[0].fault = detached(error)
             return
         # The others have nothing to do with what is wrong with one of them.
         for job in run:

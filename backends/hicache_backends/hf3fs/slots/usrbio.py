@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.posix.descriptors import Handle
-from hicache_backends.posix.faults import kept
+from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class UsrbioEngine(SlotEngine):
             lane = lanes.take(call)
         except OSError as error:
             for job in jobs:
-                job.fault = kept(error)
+                job.fault = detached(error)
             return
         try:
             _Turn(lane, call, verifies=self._verifies).move(jobs)
@@ -340,7 +340,7 @@ class _Turn:
                 try:
                     handle = job.file.borrow()
                 except OSError as error:
-                    job.fault = kept(error)
+                    job.fault = detached(error)
                     continue
                 request = _Request(job, handle, at, job.size)
                 if isinstance(job, SlotWrite):
@@ -380,7 +380,7 @@ class _Turn:
                 if again:
                     self._lane.submit()
         except OSError as error:
-            _fail(open_requests, kept(error))
+            _fail(open_requests, detached(error))
             return
         _fail(open_requests, OSError(errno.ETIMEDOUT, "3FS has not answered in time"))
 

@@ -1,4 +1,4 @@
-"""Several who remove and replace the same bundle at a time: nothing is lost, and nothing comes back."""
+"""Concurrent removals and replacements of one bundle: nothing is lost, nothing comes back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from msgspec import structs
 
 from hicache_backends.file import rewriter as rewriter_module
-from hicache_backends.file.names import BundleId, Claim, Found, Owner, parse_bundle
+from hicache_backends.file.events import Found
+from hicache_backends.file.paths import BundleId, Claim, parse_bundle
+from hicache_backends.posix.process_id import ProcessId
 from tests.backends.file.harness import Rig, chain
 from tests.backends.file.test_processes import FORK
 
@@ -137,16 +139,16 @@ def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rigs
     a, b = rigs(), rigs()
     a.put(chain("other", 1))
     b.hit(KEYS)
-    announce = a.store.board.announce
+    announce = a.store.feed.announce
 
-    def late(*, insist=False):
+    def late(*, always_advance=False):
         b.storage.clear()
         # Takes in what the other has told, as another thread of this process may at any time.
-        a.store.shelves.get(a.namespace).catch_up(a.store.board.read())
-        announce(insist=insist)
+        a.store.bundle_sets.get(a.namespace).catch_up(a.store.feed.read())
+        announce(always_advance=always_advance)
 
     with monkeypatch.context() as patch:
-        patch.setattr(a.store.board, "announce", late)
+        patch.setattr(a.store.feed, "announce", late)
         a.put(KEYS)
     assert a.hit(KEYS) == 0
     assert a.put(KEYS) == [True] * 3
@@ -159,17 +161,17 @@ def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rigs, monkeypat
     a.put(KEYS)
     assert b.holds(KEYS)
     assert knows.holds(KEYS)
-    announce = a.store.board.announce
+    announce = a.store.feed.announce
     seen = []
 
-    def late(*, insist=False):
+    def late(*, always_advance=False):
         if not seen:
             seen.append(None)
             b.storage.delete(KEYS)
             seen.append(knows.present(KEYS))
-        announce(insist=insist)
+        announce(always_advance=always_advance)
 
-    monkeypatch.setattr(a.store.board, "announce", late)
+    monkeypatch.setattr(a.store.feed, "announce", late)
     a.storage.delete(KEYS)
     assert seen == [None, [False] * 3]
 
@@ -179,36 +181,36 @@ def test_a_page_that_was_found_by_listing_is_found_by_everybody(rigs, monkeypatc
     a.put(chain("other", 1))
     for rig in (b, c):
         rig.hit(KEYS)
-    announce = a.store.board.announce
+    announce = a.store.feed.announce
 
-    def late(*, insist=False):
-        b.store.shelves.get(b.namespace).distrust()
+    def late(*, always_advance=False):
+        b.store.bundle_sets.get(b.namespace).invalidate()
         assert b.holds(KEYS)
         assert c.holds(KEYS)
-        announce(insist=insist)
+        announce(always_advance=always_advance)
 
-    monkeypatch.setattr(a.store.board, "announce", late)
+    monkeypatch.setattr(a.store.feed, "announce", late)
     assert a.put(KEYS) == [True] * 3
 
 
-def test_a_bundle_that_two_tell_of_is_on_the_shelf_once(rigs):
+def test_a_bundle_that_two_writers_announce_is_added_once(rigs):
     a, b = rigs(), rigs()
     b.hit(KEYS)
     a.put(KEYS)
     (path,) = a.bundles()
     c = rigs()
-    c.store.board.queue(c.namespace, [Found(parse_bundle(path.name))])
-    c.store.changes.announce()
+    c.store.feed.queue(c.namespace, [Found(parse_bundle(path.name))])
+    c.store.feed.announce()
     assert b.hit(KEYS) == 3
     a.storage.clear()
     assert b.present(KEYS) == [False] * 3
 
 
-def test_new_bundles_arrive_before_old_ones_go(rigs):
+def test_new_bundles_are_added_before_old_ones_are_removed(rigs):
     a, b = rigs(), rigs()
     a.put(KEYS)
     b.hit(KEYS)
-    shelf, seen = b.store.shelves.get(b.namespace), []
+    bundle_set, seen = b.store.bundle_sets.get(b.namespace), []
 
     class Listener:
         def bundles_added(self, bundles):
@@ -218,10 +220,10 @@ def test_new_bundles_arrive_before_old_ones_go(rigs):
             seen.append("removed")
 
     listener = Listener()
-    shelf.listen(listener)
+    bundle_set.listen(listener)
     seen.clear()
     a.storage.delete(KEYS[:1])
-    shelf.distrust()
+    bundle_set.invalidate()
     assert b.hit(KEYS[1:]) == 2
     assert seen == ["added", "removed"]
 
@@ -234,9 +236,9 @@ def test_after_a_listing_a_delete_makes_everyone_list(rigs):
     a.bundles()[0].unlink()
     assert b.storage.delete(KEYS) == [False] * 3
     assert c.present(KEYS) == [False] * 3
-    told = a.store.board.read().of(a.namespace)[b.store.board.writer]
+    told = a.store.feed.read().of(a.namespace)[b.store.feed.writer]
     assert b.storage.delete(KEYS) == [False] * 3
-    assert a.store.board.read().of(a.namespace)[b.store.board.writer] == told
+    assert a.store.feed.read().of(a.namespace)[b.store.feed.writer] == told
 
 
 def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
@@ -245,18 +247,18 @@ def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
     for rig in (b, knows):
         assert rig.holds(KEYS)
     seen = []
-    moved = a.store.board._move
+    moved = a.store.feed._move
 
     def move(before, after):
         moved(before, after)
         if not seen:
             seen.append(None)
-            # Whatever makes one look at the markers now: the stamp is still to be renewed.
-            b.store.board._known = None
+            # Another reason to list the cursors now: the counter is still to be advanced.
+            b.store.feed._known = None
             b.storage.delete(KEYS)
             seen.append(knows.present(KEYS))
 
-    monkeypatch.setattr(a.store.board, "_move", move)
+    monkeypatch.setattr(a.store.feed, "_move", move)
     a.storage.delete(KEYS)
     assert seen == [None, [False] * 3]
 
@@ -295,10 +297,10 @@ def test_an_unlink_that_hangs_keeps_nobody_else(rigs, monkeypatch):
 
 
 def claimed_elsewhere(path: Path) -> Path:
-    """Let a process of another machine claim a bundle, and say no more."""
+    """Claim a bundle in the name of a process of another machine."""
     name = parse_bundle(path.name)
     assert name is not None
-    claimed = path.with_name(str(structs.replace(name, claim=Claim(Owner("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
+    claimed = path.with_name(str(structs.replace(name, claim=Claim(ProcessId("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
     path.rename(claimed)
     return claimed
 
@@ -314,7 +316,7 @@ def test_what_another_machine_has_claimed_is_read_and_waited_for(rigs, monkeypat
     assert a.storage.delete(KEYS[:1]) == [False]
     assert claimed.exists()
     assert a.holds(KEYS)
-    a.store.changes._abandoned_seconds = -1.0
+    a.store.publisher._abandoned_seconds = -1.0
     assert a.storage.delete(KEYS[:1]) == [True]
     for rig in (a, rigs()):
         assert rig.present(KEYS) == [False, True, True]
@@ -337,7 +339,7 @@ def test_others_are_evicted_instead_of_what_another_machine_has_claimed(tmp_path
         assert a.holds(batches[0])
         assert a.holds(batches[-1])
         # Nobody does anything with it any more: it goes as any other.
-        a.store.changes._abandoned_seconds = -1.0
+        a.store.publisher._abandoned_seconds = -1.0
         for number in range(10, 16):
             assert a.put(chain(str(number), 8)) == [True] * 8
         assert not claimed.exists()

@@ -1,4 +1,4 @@
-"""Who is writing a temporary file, and whether it is still alive."""
+"""Identity of a process across machines and boots, and whether it has exited."""
 
 from __future__ import annotations
 
@@ -7,34 +7,47 @@ import contextlib
 import functools
 import hashlib
 import os
+from typing import NamedTuple
 
-from hicache_backends.file.names import Owner
+PID_SCOPE_PATTERN = "[a-z2-7]{8}"
 
 
-def this_process() -> Owner:
-    """The process that asks."""
+class ProcessId(NamedTuple):
+    """Identity of a process, unique across machines and boots."""
+
+    pid_scope: str
+    """A machine since it was booted, and a PID namespace on it: where `pid` is unique."""
+    pid: int
+    started: int
+    """Clock ticks from boot to the start of the process: a PID is used again, the two together are
+    not."""
+
+
+def current_process() -> ProcessId:
+    """The identity of this process."""
     started = 0
     with contextlib.suppress(OSError):
         started = _started(os.getpid()) or 0
-    return Owner(_place(), os.getpid(), started)
+    return ProcessId(_pid_scope(), os.getpid(), started)
 
 
-def is_dead(owner: Owner) -> bool | None:
-    """Whether a process has ended; None where that cannot be told from here, and leftovers go by their age."""
-    if owner.place != _place():
+def has_exited(process: ProcessId) -> bool | None:
+    """Return whether a process has exited; None if that cannot be determined from here."""
+    if process.pid_scope != _pid_scope():
         return None
     try:
-        return _started(owner.pid) != owner.started
+        return _started(process.pid) != process.started
     except OSError:
         # A /proc that hides the processes of other users (hidepid) looks as if there were none.
-        return None if _exists(owner.pid) else True
+        return None if _exists(process.pid) else True
 
 
 @functools.cache
-def _place() -> str:
-    """Where PIDs and times of start mean what they mean here.
+def _pid_scope() -> str:
+    """The scope in which a PID and a start time identify a process.
 
-    That is this machine since it was booted, and the namespaces of PIDs and of times of its container.
+    That is this machine since it was booted, and the namespaces of PIDs and of times of its
+    container.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -45,13 +58,13 @@ def _place() -> str:
         with contextlib.suppress(FileNotFoundError):
             parts += b"/%d" % os.stat("/proc/self/ns/time").st_ino
     except OSError:
-        # Without /proc nobody can tell who lives: a place of its own, and leftovers go by their age.
+        # Without /proc no process can be checked: a scope of its own, so that age decides.
         parts = os.urandom(8)
     return base64.b32encode(hashlib.blake2b(parts, digest_size=5).digest()).decode().lower()
 
 
 def _started(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, None if it has ended and nobody has asked for its status yet.
+    """Clock ticks from boot to the start of a process; None for a zombie.
 
     Raises:
         OSError: there is no such process, or it cannot be seen.
@@ -63,7 +76,7 @@ def _started(pid: int) -> int | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether any process has this PID; it may be another one that has it now."""
+    """Return whether any process has this PID; it may have been used again."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -1,4 +1,4 @@
-"""Threads that move the bytes of one call side by side."""
+"""A thread pool for blocking I/O, in which the caller works too."""
 
 from __future__ import annotations
 
@@ -15,42 +15,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Workers:
-    """A bounded number of threads, started when first needed. Safe for many callers.
+class IoThreadPool:
+    """A bounded number of threads, started on demand. Safe for many callers.
 
     Args:
-        count: most threads; the caller of `run` is one more pair of hands and is not counted. With 0 of them, `run` is left
-            to its caller, and what is only started has one thread: a caller must not wait for it.
+        count: limit on threads; the caller of `run` works too and is not counted. With 0, `run`
+            leaves all tasks to its caller, and `submit` has one thread, since its caller must not
+            wait.
         name: of the threads.
     """
 
     def __init__(self, count: int, name: str = "hicache-file") -> None:
-        self._count, self._name = count, name
+        self._count = count
+        self._name = name
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run all tasks and return when the last has ended. A task keeps its errors to itself.
+        """Run all tasks and return when the last has ended. A task handles its own errors.
 
-        The caller goes on with what no thread has begun: threads that hang in the file system keep nobody waiting.
+        The caller runs every task that no thread has begun: threads that hang in the file system do
+        not delay it.
         """
         if len(tasks) < 2 or not self._count:
             for task in tasks:
                 task()
             return
-        batch = _Batch(tasks)
+        batch = _TaskGroup(tasks)
         for _ in tasks[1 : self._count + 1]:
-            self.start(batch.work)
+            self.submit(batch.work)
         try:
             batch.work()
         finally:
-            # Also where this thread is interrupted: the others write into buffers that are the caller's again after this.
+            # Also after an interrupt: the other threads write into buffers that the caller gets
+            # back.
             batch.wait()
 
-    def start(self, task: Callable[[], None]) -> None:
-        """Run a task some time, and do not wait for it."""
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task in the background."""
         with self._lock:
             closed = self._closed
             if not closed and len(self._threads) < max(1, self._count):
@@ -58,7 +62,8 @@ class Workers:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    # The process may have no more. Those that are there do it, or one that a later task can start.
+                    # The process may have no more threads. The existing ones run the task, or one
+                    # started later.
                     logger.debug("cannot start a thread: %s", error)
                 else:
                     self._threads.append(thread)
@@ -68,7 +73,7 @@ class Workers:
             self._tasks.put(task)
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads; one that hangs in the file system ends when it comes back."""
+        """Stop the threads; one that hangs in the file system ends when its call returns."""
         with self._lock:
             self._closed = True
         for _ in self._threads:
@@ -83,11 +88,11 @@ class Workers:
                 task()
             except Exception:
                 logger.exception("a background task failed")
-            # While this thread waits for the next one, nothing of this may stay open or in memory.
+            # A reference kept while waiting would keep the task's files and buffers.
             del task
 
 
-class _Batch:
+class _TaskGroup:
     """Tasks that several threads take one after the other, and one thread waits for."""
 
     def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
@@ -112,7 +117,7 @@ class _Batch:
                         self._done.set()
 
     def wait(self) -> None:
-        """Wait until the last task has ended; where the caller was interrupted, none is begun any more."""
+        """Wait for the last task; after an interrupt the tasks not begun are dropped."""
         with self._lock:
             while self._tasks:
                 self._tasks.pop()

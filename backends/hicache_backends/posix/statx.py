@@ -1,4 +1,7 @@
-"""Attributes of files as the server of a network mount knows them, past the cache of the mount."""
+"""Attributes and listings of directories as the file server knows them.
+
+The attribute cache of a network mount is passed by.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
 
 
 class Attributes(NamedTuple):
-    """What the driver asks about a directory."""
+    """The attributes of a directory that the driver uses."""
 
     links: int
     """0 once it has been removed."""
@@ -28,13 +31,16 @@ class Attributes(NamedTuple):
 
 
 def cached_attributes(descriptor: int) -> Attributes:
-    """What the kernel knows; true on a local file system."""
+    """The attributes that the kernel has; exact on a local file system."""
     status = os.fstat(descriptor)
     return Attributes(status.st_nlink, status.st_ino, status.st_mtime_ns)
 
 
 def server_attributes(descriptor: int) -> Attributes:
-    """What the server says now, in one request. NFS, FUSE and CIFS heed AT_STATX_FORCE_SYNC."""
+    """Ask the server for the attributes, in one request.
+
+    NFS, FUSE and CIFS heed AT_STATX_FORCE_SYNC.
+    """
     if _statx is None:
         return cached_attributes(descriptor)
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
@@ -49,14 +55,15 @@ def server_attributes(descriptor: int) -> Attributes:
 
 
 def list_directory(path: str, *, asks_server: bool) -> list[str]:
-    """Names in a directory; empty where it is missing.
+    """Names in a directory; empty if it is missing.
 
-    A network mount lists from its cache while it believes the attributes it has, so these are asked for first.
+    A network mount lists from its cache while its cached attributes are valid, so these are
+    refreshed first.
     """
     with contextlib.suppress(FileNotFoundError):
         return _fresh_names(path) if asks_server else os.listdir(path)
     if asks_server:
-        # NFS remembers that a name was missing as long as it believes the attributes of the directory above.
+        # NFS caches that a name was missing while the cached attributes of its parent are valid.
         for above in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):
             with contextlib.suppress(OSError):
                 _refresh(above)

@@ -1,4 +1,4 @@
-"""Storages learn exactly of what others have announced: by the stamp, the markers, and a listing where these leave gaps."""
+"""The change feed: every announced event is applied, by cursors, logs, or a listing where these leave gaps."""
 
 from __future__ import annotations
 
@@ -9,69 +9,67 @@ from pathlib import Path
 
 import pytest
 
-from hicache_backends.file import board as board_module
+from hicache_backends.file import change_feed as feed_module
 from hicache_backends.file import events as events_module
-from hicache_backends.file import stamp as stamp_module
-from hicache_backends.file.attributes import list_directory, server_attributes
-from hicache_backends.file.board import Board
-from hicache_backends.file.clock import Clock
-from hicache_backends.file.names import Added, BundleName, Found, Removed, Unlisted, parse_marker, random_writer
-from hicache_backends.file.shelf import Shelf
-from hicache_backends.file.stamp import Stamp
-from hicache_backends.file.tree import Tree
+from hicache_backends.file.bundle_set import BundleSet
+from hicache_backends.file.change_feed import ChangeCounter, ChangeFeed
+from hicache_backends.file.events import Added, Found, Removed, Unlisted, parse_cursor
+from hicache_backends.file.paths import BundleName, StorePaths, random_writer
+from hicache_backends.file.temp_files import ServerClock
+from hicache_backends.posix.statx import list_directory, server_attributes
 
 NAMESPACE = "0123456789abcdef" * 2
 
 
-class Party:
+class Participant:
     """One storage's view of a directory, without the pages."""
 
-    def __init__(self, tree: Tree, *, asks_server: bool = False):
-        self.tree = tree
-        self.stamp = Stamp(tree.stamp, asks_server=asks_server)
-        self.board = Board(tree, self.stamp, random_writer(), asks_server=asks_server)
-        self.shelf = Shelf(NAMESPACE, tree, self.board, asks_server=asks_server)
+    def __init__(self, paths: StorePaths, *, asks_server: bool = False):
+        self.paths = paths
+        self.counter = ChangeCounter(paths.counter, asks_server=asks_server)
+        self.feed = ChangeFeed(paths, self.counter, random_writer(), asks_server=asks_server)
+        self.bundle_set = BundleSet(NAMESPACE, paths, self.feed, asks_server=asks_server)
 
     def publish(self, *, announce: bool = True) -> BundleName:
-        name = BundleName(self.board.writer, self.board.next_sequence(NAMESPACE), 10, 1, 7)
-        path = Path(self.tree.bundle(NAMESPACE, name))
+        name = BundleName(self.feed.writer, self.feed.next_sequence(NAMESPACE), 10, 1, 7)
+        path = Path(self.paths.bundle(NAMESPACE, name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        self.shelf.add([self.shelf.bundle(name)])
-        self.board.queue(NAMESPACE, [Added(name)])
+        self.bundle_set.add([self.bundle_set.bundle(name)])
+        self.feed.queue(NAMESPACE, [Added(name)])
         if announce:
-            self.board.announce()
+            self.feed.announce()
         return name
 
     def remove(self, name: BundleName) -> None:
-        bundle = self.shelf.bundles[name.id]
+        bundle = self.bundle_set.bundles[name.id]
         os.unlink(bundle.path)
-        self.shelf.remove([bundle])
-        self.board.queue(NAMESPACE, [Removed(name.id)])
-        self.board.announce()
+        self.bundle_set.remove([bundle])
+        self.feed.queue(NAMESPACE, [Removed(name.id)])
+        self.feed.announce()
 
     def sees(self) -> set[BundleName]:
-        self.shelf.catch_up(self.board.read())
-        return {bundle.name for bundle in self.shelf.bundles.values()}
+        self.bundle_set.catch_up(self.feed.read())
+        return {bundle.name for bundle in self.bundle_set.bundles.values()}
 
 
 @pytest.fixture(params=[False, True], ids=["local", "asks_server"])
 def party(request, tmp_path):
-    tree = Tree(str(tmp_path))
-    tree.create()
-    return lambda: Party(tree, asks_server=request.param)
+    paths = StorePaths(str(tmp_path))
+    paths.create()
+    return lambda: Participant(paths, asks_server=request.param)
 
 
 @pytest.fixture
 def listings(monkeypatch):
-    """How often directories of bundles are listed."""
+    """The listings of directories of bundles."""
     listed = []
 
     def counting(path, *, asks_server):
         listed.append(path)
         return list_directory(path, asks_server=asks_server)
 
-    monkeypatch.setattr("hicache_backends.file.shelf.list_directory", counting)
+    monkeypatch.setattr("hicache_backends.file.bundle_set.list_directory", counting)
     return listed
 
 
@@ -125,11 +123,11 @@ def test_a_log_goes_on_in_another_file(party, listings, monkeypatch):
         names |= {a.publish() for _ in range(turn)}
         assert b.sees() == names
     assert listings == []
-    assert len(a.board.logs.segments(NAMESPACE)) == 8
+    assert len(a.feed.logs.segments(NAMESPACE)) == 8
 
 
 def log_of(party) -> Path:
-    (path,) = Path(party.tree.events(NAMESPACE)).iterdir()
+    (path,) = Path(party.paths.events(NAMESPACE)).iterdir()
     return path
 
 
@@ -179,11 +177,11 @@ def test_what_an_announcement_that_failed_has_logged_is_not_logged_twice(party, 
     assert b.sees() == names
     listings.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(a.board, "_move", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
+        patch.setattr(a.feed, "_move", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
         names |= {a.publish(announce=False) for _ in range(20)}
         for _ in range(3):
             with pytest.raises(OSError, match="ENOSPC"):
-                a.board.announce()
+                a.feed.announce()
     assert len(b.sees()) == 1
     names |= {a.publish() for _ in range(20)}
     assert b.sees() == names
@@ -199,24 +197,24 @@ def test_logs_of_bundles_that_are_gone_are_removed(party, monkeypatch):
         a.remove(name)
     for side in (a, b):
         side.sees()
-        side.shelf.collect_logs(side.board.read())
+        side.bundle_set.collect_logs(side.feed.read())
     # 2 and 3 tell of bundles that are there, and 6 is the one that is written to.
-    assert {number for _, number in a.board.logs.segments(NAMESPACE)} | {6} == {2, 3, 6}
+    assert {number for _, number in a.feed.logs.segments(NAMESPACE)} | {6} == {2, 3, 6}
     names.append(a.publish())
     assert b.sees() == set(names[40:])
     assert party().sees() == set(names[40:])
 
 
-def test_an_unchanged_store_is_asked_about_the_stamp_only(party, monkeypatch):
+def test_an_unchanged_store_is_asked_for_the_counter_only(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     expected = b.sees()
-    monkeypatch.setattr(board_module, "list_directory", lambda *_, **__: pytest.fail("listed the markers"))
+    monkeypatch.setattr(feed_module, "list_directory", lambda *_, **__: pytest.fail("listed the cursors"))
     assert b.sees() == expected
 
 
-def test_a_removal_by_a_second_writer_counts_though_its_marker_is_read_first(party):
-    # Whichever of the two markers is listed first, the third one must not believe in the bundle.
+def test_a_removal_by_a_second_writer_counts_though_its_cursor_is_read_first(party):
+    # Whichever of the two cursors is listed first, the third storage must not report the bundle.
     for _ in range(20):
         a, b, c = party(), party(), party()
         c.sees()
@@ -228,29 +226,29 @@ def test_a_removal_by_a_second_writer_counts_though_its_marker_is_read_first(par
 
 def test_an_announcement_that_failed_is_made_good(party, monkeypatch):
     a, b = party(), party()
-    monkeypatch.setattr(stamp_module.os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "EIO")))
+    monkeypatch.setattr(feed_module.os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "EIO")))
     with pytest.raises(OSError, match="EIO"):
         a.publish()
     monkeypatch.undo()
-    a.board.announce()
+    a.feed.announce()
     assert len(b.sees()) == 1
 
 
-def test_a_bundle_that_was_never_announced_is_found_when_the_shelf_is_distrusted(party):
+def test_an_unannounced_bundle_is_found_after_invalidation(party):
     a, b = party(), party()
     b.sees()
     name = a.publish(announce=False)
     assert b.sees() == set()
-    b.shelf.distrust()
+    b.bundle_set.invalidate()
     assert b.sees() == {name}
 
 
-def test_a_marker_that_was_collected_loses_nothing(party):
+def test_a_removed_cursor_loses_no_bundle(party):
     a, b = party(), party()
     first = a.publish()
     assert b.sees() == {first}
     second = a.publish()
-    for path in Path(a.tree.writers).iterdir():
+    for path in Path(a.paths.writers).iterdir():
         path.unlink()
     c = party()
     third = c.publish()
@@ -260,7 +258,7 @@ def test_a_marker_that_was_collected_loses_nothing(party):
 
 
 def age(path: Path, monkeypatch, seconds: float) -> None:
-    """Let a file seem to have changed so long ago; its ctime cannot be set."""
+    """Make a file look as if it had changed so long ago; its ctime cannot be set."""
     real = os.stat
 
     def older(target, *args, **kwargs):
@@ -272,71 +270,71 @@ def age(path: Path, monkeypatch, seconds: float) -> None:
     monkeypatch.setattr(os, "stat", older)
 
 
-def test_markers_of_writers_that_say_nothing_are_retired(party, listings, monkeypatch):
-    monkeypatch.setattr(board_module, "MANY_MARKERS", 3)
+def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
+    monkeypatch.setattr(feed_module, "MANY_CURSORS", 3)
     silent, knows, others = party(), party(), [party() for _ in range(3)]
     names = {silent.publish() for _ in range(3)}
     assert knows.sees() == names
     names |= {silent.publish()}
-    (marker,) = [path for path in Path(silent.tree.writers).iterdir() if parse_marker(path.name)]
+    (cursor,) = [path for path in Path(silent.paths.writers).iterdir() if parse_cursor(path.name)]
     names |= {other.publish() for other in others}
     last = party()
-    stranger = Path(last.tree.writers) / "not-a-marker"
+    stranger = Path(last.paths.writers) / "not-a-cursor"
     stranger.touch()
-    last.board.collect_forgotten(Clock())
-    assert marker.exists()
-    age(marker, monkeypatch, 2 * board_module.FORGOTTEN_SECONDS)
-    last.board.collect_forgotten(Clock())
-    assert not marker.exists()
+    last.feed.retire_idle_cursors(ServerClock())
+    assert cursor.exists()
+    age(cursor, monkeypatch, 2 * feed_module.IDLE_WRITER_SECONDS)
+    last.feed.retire_idle_cursors(ServerClock())
+    assert not cursor.exists()
     assert stranger.exists()
     listings.clear()
     names |= {others[0].publish()}
-    # Also what it had not seen of the one that is retired.
+    # Also the events of the retired cursor that it had not read.
     assert knows.sees() == names
     assert listings == []
-    # Who opens the store finds its bundles, and need tell nobody.
+    # A new storage finds its bundles, and has nothing to announce.
     fresh = party()
-    monkeypatch.setattr(fresh.board, "announce", lambda **_: pytest.fail("told of what everybody knows"))
+    monkeypatch.setattr(fresh.feed, "announce", lambda **_: pytest.fail("announced events that every storage knows"))
     assert fresh.sees() == names
-    # It lives on, and makes a new marker.
+    # The idle writer goes on, and makes a new cursor.
     listings.clear()
     names |= {silent.publish()}
     assert knows.sees() == names
     assert listings == []
 
 
-def test_a_clock_that_is_wrong_retires_no_marker(party, monkeypatch):
-    monkeypatch.setattr(board_module, "MANY_MARKERS", 3)
+def test_a_clock_that_is_wrong_retires_no_cursor(party, monkeypatch):
+    monkeypatch.setattr(feed_module, "MANY_CURSORS", 3)
     for _ in range(5):
         party().publish()
-    last, clock = party(), Clock(lambda: 4 * 10**18)
+    last, clock = party(), ServerClock(lambda: 4 * 10**18)
     clock.adjust(time.time_ns)
-    last.board.collect_forgotten(clock)
-    assert len(list(filter(parse_marker, os.listdir(last.tree.writers)))) == 5
+    last.feed.retire_idle_cursors(clock)
+    assert len(list(filter(parse_cursor, os.listdir(last.paths.writers)))) == 5
 
 
-def test_a_retired_marker_goes_with_the_last_bundle_of_its_writer(party):
+def test_a_retired_cursor_goes_with_the_last_bundle_of_its_writer(party):
     a, b = party(), party()
     name, other = a.publish(), b.publish()
-    retired = Path(a.tree.retired)
+    retired = Path(a.paths.retired)
     retired.mkdir()
-    for path in Path(a.tree.writers).iterdir():
-        if parse_marker(path.name):
+    for path in Path(a.paths.writers).iterdir():
+        if parse_cursor(path.name):
             path.rename(retired / path.name)
     c = party()
     assert c.sees() == {name, other}
     c.remove(name)
-    c.shelf.collect_logs(c.board.read())
-    assert [parse_marker(path.name).writer for path in retired.iterdir()] == [other.writer]
+    c.bundle_set.collect_logs(c.feed.read())
+    assert [parse_cursor(path.name).writer for path in retired.iterdir()] == [other.writer]
 
 
 def test_a_deleted_store_is_an_empty_one_and_a_new_one_is_noticed(party):
     a, b = party(), party()
     a.publish()
     assert len(b.sees()) == 1
-    shutil.rmtree(a.tree.root)
+    shutil.rmtree(a.paths.root)
     assert b.sees() == set()
-    a.tree.create()
+    a.paths.create()
     assert b.sees() == set()
     c = party()
     name = c.publish()
@@ -344,42 +342,42 @@ def test_a_deleted_store_is_an_empty_one_and_a_new_one_is_noticed(party):
     assert name in a.sees()
 
 
-def test_strangers_among_the_markers_are_ignored(party):
+def test_other_files_among_the_cursors_are_ignored(party):
     a, b = party(), party()
     for name in ("README", f"{NAMESPACE}.aaaaaaaaaa.zz.", ".hidden"):
-        (Path(a.tree.writers) / name).touch()
+        (Path(a.paths.writers) / name).touch()
     name = a.publish()
     assert b.sees() == {name}
 
 
 @pytest.mark.parametrize("asks_server", [False, True])
-def test_the_stamp_changes_with_every_renewal(tmp_path, asks_server):
+def test_the_counter_changes_with_every_advance(tmp_path, asks_server):
     path = tmp_path / "stamp"
     path.mkdir()
-    stamp, other = Stamp(str(path), asks_server=asks_server), Stamp(str(path), asks_server=asks_server)
-    values = {stamp.read()}
+    counter, other = ChangeCounter(str(path), asks_server=asks_server), ChangeCounter(str(path), asks_server=asks_server)
+    values = {counter.read()}
     for _ in range(300):
-        other.renew()
-        values.add(stamp.read())
+        other.advance()
+        values.add(counter.read())
     assert len(values) == 301
-    assert stamp.read() == other.read()
+    assert counter.read() == other.read()
 
 
-def test_the_stamp_differs_even_where_times_are_kept_in_whole_seconds(tmp_path):
+def test_the_counter_differs_even_where_times_are_kept_in_whole_seconds(tmp_path):
     path = tmp_path / "stamp"
     path.mkdir()
-    stamp, seconds = Stamp(str(path), asks_server=False), set()
+    counter, seconds = ChangeCounter(str(path), asks_server=False), set()
     for _ in range(300):
-        stamp.renew()
-        seconds.add(stamp.read().mtime_ns // 1_000_000_000)
+        counter.advance()
+        seconds.add(counter.read().mtime_ns // 1_000_000_000)
     assert len(seconds) == 300
     assert all(0 < second < 2**31 for second in seconds)
 
 
-def test_a_stamp_of_another_owner_is_replaced(tmp_path, monkeypatch):
+def test_a_counter_of_another_owner_is_replaced(tmp_path, monkeypatch):
     path = tmp_path / "stamp"
     path.mkdir()
-    stamp, other = Stamp(str(path), asks_server=False), Stamp(str(path), asks_server=False)
+    counter, other = ChangeCounter(str(path), asks_server=False), ChangeCounter(str(path), asks_server=False)
     before, real = other.read(), os.utime
 
     def refuse(target, *args, **kwargs):
@@ -388,30 +386,30 @@ def test_a_stamp_of_another_owner_is_replaced(tmp_path, monkeypatch):
         real(target, *args, **kwargs)
 
     monkeypatch.setattr(os, "utime", refuse)
-    stamp.renew()
+    counter.advance()
     after = other.read()
     assert after != before
-    stamp.renew()
+    counter.advance()
     assert other.read() != after
     assert os.listdir(tmp_path) == ["stamp"]
 
 
-def test_a_stamp_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monkeypatch):
+def test_a_counter_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monkeypatch):
     path = tmp_path / "stamp"
     path.mkdir()
-    stamp = Stamp(str(path), asks_server=False)
-    stamp.read()
+    counter = ChangeCounter(str(path), asks_server=False)
+    counter.read()
     os.rename(path, tmp_path / "below")
     path.mkdir()
-    fresh = Stamp(str(path), asks_server=False)
-    fresh.renew()
-    monkeypatch.setattr(stamp_module, "REVALIDATION_SECONDS", -1.0)
-    assert stamp.read() == fresh.read()
+    fresh = ChangeCounter(str(path), asks_server=False)
+    fresh.advance()
+    monkeypatch.setattr(feed_module, "REVALIDATION_SECONDS", -1.0)
+    assert counter.read() == fresh.read()
 
 
-def test_a_missing_stamp_is_reported(tmp_path):
+def test_a_missing_counter_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError):
-        Stamp(str(tmp_path / "none"), asks_server=False).read()
+        ChangeCounter(str(tmp_path / "none"), asks_server=False).read()
 
 
 def test_attributes_that_the_server_tells_agree_with_the_kernels(tmp_path):
@@ -424,7 +422,7 @@ def test_attributes_that_the_server_tells_agree_with_the_kernels(tmp_path):
 
 
 def test_without_statx_the_kernels_attributes_are_used(tmp_path, monkeypatch):
-    monkeypatch.setattr("hicache_backends.file.attributes._statx", None)
+    monkeypatch.setattr("hicache_backends.posix.statx._statx", None)
     descriptor = os.open(tmp_path, os.O_PATH)
     try:
         assert server_attributes(descriptor).inode == os.fstat(descriptor).st_ino
@@ -432,24 +430,24 @@ def test_without_statx_the_kernels_attributes_are_used(tmp_path, monkeypatch):
         os.close(descriptor)
 
 
-def test_who_finds_a_marker_whose_writer_was_killed_before_the_stamp_tells_everyone(party, monkeypatch):
+def test_a_reader_confirms_the_counter_of_a_writer_killed_before_it_advanced_it(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     assert len(b.sees()) == 1
     with monkeypatch.context() as killed:
-        killed.setattr(a.stamp, "renew", lambda value: None)
+        killed.setattr(a.counter, "advance", lambda value: None)
         last = a.publish()
     assert last not in b.sees()
-    # Whatever it promises of the bundle, the others keep.
+    # A page that the third storage reports, the others must find too.
     assert last in party().sees()
     assert last in b.sees()
 
 
-def test_a_marker_whose_stamp_was_seen_is_believed_without_another(party, monkeypatch):
+def test_a_cursor_whose_counter_value_was_seen_needs_no_other(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     b.sees()
-    monkeypatch.setattr(b.stamp, "renew", lambda value=None: pytest.fail("renewed the stamp"))
+    monkeypatch.setattr(b.counter, "advance", lambda value=None: pytest.fail("advanced the counter"))
     for _ in range(5):
         assert a.publish() in b.sees()
 
@@ -465,5 +463,5 @@ def test_a_marker_whose_stamp_was_seen_is_believed_without_another(party, monkey
 )
 def test_an_event_log_names_no_file_that_no_listing_would(party, event, read):
     a = party()
-    assert a.board.logs.append(NAMESPACE, "a" * 10, 1, [event])
-    assert a.board.logs.since(NAMESPACE, "a" * 10, 0, 1) == read
+    assert a.feed.logs.append(NAMESPACE, "a" * 10, 1, [event])
+    assert a.feed.logs.since(NAMESPACE, "a" * 10, 0, 1) == read

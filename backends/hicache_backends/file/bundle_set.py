@@ -1,0 +1,478 @@
+"""The bundles of a namespace, kept in memory and in step with the change feed.
+
+A bundle set applies the events that other writers have announced. Where events are missing (a log
+with a gap, a cursor that was removed, a store that was made anew) it lists the directory instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hicache_backends.file.bundle import Bundle
+from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
+from hicache_backends.file.paths import BundleId, BundleName, bundles_among, sync_directory
+from hicache_backends.posix.statx import list_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from hicache_backends.file.bundle import BundleIndex
+    from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
+    from hicache_backends.file.events import EventLogs, WriterCursor
+    from hicache_backends.file.paths import StorePaths
+
+
+logger = logging.getLogger(__name__)
+
+ATOMIC_LISTING_BYTES = 32 << 10
+"""A listing of at most so many bytes is read in one system call, which no rename interrupts."""
+
+ENTRY_BYTES = 32
+"""Bytes of a directory entry beside its name, at most."""
+
+MAX_RELISTS = 8
+"""Limit on listing a directory again because other processes change it meanwhile."""
+
+
+def no_deadline() -> bool:
+    """The deadline of a caller without one: it never expires."""
+    return False
+
+
+class BundleSetListener(Protocol):
+    """A listener for bundles that are added or removed.
+
+    Called with the lock of the bundle set held, so it does no I/O. A call that was interrupted is
+    repeated with the same bundles.
+    """
+
+    def bundles_added(self, bundles: Sequence[Bundle]) -> None: ...
+
+    def bundles_removed(self, bundles: Sequence[Bundle]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _CatchUp:
+    """The steps that remain after the new bundles have been added."""
+
+    removed: list[BundleId]
+    seen: dict[str, int]
+    """By writer, the number of the last event that was applied."""
+    invalidations: int
+    """Count of invalidations at the start: a listing requested since is still to be made."""
+
+
+class BundleSet:
+    """The bundles of one namespace. Safe for many threads: `lock` is held while they change.
+
+    Lookups take no lock. So a replacement is added before the bundle that it replaces is removed: a
+    page that stays in the store is found at any moment.
+    """
+
+    def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
+        self.namespace = namespace
+        self.lock = threading.RLock()
+        self.bundles: dict[BundleId, Bundle] = {}
+        self.used = 0
+        """Bytes in all of them."""
+        self._prepared: dict[BundleId, Bundle] = {}
+        """Published by this storage, and not announced yet."""
+        self._listed_unshared = False
+        """A listing was applied since `force_relist`: it may have shown unannounced changes."""
+        self._paths = paths
+        self._feed = feed
+        self._asks_server = asks_server
+        self._directory = paths.bundles(namespace)
+        self._listeners: list[BundleSetListener] = []
+        self._adding: dict[BundleId, Bundle] = {}
+        """Being added; left non-empty only by an interrupt."""
+        self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
+        """Reads the indexes of new bundles, without the lock; returns `False` if files are gone."""
+        self._generation = self._epoch = -1
+        self._invalidations = 0
+        self._seen: dict[str, int] = {}
+        self._retired: dict[str, int] = {}
+        """By retired writer, the number of the last event that was applied."""
+
+    @property
+    def logs(self) -> EventLogs:
+        """The store's event logs."""
+        return self._feed.logs
+
+    def listen(self, listener: BundleSetListener) -> None:
+        """Register a listener, and report the present bundles to it."""
+        with self.lock:
+            self._listeners.append(listener)
+            if self.bundles:
+                listener.bundles_added(list(self.bundles.values()))
+
+    def is_current(self, snapshot: FeedSnapshot) -> bool:
+        """Return whether every event of a snapshot has been applied."""
+        return self._generation >= snapshot.generation
+
+    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
+        """Apply the events that have been announced.
+
+        Args:
+            expired: returns whether the caller's deadline has passed: then indexes are left for the
+                next call to read.
+
+        Raises:
+            OSError: the bundles could not be listed.
+        """
+        if self.is_current(snapshot):
+            return
+        waited, announced = set[BundleName](), set[BundleName]()
+        for attempt in range(MAX_RELISTS + 1):
+            unannounced = self._catch_up(snapshot, announced, expired, last=attempt == MAX_RELISTS)
+            if not unannounced:
+                return
+            # A page reported here must be found by every later caller. In most cases the writer is
+            # about to announce it: wait for one more listing.
+            late = unannounced & waited
+            # A bundle found by two listings in turn: its writer was probably killed between the
+            # rename and the announcement. This storage is about to report its pages, so it
+            # announces the bundle itself.
+            if late:
+                self._announce_found([Found(name) for name in late])
+                announced |= late
+            waited = unannounced
+            snapshot = self._feed.read()
+
+    def _catch_up(
+        self, snapshot: FeedSnapshot, announced: set[BundleName], expired: Callable[[], bool], *, last: bool
+    ) -> set[BundleName]:
+        """Apply the announced events, or, where some are missing, a listing of the directory.
+
+        Args:
+            announced: bundles that were unannounced before and that this call has announced.
+            last: apply the listing even if some of its bundles are unannounced.
+
+        Returns:
+            Bundles that are in place and unannounced, apart from those in `announced`; nothing was
+            applied then.
+        """
+        for attempt in range(MAX_RELISTS + 1):
+            with self.lock:
+                if self._generation >= snapshot.generation:
+                    return set()
+                plan = self._begin_catch_up(snapshot, announced, last=last)
+                if not isinstance(plan, _CatchUp):
+                    return plan
+            # New bundles are visible before old ones are removed: a replacement holds the pages of
+            # the bundle that it replaces.
+            if not self.index(expired) and attempt < MAX_RELISTS:
+                # A file that is gone may have a replacement that is not announced yet.
+                self.invalidate()
+                continue
+            with self.lock:
+                self._remove(plan.removed)
+                # An invalidation during the catch-up asks for a listing that this one has not made.
+                if self._invalidations == plan.invalidations and self._generation < snapshot.generation:
+                    self._seen = plan.seen
+                    self._generation = snapshot.generation
+                    self._epoch = snapshot.epoch
+            break
+        return set()
+
+    def _begin_catch_up(self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool) -> _CatchUp | set[BundleName]:
+        """Add the new bundles, and find out which ones to remove.
+
+        Without `last`, unannounced bundles are returned instead, and nothing is changed.
+        """
+        # An earlier call was interrupted while it added bundles.
+        if self._adding:
+            self._commit_adding()
+        invalidations, cursors = self._invalidations, snapshot.of(self.namespace)
+        seen = {writer: cursor.sequence for writer, cursor in cursors.items()}
+        # Events build on what was known before, which a store that was made anew makes void.
+        if self._epoch == snapshot.epoch:
+            events = self._new_events(cursors)
+            removed = None if events is None else self._apply_events(events)
+            if removed is not None:
+                return _CatchUp(removed, seen, invalidations)
+        self._listed_unshared = True
+        names = self._list_bundles()
+        if not last and (unannounced := self._unannounced(names, cursors) - announced):
+            return unannounced
+        return _CatchUp(self._apply_listing(names), seen, invalidations)
+
+    def invalidate(self) -> None:
+        """Make the next call list the bundles, to find also unannounced changes.
+
+        Such as a bundle whose writer was killed before its announcement, or a file deleted by hand.
+        """
+        with self.lock:
+            self._generation = self._epoch = -1
+            self._invalidations += 1
+
+    def force_relist(self) -> None:
+        """Make all storages list with the next announcement.
+
+        Only if this one may know unannounced changes: a page that is not found here may have been removed
+        by a process that has not announced it yet.
+        """
+        with self.lock:
+            if self._listed_unshared:
+                self._listed_unshared = False
+                self._feed.queue(self.namespace, [Unlisted()])
+
+    def prepare_add(self, bundle: Bundle) -> None:
+        """Note a bundle that is in place and that `commit_add` will add after its announcement."""
+        with self.lock:
+            self._prepared[bundle.id] = bundle
+
+    def commit_add(self, bundle: Bundle) -> None:
+        """Add a prepared bundle, unless it has been removed since."""
+        with self.lock:
+            del self._prepared[bundle.id]
+            if not bundle.gone:
+                self.add([bundle])
+
+    def add(self, bundles: Iterable[Bundle]) -> None:
+        """Add bundles that are in place."""
+        with self.lock:
+            self._adding.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
+            self._commit_adding()
+
+    def _commit_adding(self) -> None:
+        """Report the bundles being added to the listeners, and store them.
+
+        A call that was interrupted, at any point, is repeated by the next one.
+        """
+        if not self._adding:
+            return
+        bundles = list(self._adding.values())
+        for listener in self._listeners:
+            listener.bundles_added(bundles)
+        used = self.used + sum([bundle.size for bundle in bundles])
+        self.bundles.update(self._adding)
+        # In one statement, so that no interrupt comes between the two assignments.
+        self.used, self._adding = used, {}
+
+    def remove(self, bundles: Sequence[Bundle]) -> None:
+        """Remove bundles whose files are gone."""
+        self._remove({bundle.id for bundle in bundles})
+
+    def _remove(self, ids: Iterable[BundleId]) -> None:
+        with self.lock:
+            known = list[Bundle]()
+            for id in ids:
+                # Another storage has found it by listing, and removed it before its announcement.
+                if (prepared := self._prepared.get(id)) is not None:
+                    prepared.gone = True
+                if (bundle := self.bundles.pop(id, None)) is not None:
+                    bundle.gone = True
+                    self.used -= bundle.size
+                    known.append(bundle)
+            if known:
+                for listener in self._listeners:
+                    listener.bundles_removed(known)
+
+    def note_size(self, bundle: Bundle, size: int) -> None:
+        """Correct the length of a bundle whose file differs from its name.
+
+        The capacity counts the bytes of the file.
+        """
+        with self.lock:
+            if self.bundles.get(bundle.id) is bundle:
+                self.used += size - bundle.size
+            bundle.size = size
+
+    def collect_logs(self, snapshot: FeedSnapshot) -> None:
+        """Remove event logs and retired cursors of bundles that are gone; they are only a cache."""
+        with self.lock:
+            if self._generation < 0:
+                return
+            needed = list(self.bundles)
+        cursors = snapshot.of(self.namespace)
+        self._feed.logs.collect(self.namespace, needed, {writer: cursor.sequence for writer, cursor in cursors.items()})
+        with contextlib.suppress(OSError):
+            self._feed.collect_retired(self.namespace, {id.writer for id in needed})
+
+    def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
+        """A new `Bundle` of that name, not yet in the set."""
+        keys, envelopes = ([], b"") if index is None else (index.keys, index.envelopes)
+        return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
+
+    def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
+        """The events that are new here; None if some are unknown.
+
+        That is where a log has a gap, or a cursor has disappeared.
+        """
+        events = list[Event]()
+        missing = [writer for writer in self._seen if writer not in cursors and writer != self._feed.writer]
+        if missing:
+            retired = self._feed.retired(self.namespace)
+            if not all(writer in retired and self._add_missed(retired[writer], events) for writer in missing):
+                return None
+            self._retired.update({writer: retired[writer].sequence for writer in missing})
+        # This storage's own changes are in the set already.
+        if all(self._add_missed(cursor, events) for writer, cursor in cursors.items() if writer != self._feed.writer):
+            return events
+        return None
+
+    def _add_missed(self, cursor: WriterCursor, events: list[Event]) -> bool:
+        """Append the new events of one writer; return `False` if some are unknown."""
+        seen = self._seen.get(cursor.writer, self._retired.get(cursor.writer, 0))
+        missed = cursor.since(seen)
+        if missed is None:
+            known = cursor.sequence - len(cursor.events)
+            missed, rest = self._feed.logs.since(self.namespace, cursor.writer, seen, known), cursor.since(known)
+            if missed is None or rest is None:
+                return False
+            missed += rest
+        events += missed
+        return True
+
+    def _apply_events(self, events: Sequence[Event]) -> list[BundleId] | None:
+        """Add the new bundles of some events, and return the removed ones.
+
+        Returns:
+            None, and nothing is changed, if the events require a listing.
+        """
+        # Removals of all writers first: a bundle of one writer may have been removed by another,
+        # whose cursor was read first.
+        removed = {event.bundle for event in events if isinstance(event, Removed)}
+        added = list[Bundle]()
+        for event in events:
+            if isinstance(event, Unlisted):
+                return None
+            if isinstance(event, Removed):
+                continue
+            bundle = self.bundle(event.bundle, event.index if isinstance(event, Added) else None)
+            if bundle.id not in self.bundles and bundle.id not in removed:
+                added.append(bundle)
+        self.add(added)
+        return list(removed)
+
+    def _list_bundles(self) -> dict[BundleId, BundleName]:
+        """List the bundles that are in place, and remove void ones."""
+        names, claimed = dict[BundleId, BundleName](), list[BundleName]()
+        for name in bundles_among(self._stable_listing(self._directory)):
+            id = name.id
+            other = names.setdefault(id, name)
+            if other is not name:
+                names[id] = self._resolve_duplicate(id, other, name)
+            if name.claim is not None:
+                claimed.append(name)
+        # After all names are known: a replacement may be listed after the bundle that it replaces.
+        for name in claimed:
+            if name.claim is not None and name.claim.replacement in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self._directory}/{name}")
+                if names.get(name.id) == name:
+                    del names[name.id]
+        return names
+
+    def _resolve_duplicate(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
+        """Choose one of two names in a listing that have the same number."""
+        if one.plain == other.plain:
+            # Listed twice: before and after a claim, or before and after its end.
+            return other
+        # Two files with one number, which only a fault can produce: all storages choose the same
+        # one. A file whose length differs from its name is not a bundle.
+        whole = [name for name in (one, other) if self._has_its_size(name)]
+        if len(whole) == 1:
+            return whole[0]
+        known = self.bundles.get(id)
+        for name in (one, other):
+            if known is not None and known.name.plain == name.plain:
+                return name
+        return min(one, other, key=lambda name: (name.created_us, name.checksum))
+
+    def _has_its_size(self, name: BundleName) -> bool:
+        try:
+            return os.stat(f"{self._directory}/{name}").st_size == name.size
+        except OSError:
+            return False
+
+    def _stable_listing(self, directory: str) -> list[str]:
+        """The names in a directory, from a listing that no rename has passed.
+
+        A long listing takes several steps. A bundle that is renamed between two of them, from a
+        name not listed yet to one that has been passed, would be missing. So the directory is
+        listed until no name has disappeared since the time before. A bundle that is renamed twice,
+        each time past a listing, is missing until the process that renames it announces the change:
+        then all storages list again.
+        """
+        names = list_directory(directory, asks_server=self._asks_server)
+        for _ in range(MAX_RELISTS):
+            if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
+                break
+            before, names = names, list_directory(directory, asks_server=self._asks_server)
+            if set(names).issuperset(before):
+                break
+        return names
+
+    def _unannounced(self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]) -> set[BundleName]:
+        """Bundles that are new here, with numbers above those that their writers have announced."""
+        # A writer announces its events in the order of their numbers, so the last number covers all
+        # before.
+        announced = {writer: cursor.sequence for writer, cursor in cursors.items()}
+        fresh = [name for id, name in names.items() if announced.get(id[0], 0) < id[1] and id not in self.bundles]
+        if not fresh:
+            return set()
+        retired = self._feed.retired(self.namespace)
+        return {name.plain for name in fresh if name.writer not in retired or retired[name.writer].sequence < name.sequence}
+
+    def _announce_found(self, events: Sequence[Event]) -> None:
+        try:
+            if self._feed.syncs:
+                # Its writer may not have synced it yet: a page reported here must survive a loss of
+                # power.
+                sync_directory(self._paths.bundles(self.namespace))
+            self._feed.queue(self.namespace, events)
+            self._feed.announce()
+        except OSError as error:
+            logger.debug("cannot announce bundles found by listing in namespace %s: %s", self.namespace, error)
+
+    def _apply_listing(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
+        """Add the bundles of a listing, and return those that are not in it."""
+        for id in names.keys() & self.bundles.keys():
+            known, name = self.bundles[id], names[id]
+            if known.name == name:
+                continue
+            if known.name.plain == name.plain:
+                # It has been claimed, or its claim was undone.
+                known.name = name
+            else:
+                # A different file, whose bytes must never be read as the known bundle's: that one
+                # is gone.
+                self._remove([id])
+        gone = [id for id in (*self.bundles, *self._prepared) if id not in names]
+        self.add([self.bundle(name) for id, name in names.items() if id not in self.bundles])
+        return gone
+
+
+class BundleSets:
+    """The bundle sets of a store by namespace, created when first asked for."""
+
+    def __init__(self, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
+        self._paths = paths
+        self._feed = feed
+        self._asks_server = asks_server
+        self._lock = threading.Lock()
+        self._bundle_sets: dict[str, BundleSet] = {}
+        self.on_created: Callable[[BundleSet], None] | None = None
+
+    def get(self, namespace: str) -> BundleSet:
+        bundle_set = self._bundle_sets.get(namespace)
+        if bundle_set is not None:
+            return bundle_set
+        with self._lock:
+            bundle_set = self._bundle_sets.get(namespace)
+            if bundle_set is None:
+                bundle_set = BundleSet(namespace, self._paths, self._feed, asks_server=self._asks_server)
+                if self.on_created is not None:
+                    self.on_created(bundle_set)
+                self._bundle_sets[namespace] = bundle_set
+            return bundle_set
+
+    def all(self) -> list[BundleSet]:
+        return list(self._bundle_sets.values())

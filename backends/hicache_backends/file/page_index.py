@@ -1,0 +1,429 @@
+"""The page index of a namespace: key -> location, from the indexes of its bundles."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, repeat
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.bundle import TAIL_BYTES, Bundle, BundleFormat, BundleIndex, NotABundleError
+from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
+from hicache_backends.file.events import segment_of
+from hicache_backends.file.paths import BundleName
+from hicache_backends.posix.faults import detached
+from hicache_storage.objects import ObjectRead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.change_feed import FeedSnapshot
+    from hicache_backends.file.temp_files import ServerClock
+    from hicache_backends.posix.descriptors import Descriptors
+    from hicache_backends.posix.thread_pool import IoThreadPool
+    from hicache_storage.objects import Namespace
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Seconds before an index is read again after an I/O error or for lack of a descriptor."""
+
+MAX_EARLY_RETRIES = 8
+"""Limit on retries before that, made as soon as other bundles can be read or written."""
+
+MAX_RECHECKS = 6
+"""Limit on reading an invalid bundle again, with exponential backoff: the disk may have erred."""
+
+BUNDLES_PER_TASK = 16
+
+BUNDLES_PER_STEP = 128
+"""Indexes that are read between two checks of the deadline."""
+
+MANY_UNREAD = 64
+"""Above so many unread bundles, the event logs are searched first: one more directory listing."""
+
+WAIT_SECONDS = 0.005
+"""Seconds between checks of the deadline while another thread reads indexes."""
+
+_Read = tuple["Bundle", "BundleIndex | Exception | None"]
+"""A bundle and its index, or why there is none; None where the file is gone."""
+
+Location = tuple["Bundle", int]
+"""A bundle and the number of a page in it."""
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """Contiguous pages of one bundle, to be read."""
+
+    bundle: Bundle
+    page: int
+    """Number of the first one."""
+    reads: list[ObjectRead]
+
+
+class PageIndex:
+    """The pages of one namespace. Safe for many threads.
+
+    Lookups take no lock, changes that of the bundle set. A page that several bundles hold is taken
+    from the newest of them, so that a repaired copy hides the damaged one; when that bundle is
+    removed, the next newest takes its place.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        bundle_set: BundleSet,
+        descriptors: Descriptors,
+        thread_pool: IoThreadPool,
+        clock: ServerClock,
+        *,
+        parallel: bool,
+    ) -> None:
+        self._clock = clock
+        self.namespace = namespace
+        self.bundle_set = bundle_set
+        self.format = BundleFormat(namespace.page_bytes, namespace.fingerprint)
+        self.pages: dict[str, Location] = {}
+        self.ignored = 0
+        """Number of files with the name of a bundle and other content."""
+        self._copies: dict[str, list[Location]] = {}
+        self._descriptors = descriptors
+        self._thread_pool = thread_pool
+        self._parallel = parallel
+        self._unread: dict[Bundle, None] = {}
+        """Bundles whose index is still to be read; until then their pages are misses."""
+        self._reading = set[Bundle]()
+        """Unread bundles that some thread is reading."""
+        self._reading_changed = threading.Condition()
+        self._search_logs = False
+        """Many are unread, and perhaps in the event logs."""
+        self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
+        """By segment of an event log, the unread bundles that it may hold."""
+        self._unreadable: dict[Bundle, None] = {}
+        """Bundles whose index could not be read."""
+        self._to_recheck: dict[Bundle, None] = {}
+        self._recheck_at = 0.0
+        self._rechecks = 0
+        self._retry_at = 0.0
+        self._early_retries = 0
+        self._touched: dict[Bundle, None] = {}
+        bundle_set.listen(self)
+        bundle_set.index = self.read_indexes
+
+    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
+        """Apply the events that other storages have announced.
+
+        Args:
+            expired: returns whether the caller's deadline has passed. Indexes that have not been
+                read by then are read by the next call; `complete` is `False` until then.
+
+        Raises:
+            OSError: the bundles could not be listed.
+        """
+        self.bundle_set.catch_up(snapshot, expired)
+        if self._unreadable and time.monotonic() >= self._retry_at:
+            with self.bundle_set.lock:
+                again = self._unreadable
+                self._unreadable = {}
+                self._unread.update(again)
+        if self._to_recheck and time.monotonic() >= self._recheck_at:
+            with self.bundle_set.lock:
+                self._requeue_invalid()
+        for _ in range(MAX_RELISTS):
+            if self.read_indexes(expired):
+                return
+            # A file was gone: another may have taken its place.
+            self.bundle_set.catch_up(snapshot, expired)
+
+    def is_current(self, snapshot: FeedSnapshot) -> bool:
+        """Return whether `catch_up` would do nothing."""
+        now = time.monotonic()
+        retries = (self._unreadable and now >= self._retry_at) or (self._to_recheck and now >= self._recheck_at)
+        # The bundle set first: a bundle that another thread adds is among the unread before the set
+        # is current.
+        return self.bundle_set.is_current(snapshot) and self.complete and not retries
+
+    @property
+    def complete(self) -> bool:
+        """Whether every readable index has been read."""
+        return not self._unread
+
+    def _requeue_invalid(self) -> None:
+        """Queue the invalid bundles to be read again, if it is time."""
+        if self._to_recheck and time.monotonic() >= self._recheck_at:
+            again = self._to_recheck
+            self._to_recheck = {}
+            self._rechecks += 1
+            self._unread.update(again)
+
+    def note_success(self) -> None:
+        """Retry unreadable bundles at once: the file system has just served this namespace."""
+        if self._unreadable and self._early_retries < MAX_EARLY_RETRIES:
+            self._early_retries += 1
+            self._retry_at = 0.0
+        elif not self._unreadable:
+            self._early_retries = 0
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """For each key, `True` if a bundle holds the page."""
+        return list(map(self.pages.__contains__, keys))
+
+    def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
+        """Find the pages that exist, as extents in the order of the reads."""
+        find, extents = self.pages.get, list[Extent]()
+        bundle, expected, extent = None, 0, list[ObjectRead]()
+        for read in reads:
+            location = find(read.key)
+            if location is None:
+                continue
+            if location[0] is not bundle or location[1] != expected:
+                bundle, expected, extent = location[0], location[1], list[ObjectRead]()
+                extents.append(Extent(bundle, expected, extent))
+            extent.append(read)
+            expected += 1
+        return extents
+
+    def copies(self, key: str) -> list[Location]:
+        """Every location of a page, the newest first."""
+        with self.bundle_set.lock:
+            location = self.pages.get(key)
+            return [] if location is None else [location, *self._copies.get(key, ())]
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Record a use of pages, the last first.
+
+        The head of a chain counts as the most recently used (rule EV-3).
+        """
+        now, last, find = self._clock.now_ns(), None, self.pages.get
+        for key in reversed(keys):
+            location = find(key)
+            if location is not None and location[0] is not last:
+                last = location[0]
+                now += 1
+                last.touched = now
+                self._touched[last] = None
+
+    def touch_bundles(self, bundles: Sequence[Bundle]) -> None:
+        """Record that the bundles of one batch were written, the last first."""
+        now = self._clock.now_ns()
+        for rank, bundle in enumerate(reversed(bundles)):
+            bundle.touched = now + rank
+            self._touched[bundle] = None
+
+    def take_touched(self) -> list[Bundle]:
+        """Return the bundles that were used since the last call."""
+        touched = self._touched
+        self._touched = {}
+        return [bundle for bundle in list(touched) if not bundle.gone]
+
+    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+        unread = [bundle for bundle in bundles if not bundle.keys]
+        self._unread.update(dict.fromkeys(unread))
+        self._search_logs |= len(unread) > MANY_UNREAD
+        for bundle in bundles:
+            if bundle.keys:
+                self._insert(bundle)
+
+    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
+        for bundle in bundles:
+            self._descriptors.forget(bundle.path)
+            self._touched.pop(bundle, None)
+            self._unread.pop(bundle, None)
+            self._unreadable.pop(bundle, None)
+            self._to_recheck.pop(bundle, None)
+            for key in bundle.keys:
+                self._forget(key, bundle)
+
+    def read_indexes(self, expired: Callable[[], bool]) -> bool:
+        """Read the indexes of new bundles, from the event logs or from the bundles.
+
+        Returns:
+            `False` if files are gone; their bundles have been removed.
+        """
+        whole = True
+        while self._unread and not expired():
+            if self._read_logged():
+                continue
+            bundles = self._take_unread()
+            if not bundles:
+                # Other threads read the rest. Polling, so that a thread that hangs in the file
+                # system holds no call past its deadline.
+                with self._reading_changed:
+                    self._reading_changed.wait(WAIT_SECONDS)
+                continue
+            try:
+                whole &= self._read_batch(bundles)
+            finally:
+                with self._reading_changed:
+                    self._reading.difference_update(bundles)
+                    self._reading_changed.notify_all()
+        return whole
+
+    def _read_logged(self) -> bool:
+        """Read one segment of an event log for unread bundles; `False` if there is none left."""
+        if self._search_logs:
+            self._search_logs = False
+            self._locate_in_logs()
+        try:
+            segment, bundles = self._logged.popitem()
+        except KeyError:
+            return False
+        indexes = self.bundle_set.logs.indexes(self.bundle_set.namespace, bundles, segment)
+        with self.bundle_set.lock:
+            for name, index in indexes.items():
+                bundle = bundles[name]
+                if bundle in self._unread:
+                    self._note_index(bundle, index)
+                    self._unread.pop(bundle, None)
+        return True
+
+    def _locate_in_logs(self) -> None:
+        segments = self.bundle_set.logs.segments(self.bundle_set.namespace)
+        if not segments:
+            return
+        logged = dict[tuple[str, int], dict[BundleName, Bundle]]()
+        for bundle in list(self._unread):
+            if (segment := segment_of(bundle.id)) in segments:
+                logged.setdefault(segment, {})[bundle.name.plain] = bundle
+        self._logged = logged
+
+    def _take_unread(self) -> list[Bundle]:
+        """Take some unread bundles that no other thread reads.
+
+        They stay unread until their indexes have been read.
+        """
+        with self._reading_changed:
+            unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
+            bundles = [bundle for bundle in unread if bundle not in self._reading]
+            self._reading.update(bundles)
+            return bundles
+
+    def _read_batch(self, bundles: Sequence[Bundle]) -> bool:
+        parts = [bundles[at : at + BUNDLES_PER_TASK] for at in range(0, len(bundles), BUNDLES_PER_TASK)]
+        read = list[_Read]()
+        if self._parallel:
+            self._thread_pool.run([partial(self._read_indexes, part, read) for part in parts])
+        else:
+            for part in parts:
+                self._read_indexes(part, read)
+        gone = list[Bundle]()
+        with self.bundle_set.lock:
+            for bundle, index in read:
+                if bundle.gone:
+                    pass  # Removed meanwhile, by an event.
+                elif index is None:
+                    gone.append(bundle)
+                elif isinstance(index, BundleIndex):
+                    self._note_index(bundle, index)
+                elif isinstance(index, NotABundleError):
+                    self._note_invalid(bundle, index)
+                else:
+                    self._unreadable[bundle] = None
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    logger.debug("cannot read %s now: %s", bundle.path, index)
+                # Last: after an interrupt it is read again.
+                self._unread.pop(bundle, None)
+            if gone:
+                self.bundle_set.remove(gone)
+                self.bundle_set.invalidate()
+        return not gone
+
+    def _note_index(self, bundle: Bundle, index: BundleIndex) -> None:
+        bundle.envelopes = index.envelopes
+        bundle.keys = index.keys
+        if bundle.invalid:
+            bundle.invalid = False
+            self.bundle_set.note_size(bundle, bundle.name.size)
+            self.ignored -= 1
+        self._insert(bundle)
+
+    def _insert(self, bundle: Bundle) -> None:
+        if len(bundle.keys) == 1 and bundle.keys[0] not in self.pages:
+            self.pages[bundle.keys[0]] = bundle, 0
+            return
+        locations = zip(repeat(bundle), range(len(bundle.keys)), strict=False)
+        known = self.pages.keys() & bundle.keys
+        if not known:
+            self.pages.update(zip(bundle.keys, locations, strict=True))
+            return
+        for key, location in zip(bundle.keys, locations, strict=True):
+            current = self.pages.get(key)
+            if current is None:
+                self.pages[key] = location
+            elif current[0] is not bundle:
+                # Sorted, not in the order of reading: all storages choose the same copy.
+                copies = [other for other in self._copies.get(key, ()) if other[0] is not bundle]
+                copies = sorted([location, current, *copies], key=_created_us, reverse=True)
+                self._copies[key] = copies[1:]
+                self.pages[key] = copies[0]
+
+    def _forget(self, key: str, bundle: Bundle) -> None:
+        others = [location for location in self._copies.pop(key, ()) if location[0] is not bundle]
+        current = self.pages.get(key)
+        if current is not None and current[0] is bundle:
+            if others:
+                self.pages[key] = others.pop(0)
+            else:
+                del self.pages[key]
+        if others:
+            self._copies[key] = others
+
+    def _read_indexes(self, bundles: Iterable[Bundle], read: list[_Read]) -> None:
+        for bundle in bundles:
+            try:
+                read.append((bundle, self._read_index(bundle)))
+            except OSError as error:
+                read.append((bundle, detached(error)))
+            except (ValueError, OverflowError) as error:
+                # A nonsensical name or footer must not hide other bundles.
+                damaged = NotABundleError(str(error))
+                with contextlib.suppress(OSError):
+                    damaged.file_bytes = os.stat(bundle.path).st_size
+                read.append((bundle, damaged))
+
+    def _read_index(self, bundle: Bundle) -> BundleIndex | None:
+        """Read the index of a bundle; None if its file is gone."""
+        size = bundle.name.size
+        try:
+            descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            # A longer or shorter file has no footer there that would fit the length in its name.
+            end = os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+            length = self.format.tail_bytes(end, size, bundle.name.checksum)
+            if length > len(end):
+                end = os.pread(descriptor, length, size - length)
+                # Both reads must have been served from this file, and the second one whole.
+                if length > len(end) or self.format.tail_bytes(end, size, bundle.name.checksum) != length:
+                    raise NotABundleError("shorter than its name says")
+            return self.format.parse(end[-length:])
+        finally:
+            os.close(descriptor)
+
+    def _note_invalid(self, bundle: Bundle, error: NotABundleError) -> None:
+        fresh = not bundle.invalid
+        if fresh:
+            self._rechecks = 0
+        if self._rechecks < MAX_RECHECKS:
+            self._to_recheck[bundle] = None
+            self._recheck_at = time.monotonic() + RETRY_SECONDS * (1 << self._rechecks)
+        if not fresh:
+            return
+        bundle.invalid = True
+        if error.file_bytes is not None:
+            self.bundle_set.note_size(bundle, error.file_bytes)
+        level = logging.DEBUG if self.ignored else logging.WARNING
+        self.ignored += 1
+        logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)
+
+
+def _created_us(location: Location) -> int:
+    return location[0].name.created_us

@@ -1,0 +1,326 @@
+"""Publication, removal and replacement of bundles, each by one rename or unlink."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hicache_backends.file.events import Added, Removed, Unlisted
+from hicache_backends.file.paths import BundleName, Claim, bundles_among, sync_directory
+from hicache_backends.posix.faults import detached
+from hicache_backends.posix.process_id import current_process, has_exited
+from hicache_backends.posix.statx import list_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.file.bundle import Bundle, BundleIndex
+    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.change_feed import ChangeFeed
+    from hicache_backends.file.page_index import PageIndex
+    from hicache_backends.file.paths import StorePaths, TemporaryName
+    from hicache_backends.file.temp_files import ServerClock, TempFiles
+    from hicache_backends.file.writer import PendingBundle
+    from hicache_storage.objects import Call, Namespace
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = frozenset({errno.EPERM, errno.EACCES, errno.EROFS, errno.EBUSY})
+"""Errors after which the file is certainly still there.
+
+After any other one, such as EIO of a soft mount, the unlink may have taken effect.
+"""
+
+
+class Publisher:
+    """Publishes, removes and replaces bundles, and queues the events. Thread-safe.
+
+    Locks are taken in the order bundle set, feed; none of them is held when an announcement begins.
+
+    When several processes remove or replace one bundle at once, the file system picks the winner:
+    the process whose unlink succeeds, or whose rename adds a `Claim` to the bundle's name. The
+    claim names the replacement. Until the replacement is in place the claimed bundle holds its
+    pages; from then on it is void. So the work of a loser is never visible, and a process that is
+    killed at any step loses no page.
+
+    Args:
+        abandoned_seconds: a claim of a process on another machine is ignored after so long. Until
+            then the bundle is read as before, and neither removed nor evicted; others are evicted
+            instead.
+    """
+
+    def __init__(
+        self,
+        paths: StorePaths,
+        feed: ChangeFeed,
+        temp_files: TempFiles,
+        clock: ServerClock,
+        *,
+        asks_server: bool,
+        syncs: bool,
+        abandoned_seconds: float,
+    ) -> None:
+        self._clock = clock
+        self._paths = paths
+        self._feed = feed
+        self._temp_files = temp_files
+        self._syncs = syncs
+        self._asks_server = asks_server
+        self._abandoned_seconds = abandoned_seconds
+        self._process = current_process()
+        self._described: set[str] = set()
+
+    def publish(self, pending_bundles: Sequence[PendingBundle], call: Call) -> list[tuple[PendingBundle, Bundle]]:
+        """Rename written bundles into place and announce them.
+
+        A bundle whose caller has already been answered is discarded. A fault is noted in the
+        pending bundle.
+
+        Raises:
+            OSError: the announcement failed. The bundles stay in place, since another storage may
+                have found them by listing and reported their pages; the next announcement covers
+                them.
+        """
+        # All renames come before the announcement: it takes two requests, however many bundles
+        # there are.
+        published = [(pending, bundle) for pending in pending_bundles if (bundle := self._publish(pending, call)) is not None]
+        if self._syncs:
+            for namespace in {pending.page_index.namespace.name for pending, _ in published}:
+                sync_directory(self._paths.bundles(namespace))
+        self._feed.announce()
+        return published
+
+    def remove(self, bundle_set: BundleSet, bundle: Bundle) -> bool:
+        """Remove a bundle, and queue the event.
+
+        Returns:
+            `False` if the file is gone: another process has removed it, or is replacing it by a
+            bundle with some of its pages. The next listing finds out which.
+
+        Raises:
+            OSError: it is still there.
+        """
+        name = bundle.name
+        path = self._paths.bundle(bundle.namespace, name)
+        try:
+            if name.claim is None:
+                # Without a lock: an unlink that hangs blocks no other thread. A process that claims
+                # the bundle meanwhile renames it, and the unlink fails.
+                os.unlink(path)
+            else:
+                with bundle_set.lock, self._feed.lock:
+                    self._check_unclaimed(bundle)
+                    os.unlink(path)
+        except FileNotFoundError:
+            bundle_set.invalidate()
+            return False
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                # The file may be gone all the same, and then no storage may report its pages.
+                self._skip_sequence(bundle_set)
+            raise
+        with bundle_set.lock:
+            # The eviction queue and other threads may still hold this object.
+            bundle.gone = True
+            bundle_set.remove([bundle])
+            self._feed.queue(bundle.namespace, [Removed(name.id)])
+        return True
+
+    def is_unclaimed(self, bundle: Bundle) -> bool:
+        """Return whether no living process has claimed a bundle, as far as can be determined."""
+        try:
+            self._check_unclaimed(bundle)
+        except OSError:
+            return False
+        return True
+
+    def replace(
+        self, page_index: PageIndex, old: Bundle, name: TemporaryName, index: BundleIndex, *, size: int, checksum: int
+    ) -> Bundle:
+        """Put a written file in the place of a bundle, and queue the events.
+
+        Args:
+            size: the file's length in bytes.
+            checksum: its `tail_checksum`.
+
+        Raises:
+            FileNotFoundError: another process has removed or claimed the bundle; its change stands.
+            OSError: the replacement failed, and all pages are where they were; or it is done, and
+                may not survive a loss of power.
+        """
+        bundle_set, namespace = page_index.bundle_set, old.namespace
+        fault: OSError | None = None
+        with bundle_set.lock, self._feed.lock:
+            sequence = self._feed.next_sequence(namespace)
+            new = bundle_set.bundle(BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index)
+            # Claim, replace, unlink. A process killed after the claim leaves the old bundle valid;
+            # one killed after the second rename leaves a void bundle that any listing removes.
+            claimed = self._claim(bundle_set, old, new)
+            try:
+                os.rename(self._paths.temporary(name), new.path)
+            except OSError:
+                self._undo_claim(bundle_set, claimed, old, new)
+                raise
+            # From here on every listing takes the claimed bundle for void, and may remove it: the
+            # replacement can no longer be undone.
+            try:
+                if self._syncs:
+                    sync_directory(self._paths.bundles(namespace))
+                os.unlink(claimed)
+            except FileNotFoundError:
+                pass  # A listing has found both, and removed the void one.
+            except OSError as error:
+                fault = detached(error)
+            self._feed.queue(namespace, [Added(new.name, index), Removed(old.name.id)])
+            new.touched = old.touched
+            new.modified = old.modified
+            bundle_set.add([new])
+            bundle_set.remove([old])
+        if fault is not None:
+            raise fault
+        return new
+
+    def _claim(self, bundle_set: BundleSet, old: Bundle, new: Bundle) -> str:
+        """Claim a bundle by renaming it; return its new path.
+
+        Raises:
+            FileNotFoundError: another process has claimed it first.
+            OSError: the claim failed.
+        """
+        name = msgspec.structs.replace(old.name, claim=Claim(self._process, new.name.id))
+        path = self._paths.bundle(old.namespace, name)
+        try:
+            self._check_unclaimed(old)
+        except FileNotFoundError:
+            bundle_set.invalidate()
+            raise
+        try:
+            os.rename(old.path, path)
+        except OSError:
+            # The rename may have taken effect all the same. The number in the claim is used up: a
+            # later bundle of that number would make the claimed one void.
+            self._undo_claim(bundle_set, path, old, new)
+            raise
+        return path
+
+    def _undo_claim(self, bundle_set: BundleSet, claimed: str, old: Bundle, new: Bundle) -> None:
+        """Give up a replacement whose last rename failed, whether that rename took effect or not.
+
+        The new bundle is removed only after the old one has its own name again. If that fails, a
+        listing may already have removed the claimed bundle as void, and the new one holds the only
+        copy of its pages.
+        """
+        with contextlib.suppress(OSError):
+            os.rename(claimed, old.path)
+            os.unlink(new.path)
+        self._skip_sequence(bundle_set)
+
+    def _skip_sequence(self, bundle_set: BundleSet) -> None:
+        """Use up the next number, since it is unknown whether a bundle of that number is in place.
+
+        The event makes every storage list the namespace.
+        """
+        self._feed.queue(bundle_set.namespace, [Unlisted()])
+        bundle_set.invalidate()
+
+    def _check_unclaimed(self, bundle: Bundle) -> None:
+        """Check that no living process is about to replace a bundle.
+
+        Raises:
+            FileNotFoundError: a process is replacing it, or has replaced it.
+            OSError: that could not be determined.
+        """
+        claim = bundle.name.claim
+        if claim is None:
+            return
+        if self._is_abandoned(bundle, claim):
+            # The claimant is gone, so its state is final: it either put the replacement in place or
+            # not.
+            directory = self._paths.bundles(bundle.namespace)
+            if all(
+                name.id != claim.replacement for name in bundles_among(list_directory(directory, asks_server=self._asks_server))
+            ):
+                return
+        raise FileNotFoundError(f"{bundle.path} is being replaced")
+
+    def _is_abandoned(self, bundle: Bundle, claim: Claim) -> bool:
+        if claim.replacement.writer == self._feed.writer:
+            # This storage's own claim, whose replacement failed: it claims and replaces under a
+            # lock that is held now.
+            return True
+        dead = has_exited(claim.process)
+        if dead is not None:
+            return dead
+        return self._clock.age_seconds(os.stat(bundle.path).st_ctime_ns) > self._abandoned_seconds
+
+    def _publish(self, pending: PendingBundle, call: Call) -> Bundle | None:
+        bundle_set, index = pending.page_index.bundle_set, pending.index
+        if index is None:
+            return None
+        with bundle_set.lock, self._feed.lock:
+            if call.expired():
+                self._temp_files.discard(pending.name)
+                return None
+            # The number must be in the feed before another thread takes the next one, so the rename
+            # is done under the lock.
+            sequence = self._feed.next_sequence(bundle_set.namespace)
+            name = BundleName(self._feed.writer, sequence, pending.size, pending.created_us, pending.checksum)
+            bundle = bundle_set.bundle(name, index)
+            try:
+                self._move(pending, bundle.path)
+            except OSError as error:
+                pending.fault = detached(error)
+                self._resolve_failed_publish(bundle_set, pending, name)
+                return None
+            # Not visible in this process yet: other storages do not look for it before the
+            # announcement, and would deny a page that this one has reported.
+            bundle_set.prepare_add(bundle)
+            self._feed.queue(bundle_set.namespace, [Added(name, index)], partial(bundle_set.commit_add, bundle))
+        return bundle
+
+    def _resolve_failed_publish(self, bundle_set: BundleSet, pending: PendingBundle, name: BundleName) -> None:
+        """Use up the number of a bundle whose rename failed.
+
+        A rename can take effect and report an error: ENOENT is what a retransmitted request gets
+        over NFS after a lost reply, EIO or ETIMEDOUT what a soft mount reports of a request whose
+        fate it does not know. Removing the temporary file decides: if it is still there, the bundle
+        is not in place and never will be. Otherwise the bundle may be in place. It is complete
+        then, and stays, because another storage may already have reported its pages.
+        """
+        try:
+            os.unlink(self._paths.temporary(pending.name))
+        except OSError:
+            self._skip_sequence(bundle_set)
+        else:
+            self._feed.queue(bundle_set.namespace, [Removed(name.id)])
+
+    def _move(self, pending: PendingBundle, path: str) -> None:
+        namespace = pending.page_index.namespace
+        # The directories are made once; after that the rename itself shows whether they are still
+        # there.
+        if namespace.name not in self._described:
+            self._create(namespace)
+        try:
+            os.rename(self._paths.temporary(pending.name), path)
+        except FileNotFoundError:
+            # Either the store was deleted, or the temporary file was collected as abandoned; the
+            # second rename fails only in the latter case.
+            self._create(namespace)
+            os.rename(self._paths.temporary(pending.name), path)
+
+    def _create(self, namespace: Namespace) -> None:
+        self._paths.create_namespace(namespace.name)
+        self._described.add(namespace.name)
+        if self._syncs:
+            sync_directory(self._paths.root)
+            sync_directory(os.path.dirname(self._paths.bundles(namespace.name)))
+        try:
+            self._paths.describe_namespace(namespace, self._temp_files.name(0))
+        except OSError as error:
+            logger.debug("cannot describe namespace %s: %s", namespace.name, error)

@@ -1,0 +1,181 @@
+"""Temporary files, which become bundles by a rename; and the clock of the file server.
+
+The name of a temporary file holds the identity of its process and the length that it may reach.
+So it reserves room before its first byte is written, and any process can remove the files of
+processes that were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING
+
+from hicache_backends.file.paths import TemporaryName, parse_temporary
+from hicache_backends.posix.process_id import current_process, has_exited
+from hicache_backends.posix.statx import list_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_backends.file.paths import StorePaths
+    from hicache_backends.posix.descriptors import Descriptors
+
+TOLERANCE_NS = 2_000_000_000
+"""Smaller differences are ignored: some file systems keep whole seconds. In nanoseconds."""
+
+
+class ServerClock:
+    """This node's clock, corrected by the times that the file system gives to new files.
+
+    All nodes of a store agree on it, whatever their own clocks say.
+
+    Args:
+        source: nanoseconds since 1970 by this node's clock.
+    """
+
+    def __init__(self, source: Callable[[], int] = time.time_ns) -> None:
+        self._source = source
+        self._offset_ns = 0
+
+    def now_ns(self) -> int:
+        """Nanoseconds since 1970 by the file server's clock, within some seconds."""
+        return self._source() + self._offset_ns
+
+    def age_seconds(self, moment_ns: int) -> float:
+        """Seconds since a moment of the file server's clock."""
+        return (self.now_ns() - moment_ns) / 1e9
+
+    def adjust(self, ask: Callable[[], int]) -> None:
+        """Correct this node's clock by the file server's.
+
+        Args:
+            ask: returns the server's time at some moment of this call, which may take long.
+
+        Raises:
+            OSError: of `ask`.
+        """
+        before = self._source()
+        moment = ask()
+        # The server's moment lies between the two readings of this clock. Only the difference that
+        # cannot be explained by the time of the request is corrected.
+        offset = min(moment - before, max(self._offset_ns, moment - self._source()))
+        self._offset_ns = offset if abs(offset) > TOLERANCE_NS else 0
+
+
+class TempFiles:
+    """The temporary files of one store. Safe for many threads.
+
+    Args:
+        abandoned_seconds: a temporary file of another machine, whose process cannot be checked from
+            here, is collected so long after its last write. The publication of a slower writer
+            fails, with no other effect.
+    """
+
+    def __init__(
+        self,
+        paths: StorePaths,
+        writer: str,
+        descriptors: Descriptors,
+        clock: ServerClock,
+        *,
+        asks_server: bool,
+        abandoned_seconds: float,
+    ) -> None:
+        self._clock = clock
+        self._paths = paths
+        self._writer = writer
+        self._asks_server = asks_server
+        self._descriptors = descriptors
+        self._abandoned_seconds = abandoned_seconds
+        self._process = current_process()
+        self._numbers = itertools.count()
+
+    def name(self, size: int) -> TemporaryName:
+        """A new name for a file of at most `size` bytes."""
+        return TemporaryName(self._process, self._writer, next(self._numbers), size)
+
+    def create(self, name: TemporaryName) -> int:
+        """Create a file; from now on its length counts as used. The caller closes the descriptor.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        # O_EXCL: a file of that name would be another writer's, since names are never used twice.
+        path, flags = self._paths.temporary(name), os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            return self._descriptors.open(path, flags)
+        except FileNotFoundError:
+            self._paths.create()
+            return self._descriptors.open(path, flags)
+
+    def ask_time(self) -> int:
+        """Read the file server's clock, in nanoseconds since 1970, from the times of a new file.
+
+        Raises:
+            OSError: no file can be created.
+        """
+        name = self.name(0)
+        descriptor = self.create(name)
+        try:
+            return os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+            self.discard(name)
+
+    def discard(self, name: TemporaryName) -> None:
+        """Remove a file that will not be published.
+
+        One that cannot be removed now is collected later.
+        """
+        with contextlib.suppress(OSError):
+            os.unlink(self._paths.temporary(name))
+
+    def collect(self) -> tuple[int, int]:
+        """Remove the files of processes that were killed.
+
+        Returns:
+            Bytes that the remaining files take or may come to take, and the number of files
+            removed.
+
+        Raises:
+            OSError: the files could not be listed.
+        """
+        reserved = collected = 0
+        for text in list_directory(self._paths.temporaries, asks_server=self._asks_server):
+            name = parse_temporary(text)
+            if name is None:
+                continue
+            if self._is_leftover(name) and self._remove(name):
+                collected += 1
+            else:
+                # The length in the name, not that of the file: its writer has been promised the
+                # rest.
+                reserved += name.size
+        return reserved, collected
+
+    def _is_leftover(self, name: TemporaryName) -> bool:
+        # This process may have several storages open; the files of each count as in use.
+        if name.process == self._process:
+            return False
+        dead = has_exited(name.process)
+        if dead is not None:
+            return dead
+        try:
+            # The process cannot be checked from this machine, so the age decides. The server gives
+            # the mtime, and its clock is asked for the age.
+            written = os.stat(self._paths.temporary(name)).st_mtime_ns
+            return self._clock.age_seconds(written) > self._abandoned_seconds
+        except OSError:
+            return False
+
+    def _remove(self, name: TemporaryName) -> bool:
+        try:
+            os.unlink(self._paths.temporary(name))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
