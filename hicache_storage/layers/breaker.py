@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.spec import FaultScope, StorageClosedError
 from hicache_storage.spec.forks import begin_in_children
 
@@ -109,7 +109,7 @@ class CircuitBreaker:
                 self._open_until = self._clock() + self._cooldown
 
 
-class CircuitBreakerLayer(AnsweringLayer):
+class CircuitBreakerLayer(MissAnsweringLayer):
     """Answers misses without asking, while the breaker is open. Misuse is told all the same."""
 
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:

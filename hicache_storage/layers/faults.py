@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, note_fault
 from hicache_storage.spec.arguments import check_list, check_seconds
 from hicache_storage.spec.forks import begin_in_children
@@ -68,7 +68,7 @@ class FaultOptions:
             check_seconds(name, getattr(self, name), or_zero=True)
 
 
-class FaultLayer(AnsweringLayer):
+class FaultLayer(MissAnsweringLayer):
     """Lets calls be late, hang, fail, or move some of their pages only. Thread-safe."""
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
 from hicache_storage.objects.namespace import Namespace, key_digest
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
-    from hicache_storage.spec import Caller
+    from hicache_storage.spec import CancellationToken
 
 
-_PATIENT: AbstractContextManager[bool] = nullcontext(True)
-"""A caller who waits for as long as it takes."""
+_ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
+"""The shield of a call without a cancellation token."""
 
 
 class Call:
-    """What all objects of one call share: its deadline and what the engine said about it."""
+    """Context of one call: deadline, cancellation, prefix keys and request id."""
 
-    __slots__ = ("_caller", "_deadline", "prefix_keys", "request_id")
+    __slots__ = ("_cancellation", "_deadline", "prefix_keys", "request_id")
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Call:
         *,
         prefix_keys: Sequence[str] = (),
         request_id: str | None = None,
-        caller: Caller | None = None,
+        cancellation: CancellationToken | None = None,
     ) -> None:
         # As good as none: nothing of Python can wait as long.
         self._deadline = None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
-        self._caller = caller
+        self._cancellation = cancellation
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
         self.request_id = call_request_id(request_id)
@@ -48,21 +48,21 @@ class Call:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    @property
-    def caller(self) -> AbstractContextManager[bool]:
-        """To be entered while a destination is written: `with call.caller as waits:`, and only `if waits`.
+    def shield(self) -> AbstractContextManager[bool]:
+        """Make a cancellation wait for a block that writes to a destination.
 
-        The caller does not leave before the block ends, so nothing that may hang belongs into it (rule GET-9).
+        `with call.shield() as active:` writes only `if active`; otherwise the call is cancelled, and the memory is the
+        caller's again. Nothing that may hang belongs into the block (rule GET-9).
         """
-        return _PATIENT if self._caller is None else self._caller
+        return _ALWAYS_ACTIVE if self._cancellation is None else self._cancellation.shield()
 
     def expired(self) -> bool:
-        """Whether the deadline has passed, or the caller has left.
+        """Return True once the deadline has passed or the call is cancelled.
 
         A driver asks this after it has read the last byte of a page and before it publishes it, and publishes nothing
         once it is true: the caller may have been answered already and may have reused the memory (rule SET-8).
         """
-        if self._caller is not None and self._caller.gone:
+        if self._cancellation is not None and self._cancellation.cancelled:
             return True
         return self._deadline is not None and time.monotonic() >= self._deadline
 
@@ -121,15 +121,15 @@ class ObjectRead:
         """Copy a whole stored object, components and envelope, into place.
 
         Returns:
-            `False` where there is none, it is torn, or nobody waits for it any more.
+            `False` if there is no object, it is torn, or the call is cancelled.
         """
         if payload is None:
             return False
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
             return False
-        with _PATIENT if self._call is None else self._call.caller as waits:
-            return waits and self._copy(memoryview(payload))
+        with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
+            return active and self._copy(memoryview(payload))
 
     def _copy(self, payload: memoryview) -> bool:
         start = 0

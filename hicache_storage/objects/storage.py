@@ -453,9 +453,9 @@ class ObjectStorage(HiCacheStorage):
         filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
         results = dict[PoolName, list[bool]]()
         for (request, batch), full in zip(reached, filled, strict=True):
-            with call.caller as waits:
-                # What a caller who has left may have overwritten says nothing about the object.
-                delivered = [waits and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
+            with call.shield() as active:
+                # After a cancellation the buffers may hold other bytes: a failed check would count whole objects as damaged.
+                delivered = [active and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
                 if request.pool.access.stages and any(delivered):
                     brought = self._guarded(f"delivery to {request.pool.name}", partial(_deliver, request, batch, delivered))
                     delivered = delivered if brought else [False] * len(delivered)
@@ -688,5 +688,5 @@ def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
         extra_info.deadline_seconds,
         prefix_keys=extra_info.prefix_keys or (),
         request_id=extra_info.request_id,
-        caller=extra_info.caller,
+        cancellation=extra_info.cancellation,
     )

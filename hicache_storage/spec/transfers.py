@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.spec.caller import Caller
+    from hicache_storage.spec.cancellation import CancellationToken
 
 MAX_KEY_BYTES = 512
 """Longest legal page key, in bytes of UTF-8 (rule ID-5)."""
@@ -143,8 +143,8 @@ class HiCacheStorageExtraInfo:
     """
     request_id: str | None = None
     """For logs and traces; at most 64 characters of it. None takes that of the context (`RequestScope`), or draws one."""
-    caller: Caller | None = None
-    """Whoever may stop waiting before the call ends, such as the deadline layer; None for one who never does."""
+    cancellation: CancellationToken | None = None
+    """Token that the deadline layer, or another caller, cancels before the call has ended; None where no caller does."""
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:

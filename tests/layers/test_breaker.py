@@ -10,6 +10,7 @@ from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerL
 from hicache_storage.spec import (
     Capabilities,
     HiCacheStorageExtraInfo,
+    HungReads,
     InvalidTransferError,
     PoolName,
     PoolTransfer,
@@ -17,7 +18,6 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageRefusedError,
     StorageUnavailableError,
-    StuckReads,
     UnknownPoolError,
 )
 
@@ -265,7 +265,7 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
 
 @pytest.mark.parametrize("call", ["exists", "get"])
 def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, stuck_reads=StuckReads.BUFFERED))
+    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER))
     storage.open()
     storage.batch_exists_cached = lambda *args: PoolTransferResult({})
     storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}

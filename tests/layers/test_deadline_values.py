@@ -15,9 +15,9 @@ from hicache_storage.spec import (
     ConfigError,
     DriverConfig,
     HiCacheStorageExtraInfo,
+    HungReads,
     InvalidTransferError,
     StorageClosedError,
-    StuckReads,
     UnknownPoolError,
     parse_config,
 )
@@ -31,14 +31,14 @@ def info(seconds):
     return HiCacheStorageExtraInfo(deadline_seconds=seconds)
 
 
-@pytest.fixture(params=["may_hang", "waits", "may not", "no layer"])
+@pytest.fixture(params=["may_hang", "wait", "may not", "no layer"])
 def surrounded(kit, request):
     """A dict in the default layers, by which way a call takes through them."""
     storage, pool = kit.dict_storage(
         capabilities=Capabilities(
             may_hang=request.param != "may not",
-            stuck_reads=StuckReads.WAITS if request.param == "waits" else StuckReads.BUFFERED,
-            lookup_seconds=0.01 if request.param == "waits" else None,
+            hung_reads=HungReads.WAIT if request.param == "wait" else HungReads.BOUNCE_BUFFER,
+            lookup_seconds=0.01 if request.param == "wait" else None,
         )
     )
     seconds = None if request.param == "no layer" else 60.0

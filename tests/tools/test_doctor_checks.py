@@ -65,7 +65,7 @@ def only(findings):
 
 def test_a_sound_driver():
     finding = only(drivers.check_capabilities("acme", SOUND, Whole))
-    assert (finding.status, finding.detail) == (Status.OK, "sharing=none, durability=none, deletes, stuck_reads=waits")
+    assert (finding.status, finding.detail) == (Status.OK, "sharing=none, durability=none, deletes, hung_reads=wait")
 
 
 @pytest.mark.parametrize(

@@ -272,8 +272,8 @@ class Reader:
     def _read_straight(self, piece: Piece, call: Call, read_all: ReadAll) -> bool | None:
         """Read into the host pool; the caller does not leave meanwhile."""
         targets = [buffer for read in piece.reads for buffer in read.buffers]
-        with call.caller as waits:
-            stop_unless(waits)
+        with call.shield() as active:
+            stop_unless(active)
             whole = read_all(piece.handle.descriptor, targets, piece.page * piece.page_bytes)
             if whole:
                 for page, read in enumerate(piece.reads, start=piece.page):
@@ -292,8 +292,8 @@ class Reader:
                 read.envelope = piece.bundle.envelope(piece.page + number)
                 if read.verify(self._checksum(page)):
                     sound.append((read, page))
-            with call.caller as waits:
-                stop_unless(waits)
+            with call.shield() as active:
+                stop_unless(active)
                 for read, page in sound:
                     scatter(page, read.buffers)
         return True
@@ -314,8 +314,8 @@ class Reader:
         descriptor = piece.handle.descriptor
         if self._buffers is None or piece.cached:
             read_all: ReadAll = read_into if self._buffers is None else read_cached_into
-            with call.caller as waits:
-                stop_unless(waits)
+            with call.shield() as active:
+                stop_unless(active)
                 whole = read_all(descriptor, [target], offset)
                 if whole:
                     checksum.update(target)
@@ -326,8 +326,8 @@ class Reader:
             if not read_into(descriptor, [part], offset):
                 return False
             checksum.update(part)
-            with call.caller as waits:
-                stop_unless(waits)
+            with call.shield() as active:
+                stop_unless(active)
                 target[:] = part
         return True
 

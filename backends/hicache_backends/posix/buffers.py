@@ -1,4 +1,4 @@
-"""Memory of the driver's own that reads go through where they may hang (`stuck_reads=buffered`)."""
+"""Memory of the driver's own that reads go through where they may hang (`hung_reads=bounce_buffer`)."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """There is no such file, or not any more."""
 
 
-def stop_unless(waits: bool) -> None:
-    """End a read within `Call.caller`, which says whether anybody waits.
+def stop_unless(active: bool) -> None:
+    """End a read within `Call.shield()` whose call is cancelled.
 
     Raises:
-        OSError: nobody does; the buffers are the caller's again.
+        OSError: the call is cancelled; the buffers are the caller's again.
     """
-    if not waits:
+    if not active:
         raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from hicache_storage.objects import Call
-from hicache_storage.spec import Caller, StorageUnavailableError
+from hicache_storage.spec import CancellationToken, StorageUnavailableError
 from tests.backends.file.harness import chain
 
 KEYS = chain("clear", 6)
 
 
-def test_it_stops_once_its_caller_has_left(rig, monkeypatch):
+def test_it_stops_once_the_call_is_cancelled(rig, monkeypatch):
     one, other = rig(), rig()
     for key in KEYS:
         assert all(one.put([key]))
-    caller, changes = Caller(), one.store.changes
-    call, remove = Call(caller=caller), changes.remove
+    token, changes = CancellationToken(), one.store.changes
+    call, remove = Call(cancellation=token), changes.remove
 
     def slow(shelf, bundle):
         removed = remove(shelf, bundle)
         # The deadline passes here, and the caller stores pages anew.
-        caller.leave()
+        token.cancel()
         return removed
 
     monkeypatch.setattr(changes, "remove", slow)

@@ -62,11 +62,11 @@ def alone():
     return crew
 
 
-@pytest.fixture(params=["waits", "waits, tcp", "buffered"])
+@pytest.fixture(params=["wait", "wait, tcp", "bounce_buffer"])
 def ways(request, alone):
-    if request.param == "buffered":
+    if request.param == "bounce_buffer":
         return BufferedReader(1 << 16, alone)
-    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "waits, tcp" else None)
+    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "wait, tcp" else None)
 
 
 def test_answers(ways):

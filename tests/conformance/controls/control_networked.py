@@ -16,10 +16,10 @@ from hicache_storage.spec import (
     Capabilities,
     DriverConfig,
     Durability,
+    HungReads,
     Sharing,
     StorageTimeoutError,
     StorageUnavailableError,
-    StuckReads,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ACROSS = Capabilities(
     deletes=True,
     clears=True,
     networked=True,
-    stuck_reads=StuckReads.BUFFERED,
+    hung_reads=HungReads.BOUNCE_BUFFER,
 )
 CONNECT_SECONDS = 2.0
 

@@ -16,7 +16,7 @@ from hicache_backends.posix.mounts import Mount
 from hicache_backends.posix.workers import Workers
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
-from hicache_storage.spec import Caller, StuckReads
+from hicache_storage.spec import CancellationToken, HungReads
 from tests.backends.file.harness import chain
 
 SECONDS = 0.1
@@ -60,7 +60,7 @@ def hung(monkeypatch):
 
 def guarded(rig, **options):
     """A rig behind a deadline, one that a busy machine keeps."""
-    made = rig(stuck_reads="buffered", **options)
+    made = rig(hung_reads="bounce_buffer", **options)
     made.bare, made.storage = made.storage, DeadlineLayer(made.storage, PATIENCE_SECONDS)
     made.storage.register_mem_host_pool_v2(made.pool, "kv")
     made.storage.open()
@@ -75,12 +75,12 @@ def hurry(rig, seconds=SECONDS):
 @pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
 @pytest.mark.parametrize("verifies", [True, False], ids=["verified", "unverified"])
 def test_pages_come_through_buffers_whole(rig, components, verifies):
-    a, keys = rig(components=components, pages=8, stuck_reads="buffered", verify_checksums=verifies), chain("a", 8)
+    a, keys = rig(components=components, pages=8, hung_reads="bounce_buffer", verify_checksums=verifies), chain("a", 8)
     a.put(keys)
     assert a.store.buffers is not None
     assert a.holds(keys)
     assert a.versions([keys[5], "missing", keys[0], keys[7]]) == [0, None, 0, 0]
-    assert a.store.stuck_reads() == 0
+    assert a.store.hung_reads() == 0
 
 
 @pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
@@ -94,12 +94,12 @@ def test_a_hung_get_returns_and_nothing_arrives_later(rig, hung, components):
     while not hung.reads:
         assert a.get(keys) == [None] * 8
     assert not hung.back
-    assert a.bare.store.stuck_reads() >= 1
+    assert a.bare.store.hung_reads() >= 1
     assert "hang" in a.bare.health().detail
     a.pool.memory[:] = b"\x77" * len(a.pool.memory)
     hung.end()
     hurry(a, PATIENCE_SECONDS)
-    eventually(lambda: a.bare.store.stuck_reads() == 0)
+    eventually(lambda: a.bare.store.hung_reads() == 0)
     assert set(a.pool.memory) == {0x77}
     assert a.stats().pages_damaged == 0
     assert a.holds(keys)
@@ -157,41 +157,41 @@ def test_closing_waits_for_no_hung_read(rig, hung):
 
 
 @pytest.mark.parametrize(
-    ("kind", "option", "stuck_reads", "may_hang"),
+    ("kind", "option", "hung_reads", "may_hang"),
     [
-        ("ext4", "auto", StuckReads.BUFFERED, True),
-        ("ext4", "waits", StuckReads.WAITS, True),
-        ("ext4", "buffered", StuckReads.BUFFERED, True),
-        ("nfs4", "auto", StuckReads.BUFFERED, True),
-        ("nfs4", "waits", StuckReads.WAITS, True),
-        ("tmpfs", "auto", StuckReads.WAITS, False),
-        ("tmpfs", "buffered", StuckReads.BUFFERED, True),
+        ("ext4", "auto", HungReads.BOUNCE_BUFFER, True),
+        ("ext4", "wait", HungReads.WAIT, True),
+        ("ext4", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
+        ("nfs4", "auto", HungReads.BOUNCE_BUFFER, True),
+        ("nfs4", "wait", HungReads.WAIT, True),
+        ("tmpfs", "auto", HungReads.WAIT, False),
+        ("tmpfs", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
     ],
 )
-def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, stuck_reads, may_hang):
+def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, hung_reads, may_hang):
     monkeypatch.setattr(store, "mount_of", lambda path: Mount(kind))
-    a = rig(stuck_reads=option)
+    a = rig(hung_reads=option)
     assert a.storage.capabilities.may_hang
     a.storage.open()
-    assert (a.storage.capabilities.stuck_reads, a.storage.capabilities.may_hang) == (stuck_reads, may_hang)
-    assert (a.store.buffers is None) == (stuck_reads is StuckReads.WAITS)
+    assert (a.storage.capabilities.hung_reads, a.storage.capabilities.may_hang) == (hung_reads, may_hang)
+    assert (a.store.buffers is None) == (hung_reads is HungReads.WAIT)
 
 
 def test_a_straight_read_keeps_its_caller(rig, hung):
     """The first get may open the store, behind a deadline, before it is known that nothing is below that could stall."""
-    a, keys = rig(stuck_reads="waits"), chain("a", 4)
+    a, keys = rig(hung_reads="wait"), chain("a", 4)
     a.put(keys)
     hung.begin()
-    caller, gone = Caller(), threading.Event()
-    call = Call(caller=caller)
+    token, cancelled = CancellationToken(), threading.Event()
+    call = Call(cancellation=token)
     reading = threading.Thread(target=lambda: a.store.reader.read(_runs(a, keys, call), call))
     reading.start()
     eventually(lambda: hung.reads)
-    leaving = threading.Thread(target=lambda: (caller.leave(), gone.set()))
-    leaving.start()
-    assert not gone.wait(0.05)
+    cancelling = threading.Thread(target=lambda: (token.cancel(), cancelled.set()))
+    cancelling.start()
+    assert not cancelled.wait(0.05)
     hung.end()
-    assert gone.wait(PATIENCE_SECONDS)
+    assert cancelled.wait(PATIENCE_SECONDS)
     reading.join(PATIENCE_SECONDS)
 
 
@@ -231,9 +231,9 @@ def test_who_waits_for_a_buffer_gets_the_next_one():
 
 def test_no_buffer_is_waited_for_that_only_hung_reads_have():
     buffers, late = Buffers(4096, limit=1), Call(0.0)
-    caller = Caller()
-    with buffers.lend(Call(caller=caller)):
-        caller.leave()
+    token = CancellationToken()
+    with buffers.lend(Call(cancellation=token)):
+        token.cancel()
         assert buffers.stuck() == 1
         with pytest.raises(OSError, match="reads hang") as error, buffers.lend(Call(60.0)):
             pass

@@ -1,4 +1,4 @@
-"""What a layer answers in place of a storage that it does not ask: all missed, after the usual checks."""
+"""Misses that a layer answers in place of the storage, after the usual checks of the arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage, PoolTransfer, StorageIdentity
 
 
-class Misses:
-    """Checks a call as a storage would, so that misuse is told also while the store is away (rule FT-2)."""
+class MissAnswers:
+    """Checks a call as a storage would, so that misuse raises also while the store is unreachable (rule FT-2)."""
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, RegisteredPool] = {}
@@ -28,10 +28,10 @@ class Misses:
         self._pools = {**self._pools, pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry))}
 
     def exists(self, keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:
-        """Nothing exists.
+        """Answer that nothing exists.
 
         Raises:
-            InvalidTransferError: as the storage would.
+            InvalidTransferError: the arguments are invalid, as for the storage.
         """
         check_keys(keys)
         check_transfers(transfers or (), "pool_transfers")
@@ -40,21 +40,21 @@ class Misses:
         return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
 
     def pages(self, transfers: Sequence[PoolTransfer], *, reads: bool) -> dict[PoolName, list[bool]]:
-        """No page was moved.
+        """Answer that no page was moved.
 
         Raises:
-            InvalidTransferError: as the storage would.
+            InvalidTransferError: the arguments are invalid, as for the storage.
         """
         requests = pool_requests(transfers, self._pools, distinct_slots=reads)
         return {name: [False] * len(request.keys) for name, request in requests.items()}
 
 
-class AnsweringLayer(StorageLayer):
-    """A layer that may answer in place of the storage that it wraps."""
+class MissAnsweringLayer(StorageLayer):
+    """A layer that can answer a miss without calling the storage that it wraps."""
 
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
-        self._misses = Misses()
+        self._misses = MissAnswers()
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
