@@ -8,7 +8,7 @@ import threading
 import numpy
 import pytest
 
-from hicache_storage.engines.sglang_identity import bridge_config
+from hicache_storage.engines.sglang.identity import bridge_config
 from hicache_storage.layers import FaultOptions, StorageOptions, wrap
 from hicache_storage.spec import (
     Capabilities,

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.layers.exporter import Exporter
+from hicache_storage.observability.exporter import Exporter
 from hicache_storage.spec import Capabilities, StorageForkedError
 from tests.objects.forking import in_child
 

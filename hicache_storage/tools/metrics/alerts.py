@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics.queries import grown, now, quantile, rate, selected, share, summed
 
 PAGE: Final = "docs/observability.md"

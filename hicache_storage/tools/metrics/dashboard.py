@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.observability import vocabulary as v
-from hicache_storage.observability.metric import Kind
+from hicache_storage.observability import metric_defs as v
+from hicache_storage.observability.metric import MetricKind
 from hicache_storage.tools.metrics.queries import now, quantile, rate, selected, share
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def dashboard() -> str:
     """The dashboard as Grafana imports it."""
     panels, y = list[dict[str, object]](), 0
     sections = {"Overview": _overview()} | {
-        ROWS[component]: [_panel(metric) for metric in v.declared(component).values()] for component in v.COMPONENTS
+        ROWS[component]: [_panel(metric) for metric in v.metrics_of(component).values()] for component in v.COMPONENTS
     }
     for title, graphs in sections.items():
         panels.append({"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": _place(y, 0, 24, 1)})
@@ -108,12 +108,12 @@ def _panel(metric: Metric) -> Panel:
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or "{{instance}}"
     by = metric.labels or ("instance",)
     title = metric.family.removeprefix("hicache_").replace("_", " ")
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return Panel(title, {legend: rate(metric, WINDOW, JOB, by=by)}, RATES[metric.unit], f"{metric.name}: {metric.help}")
-    if metric.kind is Kind.GAUGE and metric.name.endswith("_timestamp_seconds"):
+    if metric.kind is MetricKind.GAUGE and metric.name.endswith("_timestamp_seconds"):
         series = {legend: f"min by ({', '.join(by)}) ({selected(metric, JOB)})"}
         return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return Panel(title, {legend: now(metric, JOB, by=by)}, UNITS[metric.unit], f"{metric.name}: {metric.help}")
     series = {f"p{percent} {legend}": quantile(percent / 100, metric, WINDOW, JOB, by=by) for percent in (50, 99)}
     return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_storage.observability.metric import Kind
+from hicache_storage.observability.metric import MetricKind
 
 if TYPE_CHECKING:
     from hicache_storage.observability.metric import Metric
@@ -38,25 +38,25 @@ def total(metric: Metric, expression: str, *by: str) -> str:
 
 def now(metric: Metric, *matchers: str, by: tuple[str, ...] = ()) -> str:
     """A gauge's value."""
-    assert metric.kind is Kind.GAUGE, metric.name
+    assert metric.kind is MetricKind.GAUGE, metric.name
     return total(metric, selected(metric, *matchers), *by)
 
 
 def rate(metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
     """A counter's growth in a second."""
-    assert metric.kind is Kind.COUNTER, metric.name
+    assert metric.kind is MetricKind.COUNTER, metric.name
     return total(metric, f"rate({selected(metric, *matchers)}[{window}])", *by)
 
 
 def grown(metric: Metric, window: str, by: tuple[str, ...] = ()) -> str:
     """A counter's growth in a window."""
-    assert metric.kind is Kind.COUNTER, metric.name
+    assert metric.kind is MetricKind.COUNTER, metric.name
     return total(metric, f"increase({selected(metric)}[{window}])", *by)
 
 
 def quantile(share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
     """A histogram's quantile."""
-    assert metric.kind is Kind.HISTOGRAM, metric.name
+    assert metric.kind is MetricKind.HISTOGRAM, metric.name
     buckets = summed(f"rate({selected(metric, *matchers, suffix='_bucket')}[{window}])", "le", *by)
     return f"histogram_quantile({share}, {buckets})"
 

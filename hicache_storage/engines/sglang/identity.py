@@ -1,4 +1,4 @@
-"""What SGLang tells a storage backend, turned into our configuration and identity. Needs no SGLang."""
+"""Configuration and identity, derived from SGLang's configuration of a storage backend. Needs no SGLang."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ENGINE_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
-"""Keys of `extra_config` that SGLang 0.5.23 itself reads; it takes most of them out before a backend sees them."""
+"""Keys of `extra_config` that SGLang 0.5.23 reads itself; it removes most of them before it passes the others on."""
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
-"""Storage types that hide what they hold: SGLang keeps every fp8 and packed KV as uint8."""
+"""Storage dtypes that do not tell the logical one: SGLang keeps every fp8 and packed KV as uint8."""
 
 NO_OVERRIDES = ("", "{}", "null")
 """`--json-model-override-args` that override nothing."""
 
 NO_WEIGHT_VERSION = ("", "default")
-"""What SGLang calls the version of weights that nobody has given one."""
+"""Values of `--weight-version` that stand for none."""
 
 
 class BridgeConfig(DriverConfig, frozen=True):
@@ -93,7 +93,7 @@ class EngineConfig(Protocol):
 
 
 def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
-    """The bridge's configuration out of SGLang's `extra_config`.
+    """Parse the bridge's configuration out of SGLang's `extra_config`.
 
     Raises:
         ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the message names it.
@@ -117,7 +117,7 @@ def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Refuse deployments whose pages would not be what their keys say.
+    """Check that the keys of a deployment name its pages unambiguously.
 
     Raises:
         ConfigError: heads are to be shared between different TP sizes, or the model has no name.
@@ -140,7 +140,7 @@ def storage_identity(
     weight_version: str = "",
     variant: Mapping[str, str] | None = None,
 ) -> StorageIdentity:
-    """Whose bytes a rank reads and writes.
+    """Derive the identity of a rank's pages.
 
     A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies the CP size, and the
     TP groups that it cuts are the replicas. So the writer of a replicated pool is SGLang's `is_storage_writer`.
@@ -150,8 +150,8 @@ def storage_identity(
         config: the bridge's configuration.
         anchor: the KV host pool, or the logical anchor in its place.
         engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
-        weight_version: the engine's `--weight-version`, or what an update of its weights has made of it; empty if unknown.
-        variant: what `model_variant` has found.
+        weight_version: the engine's `--weight-version`, or that of the last update of its weights; empty if unknown.
+        variant: the result of `model_variant`.
 
     Raises:
         ConfigError: `kv_dtype` contradicts the pool.
@@ -183,8 +183,8 @@ def storage_identity(
 
 
 def _revision(declared: str, weight_version: str, variant: Mapping[str, str]) -> str:
-    # A list, because no text between the parts would be one that none of them may contain. Without the parts that most
-    # engines lack, so that their namespaces stay the ones that they are.
+    # A JSON list, because each part may contain any separator. Without parts that are empty, so that the namespaces of
+    # engines without them stay the same.
     version = "" if weight_version in NO_WEIGHT_VERSION else weight_version
     if variant:
         return json.dumps([declared, version, dict(variant)], sort_keys=True)
@@ -192,7 +192,7 @@ def _revision(declared: str, weight_version: str, variant: Mapping[str, str]) ->
 
 
 def model_variant(model: object) -> dict[str, str]:
-    """What an engine's options make of a model beside its name: the KV of one prompt differs with each of them.
+    """Return the engine's options that change the KV of a prompt, beside the model's name.
 
     `--json-model-override-args` changes its configuration (rope scaling), `--quantization-param-path` scales its fp8 KV.
 
@@ -209,7 +209,7 @@ def model_variant(model: object) -> dict[str, str]:
     scales: object = getattr(model, "quantization_param_path", None)
     if isinstance(scales, str) and scales:
         try:
-            # Its bytes, and not where it lies: nodes may keep it elsewhere, or exchange it in place.
+            # A digest of the content, not the path: nodes may keep the file elsewhere, or replace it in place.
             digest = hashlib.blake2b(Path(scales).read_bytes(), digest_size=16).hexdigest()
         except OSError as error:
             raise ConfigError(
@@ -220,7 +220,7 @@ def model_variant(model: object) -> dict[str, str]:
 
 
 def _canonical(text: str) -> str:
-    """JSON in one way of writing it; what is none as it stands."""
+    """Normalize JSON; a text that is no JSON is returned as it is."""
     try:
         return json.dumps(json.loads(text), sort_keys=True)
     except ValueError:
@@ -228,18 +228,18 @@ def _canonical(text: str) -> str:
 
 
 def rank_number(engine: EngineConfig, replica: int = 0) -> int:
-    """Different for every rank that SGLang tells apart, and counted from 0: TP ranks first, then CP, PP and DP.
+    """Number the ranks that SGLang distinguishes, from 0: TP ranks first, then CP, PP and DP.
 
     Args:
         engine: its `dp_rank` is that of DP attention, and 0 in all replicas of plain DP.
-        replica: of plain DP, which DP attention does not run inside of.
+        replica: number in plain DP, which excludes DP attention.
     """
     groups = ((engine.dp_rank or replica) * engine.pp_size + engine.pp_rank) * engine.attn_cp_size + engine.attn_cp_rank
     return groups * engine.tp_size + engine.tp_rank
 
 
 def rank_labels(engine: EngineConfig, replica: int = 0) -> dict[str, str]:
-    """What tells ranks apart, in the words of SGLang's own metrics; arguments as of `rank_number`."""
+    """Return the labels of a rank, as in SGLang's own metrics; arguments as of `rank_number`."""
     return {
         "model_name": engine.model_name or "",
         "tp_rank": str(engine.tp_rank),
@@ -249,11 +249,11 @@ def rank_labels(engine: EngineConfig, replica: int = 0) -> dict[str, str]:
 
 
 def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -> str:
-    """The KV dtype that pages hold, which is not always the one that the pool stores them as.
+    """Return the logical KV dtype of pages, which may differ from the pool's storage dtype.
 
     Raises:
-        ConfigError: `declared` contradicts a pool whose dtype says what it holds.
-        InvalidPoolError: the pool's dtype hides it, and nobody else tells.
+        ConfigError: `declared` contradicts the dtype of a pool that is not opaque.
+        InvalidPoolError: the pool's dtype is opaque, and neither the bridge nor the engine configures the logical one.
     """
     stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
     if stored not in OPAQUE_DTYPES:
@@ -270,12 +270,12 @@ def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -
 
 
 def is_logical(pool: object) -> bool:
-    """Whether the pool only hands out slots: its pages have no bytes, its side pools hold them (DeepSeek-V4)."""
+    """Return True for a pool whose pages have no bytes: the side pools hold them (DeepSeek-V4)."""
     return getattr(pool, "size_per_token", None) == 0
 
 
-def why_unserved(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
-    """Why a side pool cannot be served without risking another rank's bytes; empty if it can."""
+def unserved_reason(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
+    """Return the reason why serving a side pool could deliver another rank's bytes; empty if it is safe."""
     if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):
         return (
             "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang would store the first rank's "

@@ -1,13 +1,4 @@
-"""The bridge for SGLang 0.5.23: a storage backend of its `dynamic` kind that serves every driver of this project.
-
-```
---hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-  "backend_name": "hicache", "module_path": "hicache_storage.engines.sglang", "class_name": "SGLangBridge",
-  "interface_v1": 1, "driver": "file", "driver_config": {"path": "/var/cache/hicache"}}'
-```
-
-The optional keys are those of `sglang_identity.BridgeConfig`.
-"""
+"""The storage backend that SGLang loads."""
 
 from __future__ import annotations
 
@@ -22,9 +13,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineRes
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model, get_parallel, get_serving
 
-from hicache_storage.engines.accounting import Meter, Refusals
-from hicache_storage.engines.marks import MarkPool
-from hicache_storage.engines.sglang_identity import (
+from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
+from hicache_storage.engines.placeholder_pool import PlaceholderPool
+from hicache_storage.engines.sglang.identity import (
     bridge_config,
     check_engine,
     is_logical,
@@ -32,10 +23,10 @@ from hicache_storage.engines.sglang_identity import (
     rank_labels,
     rank_number,
     storage_identity,
-    why_unserved,
+    unserved_reason,
 )
-from hicache_storage.layers.exporter import Exporter, see_that_it_can_export
 from hicache_storage.layers.options import StorageOptions
+from hicache_storage.observability.exporter import Exporter, check_exporter_available
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     HiCacheError,
@@ -65,7 +56,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class SGLangBridge(EngineStorage):
-    """Serves SGLang's calls from a storage of this project.
+    """Adapter: serves SGLang's calls from a storage of this project.
 
     Attaching fails, cleanly and before SGLang has started its threads, where the configuration or the KV pool cannot be
     served. After that nothing is raised into the engine: a call that cannot be served is answered with `False` or 0,
@@ -74,8 +65,8 @@ class SGLangBridge(EngineStorage):
     A side pool that cannot be served is no error either, because SGLang does not undo an attach that fails at that point:
     the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it is 0.
 
-    A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a mark for each page, written when SGLang
-    backs the page up, after its side pools. Reading it is `True` at once, as there is nothing to deliver.
+    A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for each page, written when
+    SGLang backs the page up, after its side pools. Reading it is `True` at once, as there is nothing to deliver.
 
     SGLang's oldest interface (`get`, `set` and their batches, of copies) is refused.
 
@@ -92,7 +83,7 @@ class SGLangBridge(EngineStorage):
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
         if self._config.metrics_port:
-            see_that_it_can_export()
+            check_exporter_available()
         self._storage: HiCacheStorage | None = None
         self._exporter: Exporter | None = None
         self._anchor: object = None
@@ -100,9 +91,9 @@ class SGLangBridge(EngineStorage):
         self._unserved: dict[str, str] = {}
         self._weights = ""
         self._uncleared = ""
-        """Why the last clear did not happen; empty once one has."""
-        self._meter = Meter(enabled=storage_config.enable_storage_metrics)
-        self._refusals = Refusals("SGLang")
+        """Reason why the last clear failed; empty after one that succeeded."""
+        self._meter = BandwidthMeter(enabled=storage_config.enable_storage_metrics)
+        self._refusals = RefusedCalls("SGLang")
 
     @property
     def storage(self) -> HiCacheStorage | None:
@@ -111,16 +102,16 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Calls, or pools' shares of calls, that were answered with `False` or 0 because they could not be served."""
+        """Number of calls, or of pools in them, answered with `False` or 0 because they could not be served."""
         return self._refusals.count
 
     # Attaching and detaching -------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: object) -> None:
-        """Build the storage, now that the KV pool tells what the pages are.
+        """Create the storage: the KV pool has the geometry of the pages.
 
-        A store that cannot be reached is not an error: the storage goes on trying, and answers misses until then.
-        Otherwise one rank could be attached and its neighbour not.
+        An unreachable store is no error: the storage retries, and answers misses until then. With an error, one rank
+        would be attached and another not.
 
         Raises:
             ConfigError: the driver refuses its configuration.
@@ -143,7 +134,7 @@ class SGLangBridge(EngineStorage):
         storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
         logical = is_logical(mem_pool_host)
         try:
-            storage.register_mem_host_pool_v2(_marks(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
+            storage.register_mem_host_pool_v2(_placeholders(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
             storage.open()
         except StorageUnavailableError as error:
             logger.error("hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error)
@@ -151,8 +142,12 @@ class SGLangBridge(EngineStorage):
             storage.close()
             raise
         previous = self._storage
-        self._storage, self._anchor, self._logical, self._unserved = storage, mem_pool_host, logical, {}
-        self._weights, self._uncleared = weights, ""
+        self._storage = storage
+        self._anchor = mem_pool_host
+        self._logical = logical
+        self._unserved = {}
+        self._weights = weights
+        self._uncleared = ""
         self._export(storage)
         if previous is not None:
             previous.close()
@@ -166,13 +161,13 @@ class SGLangBridge(EngineStorage):
             self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine, replica))
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a side pool known. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
+        """Register a side pool. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
         name = _text(host_pool_name)
         if name == PoolName.KV and host_pool is self._anchor:
             return
         try:
             storage = self._attached()
-            reason = why_unserved(self._engine, host_pool, name, storage.identity)
+            reason = unserved_reason(self._engine, host_pool, name, storage.identity)
             if not reason:
                 storage.register_mem_host_pool_v2(host_pool, name)
                 self._unserved.pop(name, None)
@@ -187,7 +182,7 @@ class SGLangBridge(EngineStorage):
         logger.error("hicache bridge: pool %r (%s) is not served, and no hit that needs it is: %s", name, kind, reason)
 
     def on_host_pools_registered(self) -> None:
-        """Pass it on. Never raises: SGLang does not undo an attach that fails here."""
+        """Forward the call. Never raises: SGLang does not undo an attach that fails here."""
         self._answer("on_host_pools_registered", lambda storage: storage.on_host_pools_registered(), None)
 
     def clear(self) -> None:
@@ -198,8 +193,8 @@ class SGLangBridge(EngineStorage):
         be gone are no hits.
 
         Raises:
-            UnsupportedOperationError: the driver cannot; what is stored is served as before.
-            StorageUnavailableError: it did not happen, or nobody knows whether it did.
+            UnsupportedOperationError: the driver does not implement it; stored pages are served as before.
+            StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """
         if self._storage is None:
@@ -222,7 +217,7 @@ class SGLangBridge(EngineStorage):
             self._storage.close()
 
     def get_stats(self) -> StorageMetrics:
-        """What KV moved since the last call: pages and GB/s of each batch. Empty without `enable_storage_metrics`."""
+        """Return pages and GB/s of each KV batch since the last call; empty without `enable_storage_metrics`."""
         metrics = StorageMetrics()
         reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
         metrics.prefetch_pgs = [batch.pages for batch in reads]
@@ -234,7 +229,7 @@ class SGLangBridge(EngineStorage):
     # KV ----------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
-        """Pages of the prefix of `keys` that are stored; 0 for an anchor without bytes, whose side pools would decide."""
+        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side pools would decide."""
         return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
@@ -255,10 +250,10 @@ class SGLangBridge(EngineStorage):
         pool_transfers: list[EngineTransfer] | None = None,
         extra_info: EngineExtraInfo | None = None,
     ) -> EngineResult:
-        """How long a prefix of `keys` all pools together can restore. Every pool asked about has a verdict, if only 0."""
+        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the call has a verdict, if only 0."""
         asked = pool_transfers or []
         result = self._exists("batch_exists_v2", keys, asked, extra_info)
-        # SGLang reads a pool that is left out as one that nobody knows anything about.
+        # SGLang takes a pool without a verdict for unknown.
         verdicts = {_engine_name(name): 0 for name in (PoolName.KV, *(_text(transfer.name) for transfer in asked))}
         verdicts |= {_engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()}
         return EngineResult(result.kv_hit_pages, verdicts, result.restorable_prefix_pages)
@@ -274,7 +269,7 @@ class SGLangBridge(EngineStorage):
     # The oldest interface ----------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether one KV page is stored."""
+        """Return True if one KV page is stored."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
@@ -297,7 +292,7 @@ class SGLangBridge(EngineStorage):
         """Refused; always `False`."""
         return self._refuse_oldest("batch_set", False)
 
-    # How it is done ----------------------------------------------------------------------------------------------
+    # Implementation ----------------------------------------------------------------------------------------------
 
     def _attached(self) -> HiCacheStorage:
         if self._storage is None:
@@ -314,7 +309,7 @@ class SGLangBridge(EngineStorage):
         return self._storage
 
     def _answer(self, call: str, ask: Callable[[HiCacheStorage], AnswerT], otherwise: AnswerT, pool: str = "") -> AnswerT:
-        """Ask the storage. Whatever goes wrong must not end the engine's thread, a driver's `sys.exit` included."""
+        """Call the storage. No failure may end the engine's thread, not even a driver's `sys.exit`."""
         try:
             return ask(self._attached())
         except HiCacheError as error:
@@ -325,7 +320,7 @@ class SGLangBridge(EngineStorage):
         return otherwise
 
     def _refuse_oldest(self, call: str, answer: AnswerT) -> AnswerT:
-        reason = 'the bridge moves no copies; set "interface_v1": 1 in the storage backend\'s extra config'
+        reason = 'the bridge does not serve copies; set "interface_v1": 1 in the storage backend\'s extra config'
         self._refusals.note(call, PoolName.KV, UnsupportedOperationError(reason))
         return answer
 
@@ -337,7 +332,7 @@ class SGLangBridge(EngineStorage):
                 return PoolTransferResult(0)
             result = storage.batch_exists_v2(keys, [_converted(transfer) for transfer in asked], _extra(extra_info))
             if result.kv_hit_pages > len(keys):
-                # SGLang would allocate memory for a hit that is longer than its question.
+                # SGLang would allocate memory for a hit that is longer than its list of keys.
                 raise InvalidTransferError(f"{result.kv_hit_pages} pages were reported for {len(keys)} keys")
             return result
 
@@ -373,7 +368,7 @@ class SGLangBridge(EngineStorage):
             except InvalidTransferError:
                 if len(served) == 1:
                     raise
-            # It was raised before any I/O: one pool's share is wrong, and the others can be asked by themselves.
+            # The error precedes any I/O: one pool's transfers are invalid, and the others are served by themselves.
             answers = dict[str, list[bool]]()
             for name in served:
                 answers |= self._answer(call, partial(ask, names=[name]), dict[str, list[bool]](), name)
@@ -396,7 +391,7 @@ def _move(
 
 
 def _fitting(answers: dict[PoolName, list[bool]], name: str, pages: int) -> list[bool]:
-    """A pool's answers, of which SGLang reads as many as it has asked for."""
+    """Return a pool's answers, and check their number: SGLang reads one for each of its keys."""
     answer = list(answers[PoolName(name)])
     if len(answer) != pages:
         raise InvalidTransferError(f"{len(answer)} answers for {pages} keys of pool {name!r}")
@@ -424,7 +419,7 @@ def _extra(extra_info: EngineExtraInfo | None) -> HiCacheStorageExtraInfo | None
 
 
 def _text(name: str) -> str:
-    """The plain text of SGLang's enum members, which are text and print as something else."""
+    """Return the value of SGLang's enum members, whose `str()` is another text."""
     return str.__str__(name)
 
 
@@ -435,8 +430,8 @@ def _engine_name(name: str) -> str:
         return name
 
 
-def _marks(anchor: object) -> MarkPool:
-    return MarkPool(
+def _placeholders(anchor: object) -> PlaceholderPool:
+    return PlaceholderPool(
         layout=str(getattr(anchor, "layout", "")),
         page_size=int(getattr(anchor, "page_size", 0)),
         size=int(getattr(anchor, "size", 0)),
@@ -444,7 +439,7 @@ def _marks(anchor: object) -> MarkPool:
 
 
 def _weight_version() -> str:
-    """The engine's `--weight-version`, or the one that its weights were updated to; empty where it is not known."""
+    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if unknown."""
     try:
         return get_serving().weight_version
     except ValueError:
@@ -452,7 +447,7 @@ def _weight_version() -> str:
 
 
 def _engine_kv_dtype() -> str:
-    """The engine's `--kv-cache-dtype`, empty where it is not known or does not tell the encoding."""
+    """Return the engine's `--kv-cache-dtype`; empty if unknown or ambiguous."""
     if torch.version.hip:
         # On ROCm the same name stands for two encodings, depending on the card.
         return ""
@@ -463,10 +458,10 @@ def _engine_kv_dtype() -> str:
 
 
 def _model_variant() -> dict[str, str]:
-    """What the engine's options make of the model beside its name; nothing where they are not known.
+    """Return the engine's options that change the model's KV; empty if unknown.
 
     Raises:
-        ConfigError: as `model_variant`.
+        ConfigError: the file of scales cannot be read.
     """
     try:
         model = get_model()
@@ -476,9 +471,9 @@ def _model_variant() -> dict[str, str]:
 
 
 def _replica() -> int:
-    """Which one of plain DP this process serves: SGLang's storage configuration says 0 in all of them."""
+    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all of them."""
     try:
         return int(get_parallel().dp_rank or 0)
     except RuntimeError:
-        # Nobody has said.
+        # SGLang has not set up its parallel groups, as in tests.
         return 0

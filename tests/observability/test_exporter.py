@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hicache_storage.layers.exporter import Exporter, see_that_it_can_export
+from hicache_storage.observability.exporter import Exporter, check_exporter_available
 from hicache_storage.spec import ConfigError
 
 HOST = "127.0.0.1"
@@ -56,7 +56,7 @@ def test_a_port_that_cannot_be_had_is_told_and_harms_nobody(port, kit, caplog):
 
 
 def test_without_the_package(monkeypatch):
-    see_that_it_can_export()
+    check_exporter_available()
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"hicache-storage\[metrics\]"):
-        see_that_it_can_export()
+        check_exporter_available()

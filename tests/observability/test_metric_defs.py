@@ -24,12 +24,11 @@ from hicache_metadata_server.web.reloads import Watched
 from hicache_metadata_server.web.security import Security
 from hicache_metadata_server.web.tls import ServerTls
 from hicache_storage.hybrid import page_hashes
-from hicache_storage.hybrid.prometheus import CacheCollector, ControllerCollector
 from hicache_storage.hybrid.stats import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
-from hicache_storage.layers.prometheus import StorageCollector
-from hicache_storage.observability.metric import Kind, Metric
-from hicache_storage.observability.vocabulary import COMPONENTS, MOST_SCOPES, OTHER_SCOPES, declared
+from hicache_storage.observability.metric import Metric, MetricKind
+from hicache_storage.observability.metric_defs import COMPONENTS, MAX_SCOPE_SERIES, OTHER_SCOPES, metrics_of
+from hicache_storage.observability.prometheus import CacheCollector, ControllerCollector, StorageCollector
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
@@ -54,7 +53,7 @@ def exported(text, constant=()):
 def expected(component):
     return {
         series: (str(metric.kind), frozenset(metric.labels), metric.help)
-        for metric in declared(component).values()
+        for metric in metrics_of(component).values()
         for series in metric.series
     }
 
@@ -65,7 +64,7 @@ def exposition(collector):
     return generate_latest(registry).decode()
 
 
-def test_a_storage_exports_its_vocabulary(kit):
+def test_a_storage_exports_what_is_defined(kit):
     driver, pool = kit.dict_storage()
     storage = wrap(driver, StorageOptions())
     storage.register_mem_host_pool_v2(pool, "kv")
@@ -85,7 +84,7 @@ def test_a_foreign_storage_exports_the_same(kit):
     assert (counted.pages_hit, counted.pages_absent, counted.pages_written) == (1, 1, 1)
 
 
-def test_a_controller_exports_its_vocabulary():
+def test_a_controller_exports_what_is_defined():
     with closing(Stack()) as stack:
         span = stack.take("device", 2)
         stack.fill("device", span, page_hashes(tokens(2), 4))
@@ -97,7 +96,7 @@ def test_a_controller_exports_its_vocabulary():
     assert f'hicache_controller_written_back_tokens_total{{tp_rank="0"}} {told}.0' in text
 
 
-def test_a_cache_exports_its_vocabulary():
+def test_a_cache_exports_what_is_defined():
     world = World(StandInController(SIZES, 2, states=True))
     collector = CacheCollector(world.cache)
     world.start(tuple(range(10, 27)))
@@ -109,7 +108,7 @@ def test_a_cache_exports_its_vocabulary():
     assert world.cache.usage().device_tokens > 0
 
 
-def test_a_server_exports_its_vocabulary(tmp_path):
+def test_a_server_exports_what_is_defined(tmp_path):
     store = SlowStore()
     store.sizes = lambda: {"log": 1}
     service = MetadataService(durability=store.durability)
@@ -159,7 +158,7 @@ def test_leases_that_end_by_themselves_are_counted():
 
 def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
     service = MetadataService()
-    for number in range(MOST_SCOPES):
+    for number in range(MAX_SCOPE_SERIES):
         service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0)
     metrics = Metrics(service)
     metrics.text()
@@ -170,7 +169,7 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
         text = metrics.text().decode()
         assert '{scope="0:' not in text
         assert f'hicache_metadata_slots{{scope="{OTHER_SCOPES}",state="free"}} 16.0' in text
-        assert text.count('state="live"') == MOST_SCOPES + 1
+        assert text.count('state="live"') == MAX_SCOPE_SERIES + 1
 
 
 def test_every_number_of_a_controller_is_exported():
@@ -180,28 +179,28 @@ def test_every_number_of_a_controller_is_exported():
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_metrics_of_one_name_are_alike_and_stand_together(component):
     names = [metric.name for metric in COMPONENTS[component]]
-    assert [name for name, _ in itertools.groupby(names)] == list(declared(component))
+    assert [name for name, _ in itertools.groupby(names)] == list(metrics_of(component))
     for metric in COMPONENTS[component]:
-        first = declared(component)[metric.name]
+        first = metrics_of(component)[metric.name]
         assert (metric.kind, metric.labels, metric.help) == (first.kind, first.labels, first.help)
         assert metric.help.endswith(".")
         assert not metric.tag[0] or metric.tag[0] in metric.labels
 
 
 def test_no_name_is_declared_twice():
-    names = [name for component in COMPONENTS for name in declared(component)]
+    names = [name for component in COMPONENTS for name in metrics_of(component)]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "rest"),
     [
-        ("a", Kind.COUNTER, {}),
-        ("a_total", Kind.GAUGE, {}),
-        ("a_total", Kind.COUNTER, {"unit": "seconds"}),
-        ("a_seconds", Kind.HISTOGRAM, {"unit": "seconds"}),
-        ("a_seconds", Kind.HISTOGRAM, {"unit": "seconds", "buckets": (2.0, 1.0)}),
-        ("a", Kind.GAUGE, {"buckets": (1.0,)}),
+        ("a", MetricKind.COUNTER, {}),
+        ("a_total", MetricKind.GAUGE, {}),
+        ("a_total", MetricKind.COUNTER, {"unit": "seconds"}),
+        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds"}),
+        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds", "buckets": (2.0, 1.0)}),
+        ("a", MetricKind.GAUGE, {"buckets": (1.0,)}),
     ],
 )
 def test_what_is_no_metric_cannot_be_declared(name, kind, rest):
@@ -210,21 +209,21 @@ def test_what_is_no_metric_cannot_be_declared(name, kind, rest):
 
 
 def test_no_metric_is_named_anywhere_else():
-    """Names as literals drift apart; only the vocabulary has them."""
-    names = tuple(name for component in COMPONENTS for name in declared(component))
+    """Names as literals drift apart; only metric_defs.py has them."""
+    names = tuple(name for component in COMPONENTS for name in metrics_of(component))
     found = []
     for folder in ("hicache_storage", "backends", "metadata_server"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name == "vocabulary.py":
+            if path.name == "metric_defs.py":
                 continue
             literals = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
             found += [f"{path}: {text}" for text in literals if isinstance(text, str) and text.startswith(names)]
     assert not found
 
 
-def test_the_vocabulary_is_light():
+def test_the_definitions_are_light():
     code = (
-        "import sys, hicache_storage.observability.vocabulary\n"
+        "import sys, hicache_storage.observability.metric_defs\n"
         "heavy = {'torch', 'prometheus_client', 'opentelemetry', 'typer', 'rich'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

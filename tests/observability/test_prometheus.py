@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from hicache_storage.layers.prometheus import POOL_COUNTERS, StorageCollector
+from hicache_storage.observability.prometheus import POOL_COUNTERS, StorageCollector
 
 
 def test_exported_text(kit):

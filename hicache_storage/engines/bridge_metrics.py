@@ -1,4 +1,4 @@
-"""What a bridge keeps count of: calls it had to refuse, and what the served ones moved."""
+"""Counters of a bridge: refused calls, and the bandwidth of the served ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 64
-"""Different reasons that are logged as errors; what comes after them is counted, and logged for debugging only."""
+"""Limit of different reasons that are logged as errors; further ones are counted, and logged at debug level."""
 
 
-class Refusals:
-    """Calls that were answered without the storage. Thread-safe."""
+class RefusedCalls:
+    """Counter and log of the calls that were answered without the storage. Thread-safe."""
 
     def __init__(self, engine: str) -> None:
         self.count = 0
@@ -34,11 +34,11 @@ class Refusals:
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock."""
+        """Replace the lock: a thread of the parent may hold it."""
         self._lock = threading.Lock()
 
     def note(self, call: str, pool: str, error: BaseException) -> None:
-        """Count a refused call; log it where its reason is new."""
+        """Count a refused call, and log a reason that is new."""
         reason = (call, pool, f"{type(error).__name__}: {error}")
         with self._lock:
             self.count += 1
@@ -51,8 +51,8 @@ class Refusals:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What one call moved."""
+class BatchSample:
+    """Pages, bytes and duration of one call."""
 
     pages: int
     bytes: int
@@ -60,29 +60,29 @@ class Batch:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Powers of 1000."""
+        """Bandwidth in 10^9 bytes a second; 0 for a call without duration."""
         return self.bytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
 
-class Meter:
-    """Measures the KV batches of a storage by its own counters. Thread-safe for one reader beside one writer.
+class BandwidthMeter:
+    """Bandwidth of KV batches, by the storage's own counters. Thread-safe for one reader beside one writer.
 
-    Pages that a set found stored already count neither as pages nor as bytes.
+    A page that a set has found stored counts neither as a page nor as bytes.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._batches: dict[bool, list[Batch]] = {False: [], True: []}
+        self._batches: dict[bool, list[BatchSample]] = {False: [], True: []}
         self.begin_in_child()
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock."""
+        """Replace the lock: a thread of the parent may hold it."""
         self._lock = threading.Lock()
 
     @contextmanager
     def measured(self, storage: HiCacheStorage, *, writes: bool) -> Generator[None]:
-        """Measure the call within, which reads or writes KV."""
+        """Measure the call within the `with` block, which reads or writes KV."""
         if not self._enabled:
             yield
             return
@@ -93,12 +93,13 @@ class Meter:
         pages_after, size_after = _moved(storage, writes=writes)
         if pages_after > pages:
             with self._lock:
-                self._batches[writes].append(Batch(pages_after - pages, size_after - size, seconds))
+                self._batches[writes].append(BatchSample(pages_after - pages, size_after - size, seconds))
 
-    def drain(self, *, writes: bool) -> list[Batch]:
-        """The batches since the last call."""
+    def drain(self, *, writes: bool) -> list[BatchSample]:
+        """Return and forget the batches measured so far."""
         with self._lock:
-            batches, self._batches[writes] = self._batches[writes], []
+            batches = self._batches[writes]
+            self._batches[writes] = []
         return batches
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a storage inside an engine whose own `/metrics` has no place for them. Needs `hicache-storage[metrics]`."""
+"""An HTTP endpoint for metrics, inside an engine whose own one cannot be extended. Needs `hicache-storage[metrics]`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def see_that_it_can_export() -> None:
-    """Look for the package before anything is opened.
+def check_exporter_available() -> None:
+    """Check that `prometheus_client` is installed, before anything is opened.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         importlib.import_module("prometheus_client")
@@ -30,27 +30,27 @@ def see_that_it_can_export() -> None:
 
 
 class Exporter:
-    """Answers Prometheus at `http://HOST:PORT/metrics` from a thread of its own, until it is closed.
+    """An HTTP server for `http://HOST:PORT/metrics`, in a thread of its own, until it is closed.
 
-    A port that cannot be had is logged, and nobody is answered: an engine does not end for its metrics.
+    A port that cannot be bound is logged as an error, and nothing is served: an engine must not end for its metrics.
 
     Args:
-        storage: whose `get_stats()` is told.
+        storage: the storage whose `get_stats()` is exported.
         host: address to listen at.
-        port: 0 takes a free one.
+        port: TCP port; 0 takes a free one.
         labels: constant labels of all series, such as `{"tp_rank": "0"}`.
     """
 
     def __init__(self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        from hicache_storage.layers.prometheus import StorageCollector
+        from hicache_storage.observability.prometheus import StorageCollector
 
         self._pid = os.getpid()
         registry = CollectorRegistry()
         registry.register(StorageCollector(storage, labels))
         self.port = 0
-        """Where it listens; 0 if it does not."""
+        """The TCP port it listens at; 0 if it does not listen."""
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
@@ -59,7 +59,10 @@ class Exporter:
             self.port = self._server.server_port
 
     def close(self) -> None:
-        """Listen no more, and end the thread. Idempotent; in a forked child, which has no such thread, the parent listens on."""
+        """Stop listening, and end the thread. Idempotent.
+
+        In a forked child, which has no such thread, only the child's socket is closed: the parent goes on listening.
+        """
         if not self.port:
             return
         self.port = 0

@@ -1,24 +1,29 @@
-"""Every metric of this project by name, kind, unit and labels. Whatever exports one takes it from here.
+"""Definitions of all metrics: names, types, units and labels.
 
-Label values are bounded. `driver` and `operation` are the SDK's own words, and `pool` a pool that the engine has registered.
-`route` is one of the protocol's, never a path as it was asked for. `tenant` is one that the operator has named. `scope` is one of the first `MOST_SCOPES` that a server
-process has seen; what is told of all others is added up under `OTHER_SCOPES`. No label has a key, a request or a client in it.
+Label values are bounded:
+
+- `driver` and `operation` are the SDK's own words, `pool` is a pool that the engine has registered.
+- `route` is a route of the protocol, never a requested path.
+- `tenant` is a tenant that the operator has named.
+- `scope` is one of the first `MAX_SCOPE_SERIES` scopes of a server process; all others are summed under `OTHER_SCOPES`.
+
+No label contains a key, a request or a client.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.observability.metric import Kind, Metric
+from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_SCOPES: Final = 512
-"""Scopes that have series of their own, for each server process."""
+MAX_SCOPE_SERIES: Final = 512
+"""Limit of scopes with series of their own, for each server process."""
 OTHER_SCOPES: Final = "other"
-"""In place of the names of all further scopes; no scope is called so, because all begin with a rank."""
+"""Label of all further scopes; no scope has this name, because names of scopes begin with a rank."""
 
 REQUEST_BOUNDS_SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -26,20 +31,20 @@ REQUEST_BOUNDS_SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02
 def _counter(
     name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
 ) -> Metric:
-    return Metric(name, Kind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store)
+    return Metric(name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store)
 
 
 def _gauge(
     name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
 ) -> Metric:
-    return Metric(name, Kind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store)
+    return Metric(name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store)
 
 
 def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
     return _counter(f"hicache_storage_{name}_total", text, "driver", "pool", source=source, unit=unit)
 
 
-# Of each storage: `hicache_storage.layers.prometheus.StorageCollector`.
+# Of each storage: `hicache_storage.observability.prometheus.StorageCollector`.
 
 READ_PAGES: Final = _pool("read_pages", "Pages that a get has delivered.", "pages_read")
 READ_BYTES: Final = _pool("read_bytes", "Bytes of these.", "bytes_read", "bytes")
@@ -52,7 +57,7 @@ DAMAGED_PAGES: Final = _pool("damaged_pages", "Of those, the ones whose length, 
 REFUSED_PAGES: Final = _pool("refused_pages", "Pages that a set was given and has not stored: no room, too large, deadline, fault.", "pages_refused")  # fmt: skip
 EVICTED_PAGES: Final = _pool("evicted_pages", "Pages that this storage has evicted.", "pages_evicted")
 CALL_SECONDS: Final = Metric(
-    "hicache_storage_call_seconds", Kind.HISTOGRAM, "Duration of calls of the driver, by operation: exists, get or set.",
+    "hicache_storage_call_seconds", MetricKind.HISTOGRAM, "Duration of calls of the driver, by operation: exists, get or set.",
     ("driver", "pool", "operation"), "seconds", LATENCY_BOUNDS_SECONDS,
 )  # fmt: skip
 FAULTS: Final = _counter("hicache_storage_faults_total", "Calls of the driver that have failed and were turned into misses.", "driver", source="faults")  # fmt: skip
@@ -62,7 +67,7 @@ FAILOVERS: Final = _counter("hicache_storage_failovers_total", "Metadata servers
 BREAKER_OPEN: Final = _gauge("hicache_storage_breaker_open", "1 while the circuit breaker refuses calls, or lets a single one try.", "driver")  # fmt: skip
 CHECKSUMS_OFF: Final = _gauge("hicache_storage_checksums_off", "1 where the operator has turned the verification of checksums off.", "driver")  # fmt: skip
 
-# Of each hybrid controller: `hicache_storage.hybrid.prometheus.ControllerCollector`.
+# Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`.
 
 WRITTEN_BACK_TOKENS: Final = _counter("hicache_controller_written_back_tokens_total", "Tokens copied from the device to the host.", source="tokens_written_back")  # fmt: skip
 LOADED_TOKENS: Final = _counter("hicache_controller_loaded_tokens_total", "Tokens copied from the host to the device.", source="tokens_loaded")  # fmt: skip
@@ -87,7 +92,7 @@ STUCK_CALLS: Final = _gauge(
     "hicache_controller_stuck_calls", "Of those, the ones that have not come back yet.", source="stuck_calls"
 )
 
-# Of each radix cache: `hicache_storage.hybrid.prometheus.CacheCollector`.
+# Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`.
 
 
 def _held(name: str, text: str, *fields: tuple[str, str]) -> tuple[Metric, ...]:
@@ -107,7 +112,7 @@ TOKENS_STORED_AGAIN: Final = _counter("hicache_cache_tokens_stored_again_total",
 
 REQUESTS: Final = _counter("hicache_metadata_requests_total", "Requests answered.", "route", "status")
 REQUEST_SECONDS: Final = Metric(
-    "hicache_metadata_request_seconds", Kind.HISTOGRAM, "From the last byte of a request to its answer.", ("route",), "seconds", REQUEST_BOUNDS_SECONDS,
+    "hicache_metadata_request_seconds", MetricKind.HISTOGRAM, "From the last byte of a request to its answer.", ("route",), "seconds", REQUEST_BOUNDS_SECONDS,
 )  # fmt: skip
 SLOW_REQUESTS: Final = _counter("hicache_metadata_slow_requests_total", "Requests that took longer than the setting slow_seconds; none where that is 0.", "route")  # fmt: skip
 SLOTS: Final = _gauge("hicache_metadata_slots", "Slots by state: free, leased, live or quarantined.", "scope", "state", of_store=True)  # fmt: skip
@@ -120,7 +125,7 @@ DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are
 RECOVERY_PROBLEMS: Final = _gauge("hicache_metadata_recovery_problems", "Contradictions in the store that the last start has left out.")  # fmt: skip
 TRANSACTIONS: Final = _counter("hicache_metadata_transactions_total", "Groups of changes written to the store.")
 TRANSACTION_SECONDS: Final = Metric(
-    "hicache_metadata_transaction_seconds", Kind.HISTOGRAM, "How long a group took to write.", (), "seconds", LATENCY_BOUNDS_SECONDS,
+    "hicache_metadata_transaction_seconds", MetricKind.HISTOGRAM, "How long a group took to write.", (), "seconds", LATENCY_BOUNDS_SECONDS,
 )  # fmt: skip
 STORE_FAILING: Final = _gauge("hicache_metadata_store_failing", "1 while the store cannot be written, or a shared one does not answer or takes no writes.")  # fmt: skip
 STORE_BYTES: Final = _gauge("hicache_metadata_store_bytes", "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log.", "part", unit="bytes")  # fmt: skip
@@ -144,7 +149,7 @@ PROCESS_RESIDENT_BYTES: Final = _gauge("process_resident_memory_bytes", "Residen
 PROCESS_VIRTUAL_BYTES: Final = _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes")
 PROCESS_START_SECONDS: Final = _gauge("process_start_time_seconds", "Start time of the process since unix epoch in seconds.", unit="seconds")  # fmt: skip
 PROCESS_OPEN_FILES: Final = _gauge("process_open_fds", "Number of open file descriptors.")
-PROCESS_MOST_FILES: Final = _gauge("process_max_fds", "Maximum number of open file descriptors.")
+PROCESS_MAX_FILES: Final = _gauge("process_max_fds", "Maximum number of open file descriptors.")
 
 STORAGE: Final = (
     READ_PAGES, READ_BYTES, WRITTEN_PAGES, WRITTEN_BYTES, HIT_PAGES, ABSENT_PAGES, MISSED_PAGES, DAMAGED_PAGES, REFUSED_PAGES,
@@ -164,16 +169,16 @@ SERVER: Final = (
     RELOAD_FAILING, TENANT_HOLDS, TENANT_QUOTA, THROTTLED,
 )  # fmt: skip
 PROCESS: Final = (
-    PROCESS_CPU_SECONDS, PROCESS_RESIDENT_BYTES, PROCESS_VIRTUAL_BYTES, PROCESS_START_SECONDS, PROCESS_OPEN_FILES, PROCESS_MOST_FILES,
+    PROCESS_CPU_SECONDS, PROCESS_RESIDENT_BYTES, PROCESS_VIRTUAL_BYTES, PROCESS_START_SECONDS, PROCESS_OPEN_FILES, PROCESS_MAX_FILES,
 )  # fmt: skip
 COMPONENTS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "storage": STORAGE, "controller": CONTROLLER, "cache": CACHE, "server": SERVER, "process": PROCESS,
 }  # fmt: skip
-"""By what exports them. Metrics of one name stand next to each other."""
+"""Metrics by the component that exports them. Metrics of one name are adjacent."""
 
 
-def declared(component: str) -> dict[str, Metric]:
-    """The metrics of a component by name, each once."""
+def metrics_of(component: str) -> dict[str, Metric]:
+    """Return the metrics of a component by name, each once."""
     found = dict[str, Metric]()
     for metric in COMPONENTS[component]:
         found.setdefault(metric.name, metric)
