@@ -1,4 +1,4 @@
-"""One caller: its pages, its keys, its calls."""
+"""One client: its pages, its keys, its calls."""
 
 from __future__ import annotations
 
@@ -18,53 +18,56 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.bench.settings import Cell
+    from hicache_storage.tools.bench.settings import BenchWorkload
 
 PAGE_SIZE: Final = 64
-"""Tokens in a page; only its bytes matter here."""
+"""Tokens in a page; the results depend on its bytes only."""
 LOOKUPS: Final = 10
-"""How often each batch is looked up: one lookup is too short to be measured well."""
+"""Lookups of each batch: a single one is too short to be measured well."""
 STAMP: Final = struct.Struct("<qq")
 
 
 class WrongAnswerError(Exception):
-    """A page was not stored, not found, not delivered, or came with other bytes: what was measured is no result."""
+    """A page was not stored, not found, not delivered, or has other bytes; the measurement is void."""
 
 
 @dataclass(slots=True)
-class Burst:
-    """Calls of one kind, one after the other. Times are those of `time.perf_counter()`, the same in all processes."""
+class CallSample:
+    """Durations of calls of one kind, one after the other.
+
+    Times are those of `time.perf_counter()`, the same in all processes.
+    """
 
     started: float
     ended: float
     seconds: list[float] = field(default_factory=list[float])
-    """Of each call."""
+    """Duration of each call."""
     pages: int = 0
 
     @classmethod
-    def joined(cls, bursts: Sequence[Burst]) -> Burst:
-        """The bursts of several lanes at the same time, as one."""
+    def merged(cls, samples: Sequence[CallSample]) -> CallSample:
+        """Merge the samples that several clients took at the same time."""
         return cls(
-            min(burst.started for burst in bursts),
-            max(burst.ended for burst in bursts),
-            [seconds for burst in bursts for seconds in burst.seconds],
-            sum(burst.pages for burst in bursts),
+            min(sample.started for sample in samples),
+            max(sample.ended for sample in samples),
+            [seconds for sample in samples for seconds in sample.seconds],
+            sum(sample.pages for sample in samples),
         )
 
 
-def make_pool(cell: Cell, lanes: int) -> MHAHostPool:
-    """A host pool for so many lanes, filled, so that no call pays for the first touch of its memory.
+def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
+    """Make a host pool for some clients, filled, so that no call is charged for the page faults of its memory.
 
     Raises:
-        InvalidPoolError: there is not that much memory.
+        InvalidPoolError: there is not enough memory.
     """
     import torch
 
     from hicache_storage.pools import MHAHostPool
 
     pool = MHAHostPool(
-        size=2 * lanes * cell.batch_pages * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=1, head_num=1,
-        head_dim=cell.page_bytes // (2 * PAGE_SIZE), dtype=torch.uint8,
+        size=2 * clients * workload.batch_pages * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=1, head_num=1,
+        head_dim=workload.page_bytes // (2 * PAGE_SIZE), dtype=torch.uint8,
     )  # fmt: skip
     for buffer in pool.buffers:
         # Eight bytes at a time: random bytes one by one take longer than the benchmark.
@@ -72,50 +75,55 @@ def make_pool(cell: Cell, lanes: int) -> MHAHostPool:
     return pool
 
 
-class Lane:
-    """Writes from its first `batch_pages` pages of the pool and reads into the second.
+class Client:
+    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next ones.
 
     Args:
-        run: distinguishes the keys of this run from those of all others.
-        number: of the lane; distinguishes its keys from the other lanes'.
-        place: which share of the pool is the lane's.
+        run: prefix of the keys of this run, different from those of all others.
+        number: number of the client, part of its keys.
+        place: index of the client's part of the pool.
     """
 
-    def __init__(self, storage: HiCacheStorage, pool: MHAHostPool, cell: Cell, *, run: str, number: int, place: int) -> None:
-        self._storage, self._pool = storage, pool
-        self._run, self._number, self._pages = run, number, cell.batch_pages
-        start = 2 * place * cell.batch_pages * PAGE_SIZE
-        self._source = range(start, start + cell.batch_pages * PAGE_SIZE)
-        self._target = range(self._source.stop, self._source.stop + cell.batch_pages * PAGE_SIZE)
+    def __init__(
+        self, storage: HiCacheStorage, pool: MHAHostPool, workload: BenchWorkload, *, run: str, number: int, place: int
+    ) -> None:
+        self._storage = storage
+        self._pool = pool
+        self._run = run
+        self._number = number
+        self._pages = workload.batch_pages
+        start = 2 * place * workload.batch_pages * PAGE_SIZE
+        self._source = range(start, start + workload.batch_pages * PAGE_SIZE)
+        self._target = range(self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE)
         self._keys = dict[int, list[str]]()
 
     def prepare(self, batches: range) -> None:
-        """Make the keys of batches that are to be written."""
+        """Prepare the keys of batches that are to be written."""
         for batch in batches:
             self._keys[batch] = [self._key(batch, page) for page in range(self._pages)]
 
-    def run(self, operation: Operation, batches: range) -> Burst:
-        """Make one kind of call for each batch.
+    def run(self, operation: Operation, batches: range) -> CallSample:
+        """Run one kind of call for each batch.
 
         Raises:
-            WrongAnswerError: an answer is not what it has to be.
+            WrongAnswerError: an answer is wrong.
         """
         calls = {Operation.WRITE: self._write, Operation.EXISTS: self._exists, Operation.READ: self._read}
         repeats = LOOKUPS if operation is Operation.EXISTS else 1
-        burst = Burst(time.perf_counter(), 0.0)
+        sample = CallSample(time.perf_counter(), 0.0)
         for batch in batches:
             if operation is Operation.WRITE:
                 self._stamp(batch)
             for _ in range(repeats):
-                burst.seconds.append(calls[operation](batch))
-        burst.ended = time.perf_counter()
-        burst.pages = len(burst.seconds) * self._pages
+                sample.seconds.append(calls[operation](batch))
+        sample.ended = time.perf_counter()
+        sample.pages = len(sample.seconds) * self._pages
         if operation is Operation.READ and batches:
             self._verify(batches[-1])
-        return burst
+        return sample
 
     def remove(self) -> None:
-        """Delete what has been written, where the driver can."""
+        """Delete the written pages, if the driver implements it."""
         if self._storage.capabilities.deletes:
             for keys in self._keys.values():
                 self._storage.delete(keys)
@@ -150,7 +158,7 @@ class Lane:
             raise WrongAnswerError(f"a {call} of {self._pages} pages answered False for {answer.count(False)} of them")
 
     def _stamp(self, batch: int) -> None:
-        """Make the source pages those of a batch: their first bytes say which."""
+        """Write the number of a batch into the first bytes of the source pages."""
         import torch
 
         stamp = torch.frombuffer(bytearray(STAMP.pack(self._number, batch)), dtype=torch.uint8)
