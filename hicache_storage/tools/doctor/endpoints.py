@@ -1,4 +1,4 @@
-"""The outside world that a driver's options name: directories and servers. Nothing else is touched."""
+"""Checks of the endpoints that a driver's options name: directories and servers."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from hicache_storage.plugins import registry
 from hicache_storage.spec import parse_bytes
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.doctor.machine import size
-from hicache_storage.tools.doctor.trial import Unusable, usable_options
+from hicache_storage.tools.doctor.round_trip import UnusableOptionsError, usable_options
 from hicache_storage.tools.options import directories, nearest_directory, servers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
-    from hicache_storage.tools.doctor.finding import Finding, Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 LITTLE_SPACE_BYTES: Final = 1 << 30
 MAX_CLOCK_SKEW_SECONDS: Final = 2.0
 
 
-def check_directories(patient: Patient) -> Iterator[Finding]:
-    """Each directory: there, writable, with room, and what its file system can do."""
+def check_directories(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that each directory exists and is writable, its free space, and its file system."""
     try:
-        options = usable_options(patient)
-    except Unusable:
+        options = usable_options(target)
+    except UnusableOptionsError:
         return
     for option, path in directories(options).items():
-        check = f"{patient.driver}: {option}"
+        check = f"{target.driver}: {option}"
         place = nearest_directory(path)
         if not path.is_dir() and path.exists():
             yield fail(check, f"{path} is no directory", f"choose another {option}")
         elif not path.parent.is_dir():
-            # Drivers do not make it either: what is not mounted must not look healthy.
+            # Drivers do not create it either: a missing mount must not be replaced by an empty directory.
             yield fail(check, f"{path.parent} does not exist", "mount the file system that belongs there, or make the directory")
         elif not os.access(place, os.W_OK | os.X_OK):
             yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
         else:
-            yield from _space(check, place, _capacity(patient, options))
+            yield from _space(check, place, _capacity(target, options))
             yield from _file_system(check, place)
 
 
-def check_servers(patient: Patient) -> Iterator[Finding]:
-    """Each server that an option names as URL or `host:port`: something accepts connections there."""
+def check_servers(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that each server named by an option, as URL or `host:port`, accepts connections."""
     try:
-        options = usable_options(patient)
-    except Unusable:
+        options = usable_options(target)
+    except UnusableOptionsError:
         return
     for option, addresses in servers(options).items():
         for host, port in addresses:
-            check = f"{patient.driver}: {option}"
+            check = f"{target.driver}: {option}"
             started = time.perf_counter()
             try:
-                socket.create_connection((host, port), timeout=patient.deadline_seconds).close()
+                socket.create_connection((host, port), timeout=target.deadline_seconds).close()
             except OSError as error:
                 fix = f"start the server, open the firewall, or correct {option}"
                 yield fail(check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix)
@@ -85,7 +85,7 @@ def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
 
 def _file_system(check: str, place: Path) -> Iterator[Finding]:
     try:
-        direct, skew = _write_a_little(place)
+        direct, skew = _probe_file_system(place)
     except OSError as error:
         yield fail(check, f"cannot write in {place}: {error.strerror or error}", "mount it writable, or choose another directory")
         return
@@ -103,8 +103,11 @@ def _file_system(check: str, place: Path) -> Iterator[Finding]:
         )
 
 
-def _write_a_little(place: Path) -> tuple[bool, float]:
-    """Whether O_DIRECT opens, and how far the file system's clock is ahead, in seconds; the file has no name, or loses it."""
+def _probe_file_system(place: Path) -> tuple[bool, float]:
+    """Return if O_DIRECT is supported, and the skew of the file system's clock in seconds.
+
+    The file has no name, or loses it at once.
+    """
     with _unnamed(place, 0) as descriptor:
         os.write(descriptor, b"\0")
         skew = os.fstat(descriptor).st_mtime - time.time()
@@ -129,7 +132,7 @@ def _unnamed(place: Path, flags: int) -> Generator[int]:
         try:
             descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags, 0o600)
         finally:
-            # Some file systems make the file before they refuse the flag.
+            # Some file systems create the file before they refuse the flag.
             name.unlink(missing_ok=True)
     try:
         yield descriptor
@@ -138,7 +141,7 @@ def _unnamed(place: Path, flags: int) -> Generator[int]:
 
 
 def _kind(place: Path) -> str:
-    """The type of the file system, as the kernel calls it."""
+    """Return the type of a file system, as in /proc/self/mountinfo."""
     best, kind = "", "unknown file system"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")
@@ -148,7 +151,7 @@ def _kind(place: Path) -> str:
     return kind
 
 
-def _capacity(patient: Patient, options: Mapping[str, object]) -> int | None:
-    spec = registry().get(patient.driver or "")
+def _capacity(target: DoctorTarget, options: Mapping[str, object]) -> int | None:
+    spec = registry().get(target.driver or "")
     value = options.get(spec.capacity_option) if spec.capacity_option else None
     return parse_bytes(value) if isinstance(value, (int, str)) else None

@@ -1,4 +1,4 @@
-"""A page's round trip through a storage of an identity that nobody else has."""
+"""Round trip of pages through a storage, under an identity of the doctor's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     parse_config,
 )
-from hicache_storage.tools.doctor.drivers import wider
+from hicache_storage.tools.doctor.drivers import undeclared_capabilities
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
@@ -31,81 +31,83 @@ if TYPE_CHECKING:
     from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.doctor.finding import Finding, Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
-CLEAN_UP: Final = "nothing, it is empty; the next examination removes it (`hicache metadata drop` does, too)"
+CLEAN_UP: Final = "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
 LEFTOVER_SECONDS: Final = 1.0
-"""For what an earlier examination has left: it is free, or in use by one that runs beside this one."""
+"""Time to remove the namespace of an earlier run: it is unused, or another run uses it meanwhile."""
 QUARANTINE_SECONDS: Final = 10.0
-"""Longer than a store keeps deleted pages from being overwritten, unless it is set to more."""
+"""Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
 PAGES: Final = 4
 PAGE_SIZE: Final = 16
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 
 
-class Unusable(Exception):
-    """There are no options with which the driver could be opened; `finding` says why."""
+class UnusableOptionsError(Exception):
+    """The driver cannot be opened with the options at hand; `finding` has the reason."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.detail)
         self.finding = finding
 
 
-class _Wrong(Exception):
-    """A step of the round trip went wrong."""
+class _RoundTripError(Exception):
+    """A step of the round trip has failed."""
 
 
-def usable_options(patient: Patient) -> dict[str, object]:
-    """The driver's options with their defaults: those given, or those of a throwaway store.
+def usable_options(target: DoctorTarget) -> dict[str, object]:
+    """Return the target's options with their defaults, or those of a throwaway store.
 
     Raises:
-        Unusable: they do not fit the driver, or it is unknown, or a throwaway store would need servers.
+        UnusableOptionsError: the driver refuses its options or is unknown, or a throwaway store would need servers.
     """
-    check = f"{patient.driver}: options"
+    check = f"{target.driver}: options"
     try:
-        spec = registry().get(patient.driver or "")
+        spec = registry().get(target.driver or "")
         model = config_model(spec)
-        chosen = patient.options or trial_options(spec, patient.throwaway)
+        chosen = target.options or trial_options(spec, target.throwaway)
         if chosen is None:
             needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
-            raise Unusable(warn(check, "none given, and a throwaway store needs a server: it was not opened", needs))
+            raise UnusableOptionsError(warn(check, "none given, and a throwaway store needs a server: it was not opened", needs))
         config = parse_config(model, chosen)
     except ConfigError as error:
-        raise Unusable(fail(check, str(error), f"`hicache drivers {patient.driver}` lists the options; -c key=value")) from error
+        raise UnusableOptionsError(
+            fail(check, str(error), f"`hicache drivers {target.driver}` lists the options; -c key=value")
+        ) from error
     except DriverError as error:
-        raise Unusable(fail(check, str(error), "see above")) from error
+        raise UnusableOptionsError(fail(check, str(error), "see above")) from error
     return {name: getattr(config, name) for name in model.__struct_fields__}
 
 
-def check_options(patient: Patient) -> Iterator[Finding]:
-    """The options fit the driver."""
-    check = f"{patient.driver}: options"
+def check_options(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that the driver accepts the options."""
+    check = f"{target.driver}: options"
     try:
-        usable_options(patient)
-    except Unusable as error:
+        usable_options(target)
+    except UnusableOptionsError as error:
         yield error.finding
         return
-    given = ", ".join(f"{name}={value}" for name, value in redacted(patient.options).items())
+    given = ", ".join(f"{name}={value}" for name, value in redacted(target.options).items())
     yield ok(check, given or "none given; a throwaway store was examined")
 
 
-def check_round_trip(patient: Patient) -> Iterator[Finding]:
-    """Construct, open, ask for its health, store pages, find them, read them, remove them, close."""
-    check = f"{patient.driver}: round trip"
+def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
+    """Construct a storage, open it, query its health, set, find, get and remove pages, and close it."""
+    check = f"{target.driver}: round trip"
     try:
-        usable_options(patient)
-    except Unusable:
+        usable_options(target)
+    except UnusableOptionsError:
         return
-    spec = registry().get(patient.driver or "")
-    with _warnings() as said:
+    spec = registry().get(target.driver or "")
+    with _logged_warnings() as messages:
         try:
-            yield from _examine(check, spec, patient)
+            yield from _examine(check, spec, target)
         except DriverError as error:
             yield fail(check, f"cannot be constructed: {error}", "correct the driver or its options")
         except StorageUnavailableError as error:
             yield fail(check, f"cannot be opened: {error}", "start the store, or correct the options")
-        except _Wrong as error:
-            log = f" ({said[0]})" if said else ""
+        except _RoundTripError as error:
+            log = f" ({messages[0]})" if messages else ""
             fix = f"`hicache conformance run {spec.name}` finds the rule that it breaks, unless the store is at fault"
             yield fail(check, f"{error}{log}", fix)
         except HiCacheError as error:
@@ -116,13 +118,13 @@ def check_round_trip(patient: Patient) -> Iterator[Finding]:
             yield fail(check, f"raises {type(error).__name__}: {error}", "a fault of the driver: no call may raise it")
 
 
-def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding]:
-    options = patient.options or trial_options(spec, patient.throwaway) or {}
+def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Finding]:
+    options = target.options or trial_options(spec, target.throwaway) or {}
     storage = create_storage(
-        spec.name, _identity(), options, options=StorageOptions(deadline_seconds=patient.deadline_seconds, breaker_threshold=0)
+        spec.name, _identity(), options, options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0)
     )
     try:
-        exceeds = wider(storage.capabilities, spec.capabilities)
+        exceeds = undeclared_capabilities(storage.capabilities, spec.capabilities)
         if exceeds:
             yield fail(
                 check,
@@ -132,10 +134,10 @@ def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding
         storage.open()
         health = storage.health()
         if not health.ok:
-            yield fail(check, f"opened, and health() says: {health.detail or 'not ok'}", "start or repair the store")
+            yield fail(check, f"opened, and health() answers: {health.detail or 'not ok'}", "start or repair the store")
             return
-        if storage.capabilities.deletes or not patient.options:
-            yield from _round_trip(check, storage, patient)
+        if storage.capabilities.deletes or not target.options:
+            yield from _round_trip(check, storage, target)
         else:
             detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"
             yield warn(check, detail, f"`hicache conformance run {spec.name}` on a throwaway store")
@@ -143,18 +145,18 @@ def _examine(check: str, spec: DriverSpec, patient: Patient) -> Iterator[Finding
         storage.close()
 
 
-def _round_trip(check: str, storage: HiCacheStorage, patient: Patient) -> Iterator[Finding]:
-    trip = _Trip.through(storage)
-    # What an earlier examination has left was made with its options, which may not fit these.
+def _round_trip(check: str, storage: HiCacheStorage, target: DoctorTarget) -> Iterator[Finding]:
+    trip = _RoundTrip.prepare(storage)
+    # The namespace of an earlier run may have been created with other options, which conflict with these.
     trip.remove_namespace(LEFTOVER_SECONDS)
     try:
         milliseconds = [f"{name} {trip.time(step) * 1e3:.1f} ms" for name, step in trip.steps()]
     finally:
         left = trip.remove()
     yield ok(check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}")
-    if patient.options and not left and not trip.remove_namespace(QUARANTINE_SECONDS):
-        yield warn(check, "the namespace of this examination is still in the store: its slots are not free yet", CLEAN_UP)
-    if left and patient.options:
+    if target.options and not left and not trip.remove_namespace(QUARANTINE_SECONDS):
+        yield warn(check, "the namespace of this run is still in the store: its slots are not free yet", CLEAN_UP)
+    if left and target.options:
         yield warn(
             check, f"{left} pages are still there after delete()", f"`hicache conformance run {storage.get_stats().driver}`"
         )
@@ -163,15 +165,15 @@ def _round_trip(check: str, storage: HiCacheStorage, patient: Patient) -> Iterat
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
-    """Some pages on their way out and back."""
+class _RoundTrip:
+    """Pages to set and get, and the steps."""
 
     storage: HiCacheStorage
     pool: MHAHostPool
     keys: list[str]
 
     @classmethod
-    def through(cls, storage: HiCacheStorage) -> _Trip:
+    def prepare(cls, storage: HiCacheStorage) -> _RoundTrip:
         import torch
 
         from hicache_storage.pools import MHAHostPool
@@ -197,30 +199,30 @@ class _Trip:
     def store(self) -> None:
         answer = self.storage.batch_set_v2([self._transfer(0)])
         if answer != {"kv": [True] * PAGES}:
-            raise _Wrong(f"a set of {PAGES} pages answered {dict(answer)}")
+            raise _RoundTripError(f"a set of {PAGES} pages answered {dict(answer)}")
 
     def find(self) -> None:
         found = self.storage.batch_exists_v2(self.keys).kv_hit_pages
         if found != PAGES:
-            raise _Wrong(f"{PAGES} pages were stored, and exists finds {found}")
+            raise _RoundTripError(f"{PAGES} pages were stored, and exists finds {found}")
 
     def load(self) -> None:
         answer = self.storage.batch_get_v2([self._transfer(PAGES)])
         if answer != {"kv": [True] * PAGES}:
-            raise _Wrong(f"{PAGES} pages were stored, and a get answered {dict(answer)}")
+            raise _RoundTripError(f"{PAGES} pages were stored, and a get answered {dict(answer)}")
         for page in range(PAGES):
             sent, came = (self.pool.page_buffers([first * PAGE_SIZE])[0] for first in (page, PAGES + page))
             if list(map(bytes, sent)) != list(map(bytes, came)):
-                raise _Wrong(f"page {page} came back with other bytes")
+                raise _RoundTripError(f"page {page} was read with other bytes")
 
     def remove(self) -> int:
-        """Take the pages out of the store; how many are still there, as far as the store says."""
+        """Delete the pages, and return the number of those that still exist."""
         if self.storage.capabilities.deletes:
             self.storage.delete(self.keys)
         return sum(self.storage.batch_exists_v2([key]).kv_hit_pages for key in self.keys)
 
     def remove_namespace(self, seconds: float) -> bool:
-        """Take away what is left of the namespace itself; whether it is gone."""
+        """Remove the empty namespace, and return True if it is removed."""
         driver = innermost(self.storage)
         if not isinstance(driver, ObjectStorage):
             return True
@@ -237,22 +239,22 @@ class _Trip:
 
 
 def _identity() -> StorageIdentity:
-    # Always the same, so that what a store keeps for each identity it has seen does not grow with every diagnosis.
+    # Always the same identity: some stores keep a record of each one, which would grow with every run.
     return StorageIdentity(model="hicache-doctor", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first")
 
 
 @contextmanager
-def _warnings() -> Generator[list[str]]:
-    """What is logged as a warning meanwhile: a fault of the store is a miss, and its reason stands in the log only."""
-    said = list[str]()
+def _logged_warnings() -> Generator[list[str]]:
+    """Collect logged warnings: a fault of the store is a miss, whose reason is in the log only."""
+    messages = list[str]()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     listener, root = Listener(logging.WARNING), logging.getLogger()
     root.addHandler(listener)
     try:
-        yield said
+        yield messages
     finally:
         root.removeHandler(listener)

@@ -1,4 +1,4 @@
-"""Runs the checks in a process of their own, and goes on after one that hangs or crashes."""
+"""Supervisor of the process that runs the checks: restarts it after a check that hangs or crashes."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from hicache_storage.tools.doctor.child import Note, Task
+from hicache_storage.tools.doctor.child import CheckTask, Note
 from hicache_storage.tools.doctor.finding import Finding, fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_storage.tools.doctor.finding import Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget
 
 GRACE_SECONDS: Final = 20.0
-"""What a check may take beyond two deadlines: importing torch from a cold disk is the slowest of it."""
+"""Time that a check may take beyond two deadlines; importing torch from a cold disk is its slowest part."""
 
 
-def examine(patient: Patient, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> Iterator[Finding]:
-    """Do all checks, or those named, and yield what they find as they find it. Raises nothing for what a driver does."""
-    left = _planned(patient) if checks is None else list(checks)
-    limit = 2 * patient.deadline_seconds + grace_seconds
+def examine(target: DoctorTarget, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> Iterator[Finding]:
+    """Run all checks, or those named, and yield their findings as they come. A driver's failure raises nothing."""
+    remaining = _planned(target) if checks is None else list(checks)
+    limit = 2 * target.deadline_seconds + grace_seconds
     with tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True) as directory:
-        patient = replace(patient, throwaway=directory)
-        while left:
-            running = left[0]
-            with _Child(Task(patient, left)) as child:
+        target = replace(target, throwaway=directory)
+        while remaining:
+            running = remaining[0]
+            with _Child(CheckTask(target, remaining)) as child:
                 for note in child.notes(limit):
                     running = note.check
                     if note.finding is not None:
                         yield note.finding
                     if note.done:
-                        left.remove(note.check)
-                        running = left[0] if left else ""
-                if left:
+                        remaining.remove(note.check)
+                        running = remaining[0] if remaining else ""
+                if remaining:
                     yield child.post_mortem(running, limit)
-                    # What came after it has still to be looked at.
-                    left = left[left.index(running) + 1 :]
+                    # The checks after it have not run yet.
+                    remaining = remaining[remaining.index(running) + 1 :]
 
 
-def _planned(patient: Patient) -> list[str]:
+def _planned(target: DoctorTarget) -> list[str]:
     from hicache_storage.tools.doctor.plan import planned
 
-    return planned(patient)
+    return planned(target)
 
 
 class _Child:
-    """The process, and the pipe that its notes come through."""
+    """The process, and the pipe of its notes."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: CheckTask) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._notes, inner = os.pipe()
         self._hung = False
@@ -70,7 +70,7 @@ class _Child:
         finally:
             os.close(inner)
         assert self._process.stdin is not None
-        # A child that is gone already is noticed at its notes.
+        # A child that has ended already closes the pipe of its notes, which `notes` detects.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(task))
 
@@ -84,7 +84,7 @@ class _Child:
         self._errors.close()
 
     def notes(self, limit: float) -> Iterator[Note]:
-        """Notes until the child ends, or has had nothing to say for `limit` seconds."""
+        """Yield notes until the child ends, or sends none for `limit` seconds."""
         rest, until = b"", time.monotonic() + limit
         while True:
             readable, _, _ = select.select([self._notes], [], [], max(0.0, until - time.monotonic()))
@@ -100,7 +100,7 @@ class _Child:
                 yield msgspec.json.decode(line, type=Note)
 
     def post_mortem(self, check: str, limit: float) -> Finding:
-        """Why the child did not get further than `check`."""
+        """Describe why the child ended, or hung, in `check`."""
         if self._hung:
             fix = "see with `py-spy dump` where it waits; a dead mount or a silent server is the usual reason"
             return fail(check, f"hung for {limit:.0f} s and was ended", fix)
@@ -108,7 +108,9 @@ class _Child:
         if status < 0:
             return fail(check, f"took the process down with {signal.Signals(-status).name}", "report it to the driver's authors")
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        messages = self._errors.read().decode(errors="replace").strip().splitlines()
         return fail(
-            check, f"ended the process with status {status}: {said[-1] if said else 'no message'}", "report it to the authors"
+            check,
+            f"ended the process with status {status}: {messages[-1] if messages else 'no message'}",
+            "report it to the authors",
         )
