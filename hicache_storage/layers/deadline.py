@@ -172,7 +172,7 @@ class DeadlineLayer(MissAnsweringLayer):
             if self._workers.run(job, self._seconds, last=True):
                 job.result()
             else:
-                logger.warning("%s: a call hangs; it is closed when that comes back", type(self.inner).__name__)
+                logger.warning("%s: a call hangs; the storage is closed when it returns", type(self.inner).__name__)
         else:
             self._closed.wait(self._seconds)
         self._workers.close()

@@ -37,7 +37,7 @@ class TestMeter:
             (storage.batch_set_v2 if writes else storage.batch_get_v2)([transfer])
 
     def test_batches_are_drained(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         meter = BandwidthMeter(enabled=True)
         self.move(kit, meter, storage, pool, ["a", "b"], writes=True)
         self.move(kit, meter, storage, pool, ["a", "b", "c"], writes=True)
@@ -48,13 +48,13 @@ class TestMeter:
         assert meter.drain(writes=True) == meter.drain(writes=False) == []
 
     def test_batches_that_moved_nothing_are_none(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         meter = BandwidthMeter(enabled=True)
         self.move(kit, meter, storage, pool, ["x"], writes=False)
         assert meter.drain(writes=False) == []
 
     def test_it_can_be_switched_off(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         meter = BandwidthMeter(enabled=False)
         self.move(kit, meter, storage, pool, ["a"], writes=True)
         assert meter.drain(writes=True) == []
@@ -68,7 +68,7 @@ class TestPlaceholders:
     def test_a_placeholder_pool_is_a_host_pool_that_any_driver_serves(self, kit):
         placeholders = PlaceholderPool(layout="page_first", page_size=4, size=32)
         assert isinstance(placeholders, HostPool)
-        storage, _ = kit.dict_storage({PoolName.KV: placeholders})
+        storage, _ = kit.memory_storage({PoolName.KV: placeholders})
         transfer = kit.pool(page_size=4).transfer("kv", ["a", "b"], [0, 7])
         assert storage.batch_set_v2([transfer]) == {"kv": [True, True]}
         assert storage.batch_exists_v2(["a", "b", "c"]).kv_hit_pages == 2

@@ -13,7 +13,7 @@ from hicache_storage.hybrid import OtherRankError, ParallelConfig, PrefetchRules
 from hicache_storage.hybrid.alike import LARGEST, agreed, check_alike
 from hicache_storage.hybrid.stack.same import SAME_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
-from tests.conftest import DictStorage
+from hicache_storage.testing import MemoryStorage
 from tests.hybrid.stacks import PAGE, build, dsa_config, mamba_config
 
 
@@ -149,7 +149,7 @@ def test_stacks_of_two_kinds_are_refused():
 @pytest.mark.parametrize("late", [False, True])
 def test_no_rank_waits_for_one_that_refuses(late):
     """One rank's config is refused, where it is made or where it is looked at; its storage is closed all the same."""
-    storages = [DictStorage(configs(0).identity("m")) for _ in range(2)]
+    storages = [MemoryStorage(configs(0).identity("m")) for _ in range(2)]
 
     def config(rank):
         wrong = {"storage": STORAGE} if late else {"device_tokens": 3}
@@ -170,7 +170,7 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
     def create(driver, identity, *arguments, **options):
         if identity.tp_rank:
             raise SystemExit(1)
-        return DictStorage(identity)
+        return MemoryStorage(identity)
 
     with mock.patch("hicache_storage.hybrid.stack.storage.create_storage", create):
         found = on_ranks(lambda rank, agreement: build(configs(rank, storage=STORAGE), agreement=agreement))
@@ -181,7 +181,7 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
 def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
     def attach(rank, agreement):
         settings = configs(rank)
-        storage = DictStorage(settings.identity("m"))
+        storage = MemoryStorage(settings.identity("m"))
         if rank:
             storage.register_mem_host_pool_v2 = mock.Mock(side_effect=SystemExit(1))
         build(settings, storage=storage, agreement=agreement)

@@ -42,7 +42,7 @@ def hanging(kit):
     """A storage that hangs in `operation` until released, behind a deadline that a busy machine keeps until `hurry`."""
 
     def make(operation, **capabilities):
-        storage, pool = kit.dict_storage(capabilities=Capabilities(**capabilities))
+        storage, pool = kit.memory_storage(capabilities=Capabilities(**capabilities))
         storage.open()
         release = threading.Event()
         releases.append(release)
@@ -147,7 +147,7 @@ def test_a_delete_is_told_its_deadline(hanging):
 
 @pytest.mark.parametrize("operation", ["delete", "connect"])
 def test_whatever_hangs_ends_in_time(kit, operation):
-    storage, _pool = kit.dict_storage(capabilities=Capabilities(deletes=True, clears=True))
+    storage, _pool = kit.memory_storage(capabilities=Capabilities(deletes=True, clears=True))
     release = threading.Event()
     storage.before = lambda asked: asked == operation and release.wait(2 * PATIENCE_SECONDS)
     layer = DeadlineLayer(storage, SHORT_SECONDS)
@@ -199,18 +199,18 @@ def test_many_callers_that_do_not_hang_are_all_served(hanging):
     assert hits == [1] * len(threads)
 
 
-def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
+def test_hung_threads_are_bounded_and_end_with_their_calls(hanging):
     layer, storage, _pool, release = hanging("exist")
     before = set(threading.enumerate())
     for _ in range(MAX_HUNG_CALLS + 5):
         layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.001))
-    stuck = set(threading.enumerate()) - before
-    assert len(stuck) == MAX_HUNG_CALLS
-    eventually(lambda: storage.asked.count("exist") == MAX_HUNG_CALLS)
+    hung = set(threading.enumerate()) - before
+    assert len(hung) == MAX_HUNG_CALLS
+    eventually(lambda: storage.operations.count("exist") == MAX_HUNG_CALLS)
     release.set()
     layer.close()
-    eventually(lambda: not stuck & set(threading.enumerate()))
-    assert storage.asked.count("exist") == MAX_HUNG_CALLS
+    eventually(lambda: not hung & set(threading.enumerate()))
+    assert storage.operations.count("exist") == MAX_HUNG_CALLS
 
 
 def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
@@ -218,9 +218,9 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     hurry(layer)
     layer.batch_exists_v2(["a"])
     layer.close()
-    assert "disconnect" not in storage.asked
+    assert "disconnect" not in storage.operations
     release.set()
-    eventually(lambda: "disconnect" in storage.asked)
+    eventually(lambda: "disconnect" in storage.operations)
 
 
 def test_a_storage_is_closed_when_all_its_threads_hang(hanging):
@@ -245,7 +245,7 @@ def test_who_closes_a_hung_storage_again_waits_no_longer(hanging):
     layer.batch_exists_v2(["a"])
     for _ in range(2):
         layer.close()
-        assert "disconnect" not in storage.asked, "the call still hangs"
+        assert "disconnect" not in storage.operations, "the call still hangs"
 
 
 def test_without_need_there_is_no_thread(hanging):
@@ -271,7 +271,7 @@ def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
 
 
 def test_the_default_stack(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     layers = wrap(storage, StorageOptions())
     assert [type(layers).__name__, type(layers.inner).__name__] == ["CircuitBreakerLayer", "DeadlineLayer"]
     assert wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)) is storage

@@ -25,7 +25,7 @@ LOCKS = {
 @pytest.fixture
 def around(kit):
     """A dict in the default layers, after a fault: from then on the breaker takes its lock."""
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, deletes=True, clears=True))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, deletes=True, clears=True))
     layers = wrap(storage, StorageOptions())
     layers.register_mem_host_pool_v2(pool, "kv")
     layers.breaker.failed()

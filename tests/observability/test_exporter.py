@@ -23,7 +23,7 @@ def read(port):
 
 @pytest.fixture
 def exporter(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
     made = Exporter(storage, HOST, 0, {"model_name": "llama", "tp_rank": "1"})
     yield made
@@ -32,8 +32,8 @@ def exporter(kit):
 
 def test_prometheus_is_told_what_the_storage_counts(exporter):
     said = read(exporter.port)
-    assert 'hicache_storage_written_pages_total{driver="dict",model_name="llama",pool="kv",tp_rank="1"} 2.0' in said
-    assert 'hicache_storage_breaker_open{driver="dict",model_name="llama",tp_rank="1"} 0.0' in said
+    assert 'hicache_storage_written_pages_total{driver="memory",model_name="llama",pool="kv",tp_rank="1"} 2.0' in said
+    assert 'hicache_storage_breaker_open{driver="memory",model_name="llama",tp_rank="1"} 0.0' in said
 
 
 def test_nothing_is_left_of_it(exporter):
@@ -47,7 +47,7 @@ def test_nothing_is_left_of_it(exporter):
 
 @pytest.mark.parametrize("port", [None, 70_000])
 def test_a_port_that_cannot_be_had_is_told_and_harms_nobody(port, kit, caplog):
-    storage, _ = kit.dict_storage()
+    storage, _ = kit.memory_storage()
     with socket.socket() as taken, caplog.at_level(logging.ERROR):
         taken.bind((HOST, 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""What is published: the wheel's packages, the documents' rules, the promises of the metadata."""
+"""Published files: packages of the wheel, rules in the documents, metadata."""
 
 from __future__ import annotations
 

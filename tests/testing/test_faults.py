@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hicache_storage.layers import FaultLayer, FaultOptions, StorageOptions, wrap
+from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.spec import (
     ConfigError,
     HiCacheStorageExtraInfo,
@@ -15,6 +15,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     UnknownPoolError,
 )
+from hicache_storage.testing import FaultLayer, FaultOptions
 
 KEYS = [f"page{number}" for number in range(6)]
 PLACES = list(range(6))
@@ -25,7 +26,7 @@ def around(kit):
     """A layer around a dict that has the pages of KEYS, its pool, and the dict's storage."""
 
     def make(**options):
-        storage, _ = kit.dict_storage()
+        storage, _ = kit.memory_storage()
         layer = FaultLayer(storage, FaultOptions(**options))
         pool = kit.pool()
         layer.register_mem_host_pool_v2(pool, "kv")
@@ -33,7 +34,7 @@ def around(kit):
         for place in PLACES:
             pool.fill(place, place)
         assert storage.batch_set_v2([pool.transfer("kv", KEYS, PLACES)])["kv"] == [True] * 6
-        storage.asked.clear()
+        storage.operations.clear()
         return layer, pool, storage
 
     return make
@@ -54,14 +55,14 @@ def _calls(layer, pool, rounds=20):
 def test_without_probabilities_nothing_happens(around):
     layer, pool, _ = around()
     assert _calls(layer, pool) == [(6, [True] * 6, [True] * 6)] * 20
-    assert not layer.struck
+    assert not layer.injected
     assert not layer.capabilities.may_hang
 
 
 def test_the_same_seed_brings_the_same_faults(around):
     def answers(seed):
         layer, pool, _ = around(seed=seed, failure=0.3, partial=0.3)
-        return _calls(layer, pool), layer.struck
+        return _calls(layer, pool), layer.injected
 
     assert answers(1) == answers(1)
     assert answers(1) != answers(2)
@@ -70,8 +71,8 @@ def test_the_same_seed_brings_the_same_faults(around):
 def test_a_failure_is_a_counted_miss_and_half_of_them_have_reached_the_storage(around):
     layer, pool, storage = around(failure=1.0)
     assert _calls(layer, pool) == [(0, [False] * 6, [False] * 6)] * 20
-    assert layer.fault_count() == layer.get_stats().faults == layer.struck["failure"] == 60
-    assert 10 < len(storage.asked) < 60
+    assert layer.fault_count() == layer.get_stats().faults == layer.injected["failure"] == 60
+    assert 10 < len(storage.operations) < 60
 
 
 def test_of_a_partial_answer_every_hit_is_right(around):
@@ -88,7 +89,7 @@ def test_of_a_partial_answer_every_hit_is_right(around):
 
 def until_struck(layer):
     until = time.monotonic() + 60
-    while not layer.struck["hang"]:
+    while not layer.injected["hang"]:
         assert time.monotonic() < until
         time.sleep(0.001)
 
@@ -101,10 +102,10 @@ def test_a_hang_ends_when_told_and_is_a_miss(around):
     until_struck(layer)
     call.join(0.05)
     assert call.is_alive()
-    layer.relent()
+    layer.disable()
     call.join()
     assert answers == [False] * 6
-    assert not storage.asked
+    assert not storage.operations
     assert layer.fault_count() == 1
     assert layer.batch_get_v2([pool.transfer("kv", KEYS, PLACES)])["kv"] == [True] * 6
 
@@ -120,14 +121,14 @@ def test_closing_lets_go_what_hangs(around):
 
 
 def test_under_a_deadline_a_hang_is_a_miss_in_time(kit):
-    storage, _ = kit.dict_storage()
+    storage, _ = kit.memory_storage()
     layer = FaultLayer(storage, FaultOptions(hang=1.0))
     guarded = wrap(layer, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     guarded.register_mem_host_pool_v2(kit.pool(), "kv")
     guarded.open()
     assert guarded.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=0.05)).kv_hit_pages == 0
     assert guarded.get_stats().deadlines_missed == 1
-    layer.relent()
+    layer.disable()
     guarded.close()
 
 
@@ -140,7 +141,7 @@ def test_a_delay_eats_into_the_deadline(around):
     assert told[0] < 30.0
     assert layer.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=1e-6)).kv_hit_pages == 0
     assert len(told) == 1
-    assert layer.struck == {"delay": 2}
+    assert layer.injected == {"delay": 2}
 
 
 def test_misuse_is_told_all_the_same(around):

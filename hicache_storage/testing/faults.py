@@ -1,12 +1,13 @@
-"""Faults around any storage, drawn from a seed: for testing what stands above one, such as an engine.
+"""Fault injection into any storage, drawn from a seed: for tests of engines and of other callers.
 
 ```python
 faults = FaultLayer(create_storage("file", identity, config), FaultOptions(seed=7, failure=0.1, hang=0.01))
 ```
 
-Whatever it does a real store may do under the contract: a page is missing, a call is a miss, an answer takes long. No wrong
-page is delivered, and nothing is raised but what a clear that did not happen raises. Around a storage of `create_storage` a hang is
-seen by the engine itself; `wrap(FaultLayer(driver, ...), StorageOptions(...))` has it end at the deadline, as in production.
+A real store may do everything that is injected, under the contract: a page is missing, a call is a miss, an answer is
+late. No wrong page is delivered, and only a clear raises, as one that has failed does. Around a storage of
+`create_storage` a hang reaches the engine; in `wrap(FaultLayer(driver, ...), StorageOptions(...))` it ends at the
+deadline, as in production.
 """
 
 from __future__ import annotations
@@ -41,22 +42,25 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """How often what goes wrong. The probabilities are of each call of exists, get, set and clear, each independent of the others.
+    """Probabilities of faults in each call of exists, get, set and clear; each independent of the others.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     seed: int = 0
-    """The same calls in the same order meet the same faults."""
+    """Seed of the faults: the same calls in the same order meet the same ones."""
     delay: float = 0.0
     delay_seconds: float = 0.05
-    """Longest delay; each is between nothing and that."""
+    """Maximum of the delays, which are uniform from 0 on."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """A hang ends after this long with a miss, or when the layer is told to `relent` or closed. A clear raises then."""
+    """Time after which a hang ends with a miss, unless `disable` or `close` ends it earlier; a clear then raises."""
     failure: float = 0.0
-    """The call is a miss, and counts as a fault; a clear raises. Half of these calls have reached the storage, and only the answer is lost."""
+    """The call is a miss, and counts as a fault; a clear raises.
+
+    Half of these calls reach the storage: only the answer is lost.
+    """
     partial: float = 0.0
     """Some of the pages are answered as missing, or as not stored."""
 
@@ -69,33 +73,33 @@ class FaultOptions:
 
 
 class FaultLayer(MissAnsweringLayer):
-    """Lets calls be late, hang, fail, or move some of their pages only. Thread-safe."""
+    """A fault injector: calls are late, hang, fail, or move only some of their pages. Thread-safe."""
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:
         super().__init__(inner)
         self._options = options
         self._random = Random(options.seed)
-        self.struck: Counter[str] = Counter()
-        """Faults so far, by the names of the options."""
-        self._relented = False
+        self.injected: Counter[str] = Counter()
+        """Number of injected faults, by the names of the options."""
+        self._disabled = False
         self.begin_in_child()
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """New locks."""
+        """Replace the locks, which threads of the parent may hold."""
         self._lock = threading.Lock()
-        self._relents = threading.Event()
-        if self._relented:
-            self._relents.set()
+        self._disabling = threading.Event()
+        if self._disabled:
+            self._disabling.set()
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(self.inner.capabilities, may_hang=self.inner.capabilities.may_hang or self._options.hang > 0)
 
-    def relent(self) -> None:
-        """No more faults; what hangs goes on."""
-        self._relented = True
-        self._relents.set()
+    def disable(self) -> None:
+        """Inject no more faults, and end those that hang or delay a call."""
+        self._disabled = True
+        self._disabling.set()
 
     def batch_exists_v2(
         self,
@@ -104,11 +108,11 @@ class FaultLayer(MissAnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         check_list(keys, "keys")
-        draw = self._draw()
-        # Asking for the head of a chain is how a store answers whose later pages are gone.
-        asked = keys[: draw.random.randrange(len(keys))] if draw.partial and keys else keys
-        return self._ask(
-            draw,
+        faults = self._draw()
+        # A lookup of the head of the chain alone has the answer of a store that has lost the later pages.
+        asked = keys[: faults.random.randrange(len(keys))] if faults.partial and keys else keys
+        return self._inject(
+            faults,
             lambda info: self.inner.batch_exists_v2(asked, pool_transfers, info),
             lambda: self._misses.exists(keys, pool_transfers),
             extra_info,
@@ -117,35 +121,35 @@ class FaultLayer(MissAnsweringLayer):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        draw = self._draw()
-        answer = self._ask(
-            draw,
+        faults = self._draw()
+        answer = self._inject(
+            faults,
             lambda info: self.inner.batch_get_v2(transfers, info),
             lambda: self._misses.pages(transfers, reads=True),
             extra_info,
         )
-        return _holed(answer, draw)
+        return _with_missing_pages(answer, faults)
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        draw = self._draw()
-        answer = self._ask(
-            draw,
+        faults = self._draw()
+        answer = self._inject(
+            faults,
             lambda info: self.inner.batch_set_v2(transfers, info),
             lambda: self._misses.pages(transfers, reads=False),
             extra_info,
         )
-        return _holed(answer, draw)
+        return _with_missing_pages(answer, faults)
 
     def clear(self) -> None:
-        draw = self._draw()
+        faults = self._draw()
 
         def fail() -> None:
-            kind = StorageTimeoutError if draw.hangs else StorageUnavailableError
+            kind = StorageTimeoutError if faults.hangs else StorageUnavailableError
             raise kind("an injected fault: the pages may have been cleared, or not")
 
-        self._ask(draw, lambda _: self.inner.clear(), fail, None)
+        self._inject(faults, lambda _: self.inner.clear(), fail, None)
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -155,80 +159,80 @@ class FaultLayer(MissAnsweringLayer):
         return super().fault_count() + self._failed
 
     def close(self) -> None:
-        self.relent()
+        self.disable()
         super().close()
 
     @property
     def _failed(self) -> int:
-        return self.struck["failure"] + self.struck["hang"]
+        return self.injected["failure"] + self.injected["hang"]
 
-    def _draw(self) -> _Draw:
+    def _draw(self) -> _CallFaults:
         options = self._options
         with self._lock:
-            # Always as many numbers, so that one probability does not decide what the others draw.
+            # Always the same number of draws, so that one probability does not change the faults of the others.
             late, hangs, fails, holes = (self._random.random() for _ in range(4))
             seconds, lost, seed = self._random.random(), self._random.random() < 0.5, self._random.getrandbits(32)
-            if self._relents.is_set():
-                return _Draw(Random(seed))
-            draw = _Draw(
+            if self._disabling.is_set():
+                return _CallFaults(Random(seed))
+            faults = _CallFaults(
                 Random(seed),
                 delay_seconds=options.delay_seconds * seconds if late < options.delay else 0.0,
                 hangs=hangs < options.hang,
                 fails=fails < options.failure,
-                answers=lost,
+                reaches_storage=lost,
                 partial=holes < options.partial,
             )
-            names = {"delay": draw.delay_seconds > 0, "hang": draw.hangs, "failure": draw.fails and not draw.hangs}
-            self.struck.update(name for name, struck in {**names, "partial": draw.partial}.items() if struck)
-        return draw
+            names = {"delay": faults.delay_seconds > 0, "hang": faults.hangs, "failure": faults.fails and not faults.hangs}
+            self.injected.update(name for name, is_injected in {**names, "partial": faults.partial}.items() if is_injected)
+        return faults
 
-    def _ask(
+    def _inject(
         self,
-        draw: _Draw,
+        faults: _CallFaults,
         ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
         miss: Callable[[], AnswerT],
         info: HiCacheStorageExtraInfo | None,
     ) -> AnswerT:
         began = time.monotonic()
-        if draw.hangs:
-            self._relents.wait(self._options.hang_seconds)
+        if faults.hangs:
+            self._disabling.wait(self._options.hang_seconds)
             note_fault()
             return miss()
-        if draw.delay_seconds:
-            self._relents.wait(draw.delay_seconds)
+        if faults.delay_seconds:
+            self._disabling.wait(faults.delay_seconds)
             if info is not None and info.deadline_seconds is not None:
                 left = info.deadline_seconds - (time.monotonic() - began)
                 if left <= 0:
                     return miss()
                 info = replace(info, deadline_seconds=left)
-        if not draw.fails:
+        if not faults.fails:
             return ask(info)
         note_fault()
-        if draw.answers:
+        if faults.reaches_storage:
             ask(info)
         return miss()
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
-    """What one call meets."""
+class _CallFaults:
+    """Faults of one call."""
 
     random: Random
     delay_seconds: float = 0.0
     hangs: bool = False
     fails: bool = False
-    answers: bool = False
-    """Of a call that fails: the storage is asked all the same."""
+    reaches_storage: bool = False
+    """True if a failing call reaches the storage."""
     partial: bool = False
 
 
-def _holed(answer: dict[PoolName, list[bool]], draw: _Draw) -> dict[PoolName, list[bool]]:
-    """The answer with some pages denied, one at least where there are any."""
+def _with_missing_pages(answer: dict[PoolName, list[bool]], faults: _CallFaults) -> dict[PoolName, list[bool]]:
+    """Replace answers of some pages by `False`, at least of one."""
     total = sum(map(len, answer.values()))
-    if not draw.partial or not total:
+    if not faults.partial or not total:
         return answer
-    denied = set(draw.random.sample(range(total), draw.random.randint(1, total)))
+    missing = set(faults.random.sample(range(total), faults.random.randint(1, total)))
     places = iter(range(total))
     return {
-        pool: [ok and place not in denied for ok, place in zip(pages, places, strict=False)] for pool, pages in answer.items()
+        pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)] for pool, pages in answer.items()
     }
