@@ -209,7 +209,7 @@ def report(results: Results) -> str:
 
 
 def profile(cluster: DevCluster, subject: str) -> None:
-    """Where the time of our side goes, in Python."""
+    """Profile of our side, in Python."""
     ours, keys = Ours(cluster, subject), fresh_keys(BATCH[subject])
     ours.put(fresh_keys(BATCH[subject]))
     profiler = cProfile.Profile()

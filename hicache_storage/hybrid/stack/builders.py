@@ -20,7 +20,7 @@ from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.spec import ConfigError, PoolName
 from hicache_storage.transfer import CudaDevice, CudaStream, StreamSimulator
-from hicache_storage.transfer.cuda import cuda_device
+from hicache_storage.transfer.cuda.device import cuda_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

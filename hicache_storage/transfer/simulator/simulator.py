@@ -1,4 +1,4 @@
-"""The simulator: makes streams and events, and judges what nothing orders."""
+"""Stream simulator: streams and events on the CPU, with a race detector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from random import Random
 from typing import TYPE_CHECKING, Self
 
-from hicache_storage.transfer.rows import rows_of
+from hicache_storage.transfer.regions.rows import rows_of
 from hicache_storage.transfer.simulator.clocks import HOST, Clock
 from hicache_storage.transfer.simulator.operations import Copy, Gather, Move, Place, Scatter, Wait
 from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.runs import RowRuns
-    from hicache_storage.transfer.simulator.operations import Operation
+    from hicache_storage.transfer.regions.runs import RowRuns
+    from hicache_storage.transfer.simulator.operations import StreamOperation
     from hicache_storage.transfer.streams import Event, Stream
 
 PAUSE_SECONDS = 0.001
 MAX_WAIT_SECONDS = 120.0
 """Limit of a wait: what a test enqueues takes a small part of it."""
 POISON = 0xA5
-"""What every byte of new scratch memory is, so that reading what nobody wrote shows."""
+"""Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Hold:
     runs: Sequence[tuple[int, int]]
     seconds: float
     expired: bool = False
-    """Whether it was given up before it was released."""
+    """True if the time limit has passed before the release."""
     _over: threading.Event = field(default_factory=threading.Event)
 
     def release(self) -> None:
@@ -48,7 +48,7 @@ class Hold:
         self._over.set()
 
     def concerns(self, runs: Sequence[tuple[int, int]]) -> bool:
-        """Whether one of the ranges is among those held."""
+        """Return True if one of the ranges overlaps those held."""
         return any(start < other_end and other < end for start, end in self.runs for other, other_end in runs)
 
     def wait(self) -> None:
@@ -66,7 +66,7 @@ class StreamSimulator:
     the same bytes, one of them writing, that neither a stream's order nor an event nor a wait of the host puts in order.
     It depends on what was enqueued, in which order, and not on when it ran.
 
-    The host is one actor: whoever calls from several threads has to put those calls in order.
+    The host is one actor: calls from several threads have to be ordered by the caller.
 
     Args:
         seed: of pauses and pieces.
@@ -77,8 +77,9 @@ class StreamSimulator:
     def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True) -> None:
         self.moves_rows = moves_rows
         self.races: list[Race] = []
-        """What was found so far, in the order in which it was enqueued."""
-        self._seed, self._pause_seconds = seed, pause_seconds
+        """Races found so far, in the order of enqueueing."""
+        self._seed = seed
+        self._pause_seconds = pause_seconds
         self._lock = threading.Lock()
         self._host = Clock()
         self._shadow = ShadowMemory()
@@ -115,7 +116,7 @@ class StreamSimulator:
         return memory
 
     def is_locked(self, memory: torch.Tensor) -> bool:
-        """Always: no copy is made by who enqueues it."""
+        """Return True: copies never run in the enqueueing thread."""
         return True
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,7 @@ class StreamSimulator:
         self,
         stream: SimulatedStream,
         what: str,
-        operation: Callable[[float, Callable[[], None]], Operation],
+        operation: Callable[[float, Callable[[], None]], StreamOperation],
         *,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
@@ -251,11 +252,13 @@ class SimulatedStream:
     """A queue and the thread that runs it. Made by `StreamSimulator.stream`."""
 
     def __init__(self, simulator: StreamSimulator, name: str, actor: int, random: Random) -> None:
-        self.name, self.actor = name, actor
+        self.name = name
+        self.actor = actor
         self.clock = Clock()
-        """What is ordered before whatever is enqueued next; guarded by the simulator's lock."""
-        self._simulator, self._random = simulator, random
-        self._queue = SimpleQueue[tuple["Operation | None", Place]]()
+        """Clock of the next operation; guarded by the simulator's lock."""
+        self._simulator = simulator
+        self._random = random
+        self._queue = SimpleQueue[tuple["StreamOperation | None", Place]]()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=f"stream-{name}", daemon=True)
         self._thread.start()
@@ -296,7 +299,7 @@ class SimulatedStream:
         event.record(self)
         event.synchronize()
 
-    def enqueue(self, operation: Operation | None) -> Place:
+    def enqueue(self, operation: StreamOperation | None) -> Place:
         """Run an operation behind all others, or none; the place behind it."""
         place = Place()
         self._queue.put((operation, place))
@@ -329,7 +332,7 @@ class SimulatedEvent:
         self.place: Place | None = None
         """None where it was never recorded."""
         self.clock = Clock()
-        """What is ordered before the place."""
+        """Clock at the position."""
 
     def record(self, stream: Stream) -> None:
         if not isinstance(stream, SimulatedStream):

@@ -11,15 +11,15 @@ import torch
 
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.cuda_runtime import copy_rows, copy_with_gaps, is_capturing, mapped_tensor
-from hicache_storage.transfer.rows import gather_rows, scatter_rows
+from hicache_storage.transfer.cuda.runtime import copy_rows, copy_with_gaps, is_capturing, mapped_tensor
+from hicache_storage.transfer.regions.rows import gather_rows, scatter_rows
 from hicache_storage.transfer.streams import Rows, StreamFailedError
 from hicache_storage.transfer.uploads import UploadBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.runs import RowRuns
+    from hicache_storage.transfer.regions.runs import RowRuns
     from hicache_storage.transfer.streams import Event, Stream
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class CudaStream:
     def move_rows(
         self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
     ) -> None:
-        from hicache_storage.transfer.row_kernel import launch
+        from hicache_storage.transfer.cuda.row_kernel import launch
 
         with torch.cuda.stream(self.native):
             launch(destination, destination_rows.device, source, source_rows.device, self._copy_blocks)
@@ -166,7 +166,7 @@ class CudaDevice:
 
     @property
     def moves_rows(self) -> bool:
-        """Whether Triton is there and can compile for this device; tried once, which takes a second or two."""
+        """Check that Triton is installed and compiles for this device; tried once, which takes a second or two."""
         if self._moves_rows is None:
             self._moves_rows = self._compiles()
         return self._moves_rows
@@ -175,7 +175,7 @@ class CudaDevice:
         if importlib.util.find_spec("triton") is None:
             return False
         try:
-            from hicache_storage.transfer.row_kernel import launch
+            from hicache_storage.transfer.cuda.row_kernel import launch
 
             rows, memory = torch.zeros(1, dtype=torch.int64, device=self._device), torch.zeros(2, 8, device=self._device)
             with torch.cuda.device(self._device):
@@ -202,7 +202,7 @@ class CudaDevice:
                 "or the backend 'direct', which needs none"
             ) from error
         for native in (_cuda(stream).native for stream in streams):
-            # Whoever had this memory before may still use it, on the stream that is the current one here.
+            # A former owner of this memory may still use it, on the current stream.
             native.wait_stream(torch.cuda.current_stream(self._device))
             memory.record_stream(native)
         return memory

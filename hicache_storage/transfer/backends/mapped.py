@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import in_order, named_pages
+from hicache_storage.transfer.regions.runs import in_order, named_pages
 from hicache_storage.transfer.uploads import prepare_uploads
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.runs import PageMoves
-    from hicache_storage.transfer.staging import StagedPair
+    from hicache_storage.transfer.backends.staging import StagedPair
+    from hicache_storage.transfer.regions.runs import PageMoves
     from hicache_storage.transfer.streams import Rows, Stream
 
 

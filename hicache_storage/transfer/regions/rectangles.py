@@ -36,7 +36,7 @@ class Axis(NamedTuple):
 
 
 def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rectangle]:
-    """What a copy between two tensors of one shape and element type consists of; one rectangle where that is possible."""
+    """Split a copy between two tensors of one shape and element type into rectangles; one, if possible."""
     axes = common_axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:

@@ -1,21 +1,21 @@
-"""How the copies of a transfer are made: what an I/O backend is, and which there are."""
+"""I/O backends: implementations of the copies of a transfer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.direct import DirectCopies
-from hicache_storage.transfer.gathered import GatheredCopies
-from hicache_storage.transfer.mapped import MappedCopies
+from hicache_storage.transfer.backends.direct import DirectCopies
+from hicache_storage.transfer.backends.gathered import GatheredCopies
+from hicache_storage.transfer.backends.mapped import MappedCopies
+from hicache_storage.transfer.backends.staging import StagedPair
 from hicache_storage.transfer.pages import LaidOutPages
-from hicache_storage.transfer.staging import StagedPair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache_storage.transfer.pages import LayeredPages
-    from hicache_storage.transfer.runs import PageMoves
+    from hicache_storage.transfer.regions.runs import PageMoves
     from hicache_storage.transfer.streams import Device, Stream
 
 Backend = Literal["direct", "kernel", "mapped"]
@@ -55,7 +55,7 @@ def page_copies(
         streams: of write-backs and of loads.
 
     Raises:
-        InvalidTransferError: there is none of that name, or it does not know the layout of these host pages.
+        InvalidTransferError: no backend has that name, or it does not support the layout of these host pages.
         InvalidPoolError: it needs host memory that kernels can reach, and this is not; or the device has no memory for staging.
     """
     if backend not in BACKENDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.runs import RowRuns, named_pages
+from hicache_storage.transfer.regions.runs import RowRuns, named_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.transfer.pages import LayeredPages
-    from hicache_storage.transfer.runs import PageMoves
+    from hicache_storage.transfer.regions.runs import PageMoves
     from hicache_storage.transfer.streams import Stream
 
 
@@ -25,7 +25,8 @@ class DirectCopies:
     """
 
     def __init__(self, device_pages: LayeredPages, host_pages: LayeredPages) -> None:
-        self._device_pages, self._host_pages = device_pages, host_pages
+        self._device_pages = device_pages
+        self._host_pages = host_pages
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
         rows, name = RowRuns(moves.device, moves.host), named_pages("device", moves.device)

@@ -1,4 +1,4 @@
-"""Which slots of a host pool are in use."""
+"""Slot allocator of a host pool."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SlotAllocator:
         return self._free * self.page_size
 
     def clear(self) -> None:
-        """Take back all slots, whoever has them."""
+        """Free all slots, also those in use."""
         with self._lock:
             self._reset()
 

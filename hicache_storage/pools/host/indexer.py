@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from hicache_storage.pools.arguments import check_counts, check_layout, check_quantization, check_size, index_page_bytes
-from hicache_storage.pools.base import HostPoolBase
+from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
 
@@ -59,7 +59,9 @@ class IndexerHostPool(HostPoolBase):
         check_counts(layer_num=layer_num)
         check_quantization(index_head_dim, quant_block_size)
         check_layout(layout, self.LAYOUTS)
-        self.layer_num, self.index_head_dim, self.quant_block_size = layer_num, index_head_dim, quant_block_size
+        self.layer_num = layer_num
+        self.index_head_dim = index_head_dim
+        self.quant_block_size = quant_block_size
         self.page_stride = index_page_bytes(page_size, index_head_dim, quant_block_size)
         pages, by_layer = size // page_size, layout == "layer_first"
         shape = (layer_num, pages, self.page_stride) if by_layer else (pages, layer_num, 1, self.page_stride)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hicache_storage.pools.arguments import check_counts, check_layout, check_size, dtype_name
-from hicache_storage.pools.base import HostPoolBase
+from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
@@ -67,8 +67,11 @@ class MHAHostPool(HostPoolBase):
         check_counts(layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim)
         check_layout(layout, self.LAYOUTS)
         name = dtype_name(dtype)
-        self.dtype, self.layer_num, self.head_num = dtype, layer_num, head_num
-        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.dtype = dtype
+        self.layer_num = layer_num
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
 
         k_shape, v_shape = (
             _shape(layout, size // page_size, page_size, layer_num, head_num, dim) for dim in (head_dim, v_head_dim)

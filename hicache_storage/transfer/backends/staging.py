@@ -36,8 +36,9 @@ class Staging:
     def __init__(self, device: Device, filler: Stream, buffers: Sequence[LaidOutPages]) -> None:
         self.filler = filler
         self.pages = buffers[0].page_num
-        """How many pages a buffer takes."""
-        self._device, self._buffers = device, tuple(buffers)
+        """Pages that fit into a buffer."""
+        self._device = device
+        self._buffers = tuple(buffers)
         # One that was never recorded is complete, as the buffer is free.
         self._drained = [device.event() for _ in buffers]
         self._turn = 0

@@ -55,7 +55,7 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _holds(tensor: torch.Tensor, word: int) -> bool:
-    """Whether a tensor is made of whole, aligned words of so many bytes along its last axis."""
+    """Return True if the last axis of a tensor consists of whole, aligned words of some bytes."""
     size = tensor.element_size()
     if size == word:
         return True

@@ -1,4 +1,4 @@
-"""What of CUDA torch does not offer: asynchronous copies between memories with gaps, and mapped host memory."""
+"""CUDA functions that torch lacks: asynchronous strided copies, and mapped host memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils.dlpack import from_dlpack
 
 from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import InvalidPoolError
-from hicache_storage.transfer.pieces import pieces_of
-from hicache_storage.transfer.rectangles import rectangles
+from hicache_storage.transfer.regions.pieces import pieces_of
+from hicache_storage.transfer.regions.rectangles import rectangles
 from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hicache_storage.transfer.rectangles import Rectangle
-    from hicache_storage.transfer.runs import RowRuns
+    from hicache_storage.transfer.regions.rectangles import Rectangle
+    from hicache_storage.transfer.regions.runs import RowRuns
 
 FEW_CALLS: Final = 8
 """Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a batch as its rows."""
@@ -139,7 +139,9 @@ def relabelled(memory: torch.Tensor, address: int, device_type: int, device_id: 
     """
     capsule = cast("object", memory.__dlpack__())
     lent = _Lent.from_address(_capsule_pointer(capsule, b"dltensor"))
-    lent.data, lent.device_type, lent.device_id = address, device_type, device_id
+    lent.data = address
+    lent.device_type = device_type
+    lent.device_id = device_id
     return from_dlpack(capsule)
 
 
@@ -151,19 +153,21 @@ class _Lent(ctypes.Structure):
 
 def _capsule_pointer(capsule: object, name: bytes) -> int:
     function = ctypes.pythonapi.PyCapsule_GetPointer
-    function.argtypes, function.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    function.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    function.restype = ctypes.c_void_p
     return int(function(capsule, name))
 
 
 @functools.cache
 def _host_get_device_pointer() -> Callable[..., int]:
     function = cuda_runtime().cudaHostGetDevicePointer
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint), ctypes.c_int
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    function.restype = ctypes.c_int
     return function
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether what is enqueued on a stream goes into a graph."""
+    """Return True while a stream is captured into a graph."""
     status = ctypes.c_int()
     error = _stream_is_capturing()(stream, ctypes.byref(status))
     if error:
@@ -174,7 +178,8 @@ def is_capturing(stream: int) -> bool:
 @functools.cache
 def _stream_is_capturing() -> Callable[..., int]:
     function = cuda_runtime().cudaStreamIsCapturing
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    function.restype = ctypes.c_int
     return function
 
 
@@ -190,7 +195,8 @@ def _memcpy() -> Callable[..., int]:
 def _memcpy_2d() -> Callable[..., int]:
     function = cuda_runtime().cudaMemcpy2DAsync
     sizes = (ctypes.c_void_p, ctypes.c_size_t) * 2 + (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-    function.argtypes, function.restype = sizes, ctypes.c_int
+    function.argtypes = sizes
+    function.restype = ctypes.c_int
     return function
 
 

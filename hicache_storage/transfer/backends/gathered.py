@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.runs import RowRuns, in_order, named_pages
-from hicache_storage.transfer.staging import Staging
+from hicache_storage.transfer.backends.staging import Staging
+from hicache_storage.transfer.regions.runs import RowRuns, in_order, named_pages
 from hicache_storage.transfer.uploads import prepare_uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hicache_storage.transfer.backends.staging import StagedPair
     from hicache_storage.transfer.pages import LaidOutPages
-    from hicache_storage.transfer.runs import PageMoves
-    from hicache_storage.transfer.staging import StagedPair
+    from hicache_storage.transfer.regions.runs import PageMoves
     from hicache_storage.transfer.streams import Rows, Stream
 
 
@@ -44,8 +44,10 @@ class GatheredCopies:
     """
 
     def __init__(self, pair: StagedPair) -> None:
-        self._device_pages, self._host_pages = pair.device_pages, pair.host_pages
-        self._device, self._staging_bytes = pair.device, pair.staging_bytes
+        self._device_pages = pair.device_pages
+        self._host_pages = pair.host_pages
+        self._device = pair.device
+        self._staging_bytes = pair.staging_bytes
         out, into = pair.streams
         self._out = self._staging("gather", out, pair.host_pages.layer_num)
         self._in = self._staging("stage", into, 1)

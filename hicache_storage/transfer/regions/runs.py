@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.pieces import Pieces
-
 
 class PageMoves(NamedTuple):
     """The pages of a transfer: the i-th device page from or to the i-th host page."""
@@ -21,12 +19,23 @@ class PageMoves(NamedTuple):
     """The same of host pages, as many."""
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Adjacent rows that go to adjacent rows, given by the first row on either side."""
 
     source: int
     destination: int
     rows: int
+
+
+class Pieces(NamedTuple):
+    """Contiguous copies: int64 on the CPU, as many numbers in each."""
+
+    destinations: torch.Tensor
+    """Offsets in the destination, in bytes."""
+    sources: torch.Tensor
+    """Offsets in the source, in bytes."""
+    sizes: torch.Tensor
+    """Lengths, in bytes."""
 
 
 class RowRuns:
@@ -45,7 +54,7 @@ class RowRuns:
         self.lengths = self.starts.diff(append=self.starts.new_full((1,), len(order)))
         """int64: rows of each run."""
         self.pieces: dict[object, Pieces] = {}
-        """What `pieces_of` made of these rows: every layer of a pool asks for the same."""
+        """Cached results of `pieces_of`: every layer of a pool has the same rows."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -55,11 +64,11 @@ class RowRuns:
     def run_num(self) -> int:
         return len(self.starts)
 
-    def runs(self) -> Iterator[Run]:
-        """The runs one by one, for those who have few."""
+    def runs(self) -> Iterator[RowRun]:
+        """Yield the runs one by one; for few runs."""
         firsts = (cast("list[int]", numbers[self.starts].tolist()) for numbers in (self.sources, self.destinations))
         lengths = cast("list[int]", self.lengths.tolist())
-        return (Run(*run) for run in zip(*firsts, lengths, strict=True))
+        return (RowRun(*run) for run in zip(*firsts, lengths, strict=True))
 
 
 def in_order(moves: PageMoves) -> PageMoves:

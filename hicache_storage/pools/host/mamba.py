@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hicache_storage.pools.arguments import check_counts, check_layout, check_size, check_state_shapes, dtype_name
-from hicache_storage.pools.base import HostPoolBase
+from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ class MambaHostPool(HostPoolBase):
         name = f"{dtype_name(temporal_dtype, 'temporal_dtype')}+{dtype_name(conv_dtype, 'conv_dtype')}"
         check_state_shapes(temporal_shape, conv_shapes)
         self.layer_num = layer_num
-        self.temporal_shape, self.conv_shapes = tuple(temporal_shape), tuple(map(tuple, conv_shapes))
-        self.temporal_dtype, self.conv_dtype = temporal_dtype, conv_dtype
+        self.temporal_shape = tuple(temporal_shape)
+        self.conv_shapes = tuple(map(tuple, conv_shapes))
+        self.temporal_dtype = temporal_dtype
+        self.conv_dtype = conv_dtype
 
         by_layer = layout == "layer_first"
         leading = (layer_num, size) if by_layer else (size, layer_num, 1)

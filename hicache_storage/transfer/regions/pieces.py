@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_storage.transfer.rectangles import common_axes
+from hicache_storage.transfer.regions.rectangles import common_axes
+from hicache_storage.transfer.regions.runs import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from hicache_storage.transfer.rectangles import Axis
-    from hicache_storage.transfer.runs import RowRuns
-
-
-class Pieces(NamedTuple):
-    """Contiguous copies: int64 on the CPU, as many numbers in each."""
-
-    destinations: torch.Tensor
-    """Bytes from the first of the destination on."""
-    sources: torch.Tensor
-    """The same of the source."""
-    sizes: torch.Tensor
-    """Bytes of each."""
+    from hicache_storage.transfer.regions.rectangles import Axis
+    from hicache_storage.transfer.regions.runs import RowRuns
 
 
 class RowShape(NamedTuple):
@@ -41,7 +31,7 @@ class RowShape(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """Whether adjacent rows are one piece on both sides."""
+        """Return True if adjacent rows are contiguous on both sides."""
         return not self.axes and self.width == self.pitch == self.source_pitch
 
 

@@ -1,4 +1,4 @@
-"""What all host pools of the SDK share: geometry, slots, and pages as buffers, pointers or tensors."""
+"""Base class of the SDK's host pools: geometry, slots, and pages as buffers, pointers or tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hicache_storage.pools.arguments import check_size
+from hicache_storage.pools.host.slots import SlotAllocator
 from hicache_storage.pools.memory import byte_view
-from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PageGeometry
 
 if TYPE_CHECKING:
@@ -67,11 +67,14 @@ class HostPoolBase:
             flat_dtype: element type of flat pages.
         """
         check_size(size, page_size)
-        self.layout, self.size, self.page_size = layout, size, page_size
+        self.layout = layout
+        self.size = size
+        self.page_size = page_size
         self.page_num = size // page_size
         self.buffers = tuple(buffers)
         self.flat_dtype = flat_dtype
-        self._page_axis, self._rows_per_page = page_axis, rows_per_page
+        self._page_axis = page_axis
+        self._rows_per_page = rows_per_page
         filled = [column for column in columns if column.numel()]
         if not filled:
             raise InvalidPoolError("a page has no bytes; pass at least one shape without a zero")

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from hicache_storage.spec import InvalidPoolError
-from hicache_storage.transfer.pieces import row_shape
-from hicache_storage.transfer.rows import as_words
+from hicache_storage.transfer.regions.pieces import row_shape
+from hicache_storage.transfer.regions.rows import as_words
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hicache_storage.pools.arguments import check_counts, check_layout, check_size, dtype_name
-from hicache_storage.pools.base import HostPoolBase
+from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class MLAHostPool(HostPoolBase):
         check_counts(layer_num=layer_num, kv_cache_dim=kv_cache_dim)
         check_layout(layout, self.LAYOUTS)
         name = dtype_name(dtype)
-        self.dtype, self.layer_num, self.kv_cache_dim = dtype, layer_num, kv_cache_dim
+        self.dtype = dtype
+        self.layer_num = layer_num
+        self.kv_cache_dim = kv_cache_dim
         shape = {
             "layer_first": (layer_num, size, 1, kv_cache_dim),
             "page_first": (size, layer_num, 1, kv_cache_dim),
