@@ -1,4 +1,4 @@
-"""What a driver is asked: batches of lookups, reads and writes, one batch for each namespace."""
+"""Arguments of drivers: batches of lookups, reads and writes, one batch for each namespace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call:
         request_id: str | None = None,
         cancellation: CancellationToken | None = None,
     ) -> None:
-        # As good as none: nothing of Python can wait as long.
+        # Longer than any lock of Python can wait: as good as no deadline.
         self._deadline = None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
         self._cancellation = cancellation
         self.prefix_keys = prefix_keys
@@ -91,14 +91,14 @@ class ObjectRead:
         self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
         """To be filled or replaced with the 64 bytes that were stored with the page."""
         self.damaged = False
-        """Something was there and it was not the page; set by `verify()`, or by a driver that sees it by itself."""
+        """True if the stored bytes are not the page; set by `verify()`, or by a driver that detects it itself."""
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
-        """A read into memory of its own, of a page that nobody asks for: to look at it once more."""
+        """Make a read into a buffer of its own, to verify a stored page again without a caller's memory."""
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
 
@@ -106,7 +106,7 @@ class ObjectRead:
     def buffers(self) -> list[memoryview]:
         """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`.
 
-        They may be made when they are first asked for, which a driver does in one thread, once it knows where the page is.
+        They may be created on first access, which a driver makes in one thread, once it knows where the page is.
         """
         if callable(self._buffers):
             self._buffers = self._buffers()
@@ -139,7 +139,7 @@ class ObjectRead:
         return True
 
     def verify(self, computed: int | None = None) -> bool:
-        """Whether what was read is the page that was asked for: length, identity, key and checksum (rule GET-5).
+        """Check length, identity, key and checksum of the read page; return True if they fit (rule GET-5).
 
         Args:
             computed: the checksum of the buffers, where the driver has computed it piece by piece while reading.
@@ -154,12 +154,13 @@ class ObjectRead:
 
     @property
     def verifies_checksum(self) -> bool:
-        """Whether `verify()` compares it; if not, nobody needs to compute one."""
+        """True if `verify()` compares checksums; otherwise none needs to be computed."""
         return self._verifies_checksum
 
     def retract(self) -> None:
-        """Forget the verdict: what was read was not the object's present copy, and the parts are filled from that."""
-        self._verdict, self.damaged = None, False
+        """Forget the verdict, before the parts are filled again from a newer copy of the object."""
+        self._verdict = None
+        self.damaged = False
 
 
 class ObjectWrite:
@@ -173,9 +174,9 @@ class ObjectWrite:
         self.buffers = buffers
         """The page's components."""
         self.replaces = replaces
-        """An object of this key may be there and is damaged: this one takes its place."""
+        """True if an object of this key may exist and is damaged: this one replaces it."""
         self.existed = False
-        """The object was there already, whole, and nothing was written; set by drivers that find that out themselves."""
+        """True if the whole object existed and nothing was written; set by drivers that detect it themselves."""
         self._envelope: bytes | None = None
 
     @property

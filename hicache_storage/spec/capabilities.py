@@ -59,14 +59,14 @@ class Capabilities:
     """Calls leave the machine, so that round trips count (rule EX-10)."""
     hung_reads: HungReads = HungReads.WAIT
     may_hang: bool = True
-    """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 60 us a call).
+    """A call may hang while the store does not respond, so that a deadline needs a thread (about 60 us a call).
 
-    False for what needs no device: memory. A local disk may stall as well as a network.
+    False for storage in memory alone. A local disk may stall as well as a network.
     """
     lookup_seconds: float | None = None
-    """Longest time that an exists of an open storage takes, whatever the store does, by limits that the driver itself keeps.
+    """Limit of the time of an exists of an open storage, kept by the driver itself, whatever the store does.
 
-    It needs no thread where the deadline is not shorter. None where it may hang.
+    Such an exists needs no thread, unless the deadline is shorter. None if it may hang.
     """
     device_memory: bool = False
     """Host pools may lie in device memory."""

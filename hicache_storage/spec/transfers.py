@@ -1,4 +1,4 @@
-"""What is asked of a storage and what it answers: pools, transfers, results."""
+"""Arguments and results of a storage's calls: pool names, transfers, hits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PoolName.DRAFT = PoolName("draft")
 
 
 class PoolHitPolicy(StrEnum):
-    """Which pages of a pool must exist for a prefix of p pages to be restorable."""
+    """Pages of a pool that must exist for a prefix of p pages to be restorable."""
 
     ALL_PAGES = "all_pages"
     """Pages [0, p) (rule EX-2)."""
@@ -78,7 +78,7 @@ class PoolTransfer:
     `keys[i]` names the page whose slots are `host_indices[i * page_size : (i + 1) * page_size]`.
 
     Raises:
-        InvalidTransferError: a pool's name, the policy or the geometry of its blocks is none.
+        InvalidTransferError: a pool's name, the policy or the geometry of its blocks is invalid.
     """
 
     name: PoolName
@@ -128,7 +128,7 @@ class PoolTransferResult:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheStorageExtraInfo:
-    """What the caller knows beyond the keys.
+    """Optional information of a call: prefix keys, deadline, request id, cancellation.
 
     Raises:
         InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by the call.

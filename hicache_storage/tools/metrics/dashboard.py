@@ -1,4 +1,4 @@
-"""A dashboard for Grafana: what matters first, then a panel for every declared metric."""
+"""A dashboard for Grafana: an overview, then a panel for every metric."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Panel:
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it."""
+    """Render the dashboard as JSON for import into Grafana."""
     panels, y = list[dict[str, object]](), 0
     sections = {"Overview": _overview()} | {
         ROWS[component]: [_panel(metric) for metric in v.metrics_of(component).values()] for component in v.COMPONENTS
@@ -70,7 +70,7 @@ def dashboard() -> str:
 
 
 def _overview() -> list[Panel]:
-    """What tells whether the cache is of use, and whether something is wrong."""
+    """Panels of the cache's benefit, and of failures."""
     by = ("driver", "pool")
     used, every = now(v.SLOTS, JOB, 'state!="free"', by=("scope",)), now(v.SLOTS, JOB, by=("scope",))
     full = f"topk(5, {used} / {every})"
@@ -104,7 +104,7 @@ def _overview() -> list[Panel]:
 
 
 def _panel(metric: Metric) -> Panel:
-    """The plain graph of one metric."""
+    """Make the panel of one metric."""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or "{{instance}}"
     by = metric.labels or ("instance",)
     title = metric.family.removeprefix("hicache_").replace("_", " ")
@@ -141,7 +141,7 @@ def _place(y: int, x: int, width: int, height: int) -> dict[str, int]:
 
 
 def _variables() -> list[dict[str, object]]:
-    """The data source, and which scrape jobs are shown."""
+    """Return the variables of the dashboard: data source, and scrape jobs."""
     jobs = 'label_values({__name__=~"hicache_.+"}, job)'
     return [
         {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"},
