@@ -74,7 +74,7 @@ class NamedStreams:
 
 @dataclass
 class Setup:
-    """Where copies run, and how many bytes each moves."""
+    """A device for copies, and the bytes of each copy."""
 
     place: str
     device: Device
@@ -178,7 +178,7 @@ def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
 
 
 def compute_layers(setup: Setup, seconds: float) -> Callable[[], None]:
-    """What enqueues the compute of one layer: products of matrices that take about so long."""
+    """Return a function that enqueues the compute of one layer: matrix products of about that duration."""
     if setup.place != "cuda":
         memory = torch.zeros(1 << 16)
         return partial(setup.compute.copy, memory, memory.clone(), "compute")

@@ -1,4 +1,4 @@
-"""What enqueueing a transfer costs the scheduler's thread, with CUDA calls replaced by no-ops: no GPU is needed.
+"""Cost of enqueueing a transfer in the scheduler's thread, with CUDA calls replaced by no-ops: no GPU is needed.
 
     python benchmarks/enqueue_cost.py
 

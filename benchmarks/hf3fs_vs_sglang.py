@@ -71,7 +71,7 @@ ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
 
 @dataclass(frozen=True)
 class Subject:
-    """What is moved: pages of a size, so many a call, of a pool of some layout."""
+    """A workload: page size, pages a call, layout of the pool."""
 
     size: str
     pages: int
@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass
 class Costs:
-    """What calls have taken, by subject and operation."""
+    """Durations of calls, by subject and operation."""
 
     seconds: Results = field(default_factory=Results)
     cpu: Results = field(default_factory=Results)

@@ -33,7 +33,7 @@ class Samples:
         return statistics.median(self.seconds[who])
 
     def ratio(self, who: str, peer: str) -> float:
-        """How many times faster `who` is than `peer`."""
+        """Return the ratio of the speed of `who` to that of `peer`."""
         return self.median(peer) / self.median(who)
 
     def best_ratio(self, who: str, peer: str) -> float:
@@ -107,7 +107,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Describe hardware and versions, on which the figures depend."""
     with open("/proc/cpuinfo") as file:
         model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)

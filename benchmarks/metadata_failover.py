@@ -1,4 +1,4 @@
-"""What a call takes when one of two metadata servers on a Redis has been killed, or hangs, by the deadline of the call.
+"""Duration of a call while one of two metadata servers on a Redis is dead or hangs, by the deadline of the call.
 
     python benchmarks/metadata_failover.py
 

@@ -57,7 +57,9 @@ class Client:
     """One process's connection to one server."""
 
     def __init__(self, port: int, number: int, first_batch: int) -> None:
-        self._connection, self._number, self._batch = Connection(port), number, first_batch
+        self._connection = Connection(port)
+        self._number = number
+        self._batch = first_batch
 
     def act(self, operation: str) -> None:
         self._number += 1

@@ -192,7 +192,7 @@ def measure(servers: list[Server], rounds: int, clients: int, seconds: float, pa
 
 @dataclass
 class Blocked:
-    """How long others waited while pages were freed."""
+    """Time that other requests waited while pages were freed."""
 
     way: str
     seconds: float

@@ -5,7 +5,7 @@
     python benchmarks/mooncake_vs_raw.py --profile      # where our side's time goes
 
 Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope. Over TCP our gets go through buffers,
-so that they end at their deadline; `stuck_reads waits` reads straight into the host pool, as over RDMA.
+so that they end at their deadline; `hung_reads wait` reads straight into the host pool, as over RDMA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hicache_storage.pools.memory import host_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OURS, WAITS, RAW, PEER = "hicache mooncake", "hicache mooncake, stuck_reads waits", "raw library", "SGLang MooncakeStore"
+OURS, WAIT, RAW, PEER = "hicache mooncake", "hicache mooncake, hung_reads wait", "raw library", "SGLang MooncakeStore"
 PAGE_TOKENS = 64
 # Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
 SHAPES = {"64 KiB": (2, 1), "1 MiB": (16, 2)}
@@ -209,7 +209,7 @@ def report(results: Results) -> str:
 
 
 def profile(cluster: DevCluster, subject: str) -> None:
-    """Where the time of our side goes, in Python."""
+    """Profile of our side, in Python."""
     ours, keys = Ours(cluster, subject), fresh_keys(BATCH[subject])
     ours.put(fresh_keys(BATCH[subject]))
     profiler = cProfile.Profile()
@@ -231,7 +231,7 @@ def run(results: Results, arguments: argparse.Namespace) -> None:
                 profile(cluster, subject)
                 continue
             contenders: list[Contender] = [
-                Ours(cluster, subject), Raw(cluster, subject), Ours(cluster, subject, WAITS, stuck_reads="waits"),
+                Ours(cluster, subject), Raw(cluster, subject), Ours(cluster, subject, WAIT, hung_reads="wait"),
             ]  # fmt: skip
             if arguments.sglang:
                 contenders.append(sglangs(cluster, subject))

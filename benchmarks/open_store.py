@@ -1,4 +1,4 @@
-"""How long it takes until a store of many pages answers: a fresh storage is opened and asked for the first time.
+"""Time until a store of many pages answers: a fresh storage is opened, and looks pages up for the first time.
 
     python benchmarks/open_store.py [--pages 100000]
 

@@ -106,7 +106,8 @@ class Ours:
     """The file driver with verification on, through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
 
     def __init__(self, pool: MHATokenToKVPoolHost, directory: Path, name: str = "hicache file", **options: object) -> None:
-        self.name, self.directory = name, directory
+        self.name = name
+        self.directory = directory
         identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first")
         self.storage = create_storage("file", identity, {"path": str(directory), **options})
         self.storage.register_mem_host_pool_v2(pool, "kv")

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from hicache_storage.transfer import CudaEvent, CudaStream, cuda_runtime
-from hicache_storage.transfer import cuda as cuda_module
-from hicache_storage.transfer.rows import gather_rows, scatter_rows
+from hicache_storage.transfer import CudaEvent, CudaStream
+from hicache_storage.transfer.cuda import device as cuda_module
+from hicache_storage.transfer.cuda import runtime as cuda_runtime
+from hicache_storage.transfer.regions.rows import gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def stubbed(*, executes: bool = False, batches: bool = True) -> Iterator[Counter
     with ExitStack() as patches:
         sys_modules = {} if "triton" in sys.modules else {"triton": _triton(), "triton.language": ModuleType("triton.language")}
         patches.enter_context(patch.dict(sys.modules, sys_modules))
-        row_kernel = importlib.import_module("hicache_storage.transfer.row_kernel")
+        row_kernel = importlib.import_module("hicache_storage.transfer.cuda.row_kernel")
         stubs: list[tuple[object, str, object]] = [
             (torch.cuda, "stream", lambda native: nullcontext()),
             (cuda_module, "_pinned", lambda rows: torch.empty(rows, dtype=torch.int64)),

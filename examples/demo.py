@@ -90,7 +90,7 @@ class Model:
         return total
 
     def wrong_pages(self, transfers: list[PoolTransfer], name: str, delivered: list[bool]) -> int:
-        """How many pages were delivered into a pool and are not, byte for byte, what was computed."""
+        """Count the pages in a pool that differ from the computed ones."""
         pool = self.pools[name]
         keys = next(transfer.keys or () for transfer in transfers if transfer.name == name)
         return sum(
@@ -128,7 +128,7 @@ def chain(conversation: str, pages: int) -> list[str]:
 
 @dataclass
 class Acknowledged:
-    """What the writer says on its standard output after each call: JSON, one line."""
+    """Result of a call of the writer, one line of JSON on its standard output."""
 
     conversation: str
     keys: list[str]
@@ -152,7 +152,7 @@ def store(driver: str, path: str, conversation: str, pages: int) -> None:
 
 @dataclass
 class Restored:
-    """What the second process found."""
+    """Result of the second process."""
 
     pages: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
     hits: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})

@@ -31,7 +31,7 @@ VOCABULARY = 150_000
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Who says how much. Lengths in tokens."""
+    """Lengths of the turns of a conversation, in tokens."""
 
     clients: int = 10
     rounds: int = 12

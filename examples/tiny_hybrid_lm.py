@@ -7,7 +7,7 @@ prefixes come from the device (L1), the host (L2) and the storage (L3). After ea
 of a full recomputation in other memory: bit by bit; in bfloat16, where `mamba` uses torch's own kernels, within 3 % of the
 largest logit.
 
-    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE] [--serve] [--restart] [--corrupt]
+    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE] [--start-server] [--restart] [--corrupt]
 
 `--restart` goes on in a second process over the same store, `--corrupt` damages one stored page of the file driver before the
 last round: hits become fewer, and logits stay.
@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """Arguments of the command line."""
 
     model: str = "mamba"
     storage: str = "file"
@@ -61,8 +61,8 @@ class Options:
     talk: Talk = field(default_factory=Talk)
     restart: bool = False
     corrupt: bool = False
-    serve: bool = False
-    """Whether to start the servers that the driver registers."""
+    start_server: bool = False
+    """Start the servers that the driver registers."""
     resume: Path | None = None
     """What a first process has left: its sessions."""
 
@@ -155,7 +155,7 @@ def main() -> int:
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-")))
         ports: Mapping[str, int] = {}
-        if options.serve:
+        if options.start_server:
             ports = closing.enter_context(places.servers(options.storage, folder))
         model = f"examples/tiny-hybrid-lm/{options.model}"
         storage = places.store(options.storage, options.given, folder, model, ports)
@@ -193,7 +193,9 @@ def _options() -> Options:
         parser.add_argument(f"--{name}", type=int, default=getattr(Talk, name), help=f"default {getattr(Talk, name)}")
     parser.add_argument("--restart", action="store_true", help="go on in a second process over the same store")
     parser.add_argument("--corrupt", action="store_true", help="damage a stored page before the last round; file driver only")
-    parser.add_argument("--serve", action="store_true", help="start the servers that the driver registers for a throwaway store")
+    parser.add_argument(
+        "--start-server", action="store_true", help="start the servers that the driver registers for a throwaway store"
+    )
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args()
     if found.corrupt and found.storage != "file":
@@ -205,7 +207,7 @@ def _options() -> Options:
         model=found.model, storage=found.storage, given=given, device=found.device,
         dtype=found.dtype or ("float32" if found.device == "cpu" else "bfloat16"),
         talk=Talk(clients=found.clients, rounds=found.rounds, running=found.running, seed=found.seed),
-        restart=found.restart, corrupt=found.corrupt, serve=found.serve, resume=found.resume,
+        restart=found.restart, corrupt=found.corrupt, start_server=found.start_server, resume=found.resume,
     )  # fmt: skip
 
 

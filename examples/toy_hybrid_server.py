@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the model and the machine are like. Lengths in tokens."""
+    """Dimensions of the model and the machine. Lengths in tokens."""
 
     page: int
     state_chunk: int
@@ -54,7 +54,8 @@ class Model:
     """
 
     def __init__(self, kv: MHADevicePool, states: MambaDevicePool) -> None:
-        self.kv, self.states = kv, states
+        self.kv = kv
+        self.states = states
 
     def write_kv(self, rows: torch.Tensor, tokens: Sequence[int], start: int) -> None:
         """Compute the KV of tokens from place `start` on."""
@@ -137,10 +138,12 @@ class Server:
             count_last: compute the last sampled token of each request as well, and count it. Engines do not.
         """
         self.stack = build_mamba_hybrid_stack(stack_config(sizes), storage=storage)
-        self.cache, self.controller = self.stack.cache, self.stack.controller
+        self.cache = self.stack.cache
+        self.controller = self.stack.controller
         self.model = Model(cast("MHADevicePool", self.stack.kv), self.stack.states)
         self.grid = self.cache.config.grid
-        self._page, self._count_last = sizes.page, count_last
+        self._page = sizes.page
+        self._count_last = count_last
 
     def close(self) -> None:
         """End all copies and the storage."""
@@ -236,7 +239,8 @@ class Server:
         lock = self.cache.lock(result)
         self.cache.unlock(request.lock)
         request.rows = torch.cat([result.device_indices, request.rows[result.length :]])
-        request.cached, request.lock = max(request.cached, result.length), lock
+        request.cached = max(request.cached, result.length)
+        request.lock = lock
 
     def _wait_for_copies(self) -> None:
         """The toy computes on the caller's thread, which therefore waits for what its stream would wait for."""

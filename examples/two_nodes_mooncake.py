@@ -38,7 +38,7 @@ MASTER_PORT = 50051
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node is: its address, and what a command has to begin with to run there."""
+    """A node: its address, and the prefix of commands that run there."""
 
     address: str
     enter: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def running_master(place: Place, port: int) -> Generator[None]:
 
 
 def may_make_namespaces() -> bool:
-    """Whether this user may make network namespaces here, with a cable between them, and run commands in there."""
+    """Return True if this user may create network namespaces, connect them, and run commands in them."""
     if shutil.which("ip") is None:
         return False
     try:

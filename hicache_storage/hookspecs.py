@@ -24,13 +24,13 @@ class DriverSpec:
     """Everything about a driver that can be known without importing it."""
 
     name: str
-    """What users write: `create_storage("file", ...)`."""
+    """Name in `create_storage("file", ...)`."""
     target: str
     """`"package.module:Class"`: a `HiCacheStorage` subclass, called as `Class(identity, config)`."""
     config: str
     """`"package.module:Model"`: a `DriverConfig` subclass with the driver's options."""
     capabilities: Capabilities
-    """What the driver promises at most; an instance may promise less, depending on its options."""
+    """Upper bound of the capabilities; those of an instance may be fewer, depending on its options."""
     summary: str = ""
     """One line for `hicache drivers`."""
     requires: tuple[str, ...] = ()

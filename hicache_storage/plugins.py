@@ -69,7 +69,7 @@ class Registry:
 
         Raises:
             DriverConflictError: two plugins claim the name.
-            DriverNotFoundError: nobody does; the message lists what is installed and what is broken.
+            DriverNotFoundError: no plugin registers it; the message lists installed and broken ones.
         """
         if name in self.conflicts:
             owners = " and ".join(self.conflicts[name])
@@ -94,7 +94,7 @@ def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
         try:
             for spec in _specs(point, owner):
                 registry.add(spec, owner=owner)
-        except Exception as error:  # noqa: BLE001 - a stranger's plugin may raise anything, and must stop nobody else
+        except Exception as error:  # noqa: BLE001 - a third-party plugin may raise anything, and must not disable others
             registry.broken.append(BrokenPlugin(owner, error))
             logger.warning("driver plugin %s is broken and was left out: %s", owner, error)
     return registry

@@ -1,4 +1,4 @@
-"""Stand-ins shared by the unit tests: a host pool in a bytearray, and a driver in a dict."""
+"""Fixtures shared by the unit tests."""
 
 from __future__ import annotations
 
@@ -8,102 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
-from hicache_storage.spec import Capabilities, Durability, PageGeometry, PoolTransfer, Sharing, StorageIdentity
+from hicache_storage.spec import StorageIdentity
+from hicache_storage.testing import BytePool, MemoryStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # A machine that is busy with something else is no fault of what is tested.
 settings.register_profile(
     "unhurried", parent=settings(), deadline=None, suppress_health_check={*settings().suppress_health_check, HealthCheck.too_slow}
 )
 settings.load_profile("unhurried")
-
-
-class BytesPool:
-    """A host pool in one bytearray; its pages are components one after the other."""
-
-    def __init__(self, *, pages: int = 8, page_size: int = 2, components: Sequence[int] = (24, 40), layout: str = "page_first"):
-        self.geometry = PageGeometry(layout, "uint8", page_size, pages * page_size, tuple(components))
-        self.memory = bytearray(pages * self.geometry.page_bytes)
-
-    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        view, pages = memoryview(self.memory), []
-        for slot in first_slots:
-            start = slot // self.geometry.page_size * self.geometry.page_bytes
-            buffers = []
-            for length in self.geometry.component_bytes:
-                buffers.append(view[start : start + length])
-                start += length
-            pages.append(buffers)
-        return pages
-
-    def page(self, index: int) -> bytes:
-        size = self.geometry.page_bytes
-        return bytes(self.memory[index * size : (index + 1) * size])
-
-    def fill(self, index: int, seed: int) -> bytes:
-        """Give a page bytes that tell it from every other."""
-        size = self.geometry.page_bytes
-        page = bytes((seed * 31 + offset) % 256 for offset in range(size))
-        self.memory[index * size : (index + 1) * size] = page
-        return page
-
-    def transfer(self, name: str, keys: Sequence[str], pages: Sequence[int], **fields: object) -> PoolTransfer:
-        size = self.geometry.page_size
-        slots = [page * size + offset for page in pages for offset in range(size)]
-        return PoolTransfer(name, torch.tensor(slots, dtype=torch.int64), keys=list(keys), **fields)
-
-
-class DictStorage(ObjectStorage):
-    """A driver in a dict, with places to break it."""
-
-    def __init__(self, identity: StorageIdentity, objects: dict[str, bytes] | None = None, **options: object):
-        capabilities = Capabilities(
-            sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
-        )
-        super().__init__(identity, **{"driver_name": "dict", "capabilities": capabilities, **options})
-        self.objects = {} if objects is None else objects
-        self.asked: list[str] = []
-        self.before: Callable[[str], None] = lambda operation: None
-
-    def _note(self, operation: str) -> None:
-        self.asked.append(operation)
-        self.before(operation)
-
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        self._note("exist")
-        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
-
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        self._note("read")
-        return [[r.fill(self.objects.get(r.namespace.object_name(r.key))) for r in batch.reads] for batch in batches]
-
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        self._note("write")
-        for batch in batches:
-            self.objects.update({w.namespace.object_name(w.key): w.tobytes() for w in batch.writes})
-        return [[True] * len(batch.writes) for batch in batches]
-
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        self._note("delete")
-        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
-
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        self._note("clear")
-        names = tuple(namespace.name for namespace in namespaces)
-        for name in [name for name in self.objects if name.startswith(names)]:
-            del self.objects[name]
-
-    def connect(self) -> None:
-        self._note("connect")
-
-    def disconnect(self) -> None:
-        self._note("disconnect")
 
 
 def make_identity(**changes: object) -> StorageIdentity:
@@ -113,17 +30,17 @@ def make_identity(**changes: object) -> StorageIdentity:
 
 @dataclass
 class Kit:
-    """What most tests need, in one place."""
+    """Makers of identities, pools and storages."""
 
     identity: Callable[..., StorageIdentity] = make_identity
-    pool: type[BytesPool] = BytesPool
-    storage: type[DictStorage] = DictStorage
-    opened: list[ObjectStorage] = field(default_factory=list)
+    pool: type[BytePool] = BytePool
+    storage: type[MemoryStorage] = MemoryStorage
+    opened: list[MemoryStorage] = field(default_factory=list)
 
-    def dict_storage(self, pools: dict[str, BytesPool] | None = None, **options: object) -> tuple[DictStorage, BytesPool]:
-        """A dict storage with its KV pool registered, and that pool."""
-        pools = pools or {"kv": BytesPool()}
-        storage = DictStorage(options.pop("identity", None) or make_identity(), **options)
+    def memory_storage(self, pools: dict[str, BytePool] | None = None, **options: object) -> tuple[MemoryStorage, BytePool]:
+        """Make a storage in memory with its pools registered; return it and the KV pool."""
+        pools = pools or {"kv": BytePool()}
+        storage = MemoryStorage(options.pop("identity", None) or make_identity(), **options)
         for name, pool in pools.items():
             storage.register_mem_host_pool_v2(pool, name)
         self.opened.append(storage)

@@ -1,4 +1,4 @@
-"""How the models add and multiply: so that every number is the same however tokens are batched, or with torch's own kernels."""
+"""Arithmetic of the models: independent of batching bit by bit, or with torch's own kernels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """Who says how much. Lengths in tokens, drawn from ranges."""
+    """Lengths of the turns of a conversation, in tokens, drawn from ranges."""
 
     clients: int = 10
     rounds: int = 4
@@ -41,7 +41,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a turn went."""
+    """Result of a turn."""
 
     round: int
     client: int
@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """What was said so far, and how the turns went."""
+    """A conversation so far, and the results of its turns."""
 
     sessions: list[list[int]]
     rounds: int = 0
@@ -119,5 +119,5 @@ def compared(model: Model, request: Request) -> tuple[bool, float]:
 
 
 def totals(turns: Sequence[Turn]) -> tuple[int, int, int]:
-    """How many turns, tokens restored, and turns with equal logits."""
+    """Return the number of turns, of restored tokens, and of turns with equal logits."""
     return len(turns), sum(turn.restored.tokens for turn in turns), sum(turn.equal for turn in turns)

@@ -57,9 +57,11 @@ class AttentionLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, weights.arithmetic
+        self._own = own
+        self._arithmetic = weights.arithmetic
         self._queries = weights.draw(HEADS * HEAD_DIM, WIDTH)
-        self._keys, self._values = weights.draw(KV_HEADS * HEAD_DIM, WIDTH), weights.draw(KV_HEADS * HEAD_DIM, WIDTH)
+        self._keys = weights.draw(KV_HEADS * HEAD_DIM, WIDTH)
+        self._values = weights.draw(KV_HEADS * HEAD_DIM, WIDTH)
         self._out = weights.draw(WIDTH, HEADS * HEAD_DIM)
 
     def __call__(self, rows: torch.Tensor, segments: Sequence[Placed], pools: Mapping[PoolName, DevicePoolBase]) -> torch.Tensor:
@@ -86,11 +88,14 @@ class MambaLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, weights.arithmetic
-        self._inputs, self._gates = weights.draw(CHANNELS, WIDTH), weights.draw(CHANNELS, WIDTH)
+        self._own = own
+        self._arithmetic = weights.arithmetic
+        self._inputs = weights.draw(CHANNELS, WIDTH)
+        self._gates = weights.draw(CHANNELS, WIDTH)
         self._taps = weights.draw(CHANNELS, WINDOW)
         self._steps = weights.draw(CHANNELS, CHANNELS)
-        self._writes, self._reads = weights.draw(STATE, CHANNELS), weights.draw(STATE, CHANNELS)
+        self._writes = weights.draw(STATE, CHANNELS)
+        self._reads = weights.draw(STATE, CHANNELS)
         self._rates = torch.arange(1, STATE + 1, device=weights.device) * 0.25
         self._out = weights.draw(WIDTH, CHANNELS)
 

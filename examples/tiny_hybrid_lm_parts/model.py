@@ -69,7 +69,9 @@ class Weights:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str, arithmetic: Arithmetic) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.device, self.arithmetic = dtype, device, arithmetic
+        self.dtype = dtype
+        self.device = device
+        self.arithmetic = arithmetic
 
     def draw(self, *shape: int) -> torch.Tensor:
         """A weight whose products with a normalized row are about 1."""
@@ -86,13 +88,16 @@ class Model:
     """
 
     def __init__(self, weights: Weights, layers: Sequence[Layer], config: MambaStackConfig | DSAStackConfig) -> None:
-        self.config, self._layers, self._device = config, layers, weights.device
+        self.config = config
+        self._layers = layers
+        self._device = weights.device
         self._arithmetic = weights.arithmetic
-        self._embedding, self._readout = weights.draw(VOCABULARY, WIDTH), weights.draw(VOCABULARY, WIDTH)
+        self._embedding = weights.draw(VOCABULARY, WIDTH)
+        self._readout = weights.draw(VOCABULARY, WIDTH)
 
     @property
     def exact(self) -> bool:
-        """Whether logits are the same bit by bit however tokens are batched."""
+        """True if logits do not depend on batching, bit by bit."""
         return isinstance(self._arithmetic, OrderedArithmetic)
 
     def forward(

@@ -53,7 +53,7 @@ def store(driver: str, given: Mapping[str, str], folder: Path, model: str, ports
 
 
 def lasts(storage: StorageConfig) -> bool:
-    """Whether a second process finds what a first one stored, while the servers run."""
+    """Return True if a second process finds the pages of a first one, while the servers run."""
     identity = StorageIdentity(model="any", kv_dtype="any", page_size=1, layout="any")
     made = create_storage(storage.driver, identity, storage.options)
     return made.capabilities.durability is not Durability.NONE

@@ -29,7 +29,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a prompt needed not compute, in tokens by the place where their KV was."""
+    """Tokens of a prompt that were not computed, by the tier that held their KV."""
 
     device: int = 0
     host: int = 0
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def usable(self) -> Sequence[int]:
-        """What may come from the cache: the last token is computed in any case, for its logits."""
+        """Return the tokens that may come from the cache: the last one is always computed, for its logits."""
         return self.prompt[:-1]
 
     @property

@@ -34,8 +34,11 @@ class Server:
     """
 
     def __init__(self, model: Model, stack: Stack, *, running: int) -> None:
-        self._model, self.stack, self._limit = model, stack, running
-        self._cache, self._controller = stack.cache, stack.controller
+        self._model = model
+        self.stack = stack
+        self._limit = running
+        self._cache = stack.cache
+        self._controller = stack.controller
         self._states = stack.states if isinstance(stack, MambaHybridStack) else None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -80,9 +83,12 @@ class Server:
         match = self._cache.match(request.usable)
         request.lock = self._cache.lock(match)
         if self._states:
-            request.slot, request.checkpoint = self._new_slot(), self._new_slot()
+            request.slot = self._new_slot()
+            request.checkpoint = self._new_slot()
         request.rows = self._restore(request, match)
-        request.tokens, request.computed, request.cached = list(request.prompt), match.length, match.length
+        request.tokens = list(request.prompt)
+        request.computed = match.length
+        request.cached = match.length
         fetched = min(match.host_length, max(0, match.length - request.known))
         request.restored = Restored(
             device=match.device_indices.numel(), host=match.host_length - fetched, storage=fetched,
@@ -103,7 +109,7 @@ class Server:
         return rows
 
     def _next_segment(self, request: Request) -> Segment:
-        """What is not computed yet, to the next checkpoint at most."""
+        """Return the tokens that are not computed yet, up to the next checkpoint."""
         start, grid = request.computed, self._cache.config.grid
         end = min(len(request.tokens), (start // grid + 1) * grid)
         page = self._cache.config.page_size
@@ -150,7 +156,8 @@ class Server:
         lock = self._cache.lock(result)
         self._cache.unlock(_got(request.lock))
         request.rows = torch.cat([result.device_indices, request.rows[result.length :]])
-        request.cached, request.lock = max(request.cached, result.length), lock
+        request.cached = max(request.cached, result.length)
+        request.lock = lock
 
     def _new_slot(self) -> int:
         return int(_got(self._cache.alloc_state()))

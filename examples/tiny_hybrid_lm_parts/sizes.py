@@ -1,4 +1,4 @@
-"""How large everything is."""
+"""Sizes of model, pools and storage."""
 
 from __future__ import annotations
 

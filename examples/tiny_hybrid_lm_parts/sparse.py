@@ -46,10 +46,12 @@ class SparseLayer(Layer):
     """
 
     def __init__(self, weights: Weights, own: int) -> None:
-        self._own, self._arithmetic = own, weights.arithmetic
+        self._own = own
+        self._arithmetic = weights.arithmetic
         self._queries = weights.draw(HEADS * (LATENT + ROPE), WIDTH)
         self._latents = weights.draw(LATENT + ROPE, WIDTH)
-        self._index_queries, self._index_keys = weights.draw(INDEX_DIM, WIDTH), weights.draw(INDEX_DIM, WIDTH)
+        self._index_queries = weights.draw(INDEX_DIM, WIDTH)
+        self._index_keys = weights.draw(INDEX_DIM, WIDTH)
         self._out = weights.draw(WIDTH, HEADS * LATENT)
 
     def __call__(self, rows: torch.Tensor, segments: Sequence[Placed], pools: Mapping[PoolName, DevicePoolBase]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`hicache bench`: how fast a store moves pages, every answer checked."""
+"""`hicache bench`: throughput and latency of a driver, every answer checked."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.text import Text
 
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheError, parse_bytes
-from hicache_storage.tools.bench.lane import WrongAnswerError
+from hicache_storage.tools.bench.client import WrongAnswerError
 from hicache_storage.tools.bench.plot import plot
+from hicache_storage.tools.bench.preflight import InsufficientSpaceError
 from hicache_storage.tools.bench.results import Report, compare
-from hicache_storage.tools.bench.room import NoRoomError
-from hicache_storage.tools.bench.settings import BATCH_PAGES, Cell, Contender, LaneKind, Operation, Sweep
+from hicache_storage.tools.bench.settings import BATCH_PAGES, BenchWorkload, Candidate, ClientKind, Operation, Sweep
 from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, trial_options
 
 if TYPE_CHECKING:
-    from hicache_storage.tools.bench.results import Measure, Ratio
+    from hicache_storage.tools.bench.results import Measurement, Ratio
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
@@ -46,53 +46,56 @@ def bench(
         typer.Option("--against-config", "-a", metavar="KEY=VALUE", help="An option of that driver; may be repeated."),
     ] = None,
     pages: Annotated[str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")] = "64KiB,256KiB,1MiB",
-    lanes: Annotated[str, typer.Option(metavar="NUMBERS", help="Callers at the same time, comma-separated.")] = "1,4",
-    lane_kind: Annotated[
-        LaneKind, typer.Option("--as", help="Callers are threads on one storage, or processes with one each.")
-    ] = LaneKind.THREADS,
+    clients: Annotated[
+        str, typer.Option("--concurrency", metavar="NUMBERS", help="Clients at the same time, comma-separated.")
+    ] = "1,4",
+    client_kind: Annotated[
+        ClientKind, typer.Option("--workers", help="Clients are threads on one storage, or processes with one each.")
+    ] = ClientKind.THREADS,
     batch: Annotated[int, typer.Option(min=1, help="Pages in a call.")] = BATCH_PAGES,
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each page size, number of lanes, and driver.")] = 3.0,
-    space: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes that a driver stores at a time.")] = "2GiB",
+    seconds: Annotated[float, typer.Option(min=0.05, help="Time for each page size, number of clients, and driver.")] = 3.0,
+    max_stored: Annotated[str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")] = "2GiB",
     keep_pages: Annotated[
         bool, typer.Option("--keep-pages", help="Allow drivers that can neither delete nor clear; their pages stay.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the results here.")] = None,
     compared: Annotated[
-        tuple[Path, Path] | None, typer.Option("--compare", metavar="A.json B.json", help="Measure nothing; compare B with A.")
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A.json B.json", help="Measure nothing; compare B with A."),
     ] = None,
 ) -> None:
     """Measure how fast a driver writes, looks up and reads pages, in batches as engines send them.
 
     Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run. Without -c a throwaway store
-    is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2 for bad arguments or if there is no room.
+    is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2 for bad arguments or if there is not enough space.
     """
-    # Wider than a narrow terminal or a log: it wraps lines better than tables wrap figures.
+    # At least this wide: a terminal wraps long lines better than rich wraps figures in tables.
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
     try:
         if compared is not None:
             if driver is not None:
-                raise ValueError("--compare measures nothing; leave the DRIVER out")
+                raise ValueError("--compare measurements nothing; leave the DRIVER out")
             _show_comparison(console, *map(Report.read, compared), names=[path.name for path in compared])
             return
         if driver is None:
             raise ValueError("name a DRIVER to measure, or two results to --compare")
-        cells = [Cell(size, count, lane_kind, batch) for size in _sizes(pages) for count in _counts(lanes)]
+        workloads = [BenchWorkload(size, count, client_kind, batch) for size in _sizes(pages) for count in _counts(clients)]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-            contenders = [_contender(driver, config, tempfile.mkdtemp(dir=directory))]
+            candidates = [_candidate(driver, config, tempfile.mkdtemp(dir=directory))]
             if against is not None:
-                contenders.append(_contender(against, against_config, tempfile.mkdtemp(dir=directory)))
+                candidates.append(_candidate(against, against_config, tempfile.mkdtemp(dir=directory)))
             sweep = Sweep(
-                contenders=_labelled(contenders),
-                cells=cells,
+                candidates=_labelled(candidates),
+                workloads=workloads,
                 seconds=seconds,
-                space_bytes=parse_bytes(space),
+                max_stored_bytes=parse_bytes(max_stored),
                 keeps_pages=keep_pages,
             )
             report = _run(sweep)
     except WrongAnswerError as error:
         raise typer.Exit(_complain(f"wrong answer: {error}; `hicache conformance run` finds out why", WRONG_ANSWER)) from error
-    except (ValueError, OSError, NoRoomError, HiCacheError) as error:
+    except (ValueError, OSError, InsufficientSpaceError, HiCacheError) as error:
         raise typer.Exit(_complain(str(error), USAGE_ERROR)) from error
     _show(console, report)
     if json_file is not None:
@@ -108,69 +111,69 @@ def _run(sweep: Sweep) -> Report:
         return run_sweep(sweep, lambda text, share: bar.update(task, description=text, completed=share))
 
 
-def _contender(driver: str, config: list[str] | None, directory: str) -> Contender:
+def _candidate(driver: str, config: list[str] | None, directory: str) -> Candidate:
     spec = registry().get(driver)
     options = parse_pairs(config or []) or trial_options(spec, directory)
     if options is None:
         needed = " ".join(f"-c {name}=..." for name in spec.trial_config)
         raise ValueError(f"a throwaway store of driver {driver!r} needs a server; start one and give {needed}")
-    return Contender(driver, options)
+    return Candidate(driver, options)
 
 
-def _labelled(contenders: list[Contender]) -> list[Contender]:
-    """Names for the tables. A driver against itself is told apart by number; which options that is about is printed above."""
-    alike = len({contender.driver for contender in contenders}) < len(contenders)
+def _labelled(candidates: list[Candidate]) -> list[Candidate]:
+    """Label the candidates. Two of one driver are numbered; their options are printed above the tables."""
+    same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
     return [
-        Contender(one.driver, one.options, f"{one.driver} ({number})" if alike else one.driver)
-        for number, one in enumerate(contenders, 1)
+        Candidate(one.driver, one.options, f"{one.driver} ({number})" if same_driver else one.driver)
+        for number, one in enumerate(candidates, 1)
     ]
 
 
 def _show(console: Console, report: Report) -> None:
-    for subject in report.subjects:
-        options = " ".join(f"{name}={value}" for name, value in subject.options.items())
-        checked = "checksums verified" if subject.verifies_checksums else "[yellow]checksums not verified[/]"
-        console.print(f"[bold]{subject.label}[/]  {options}  {checked}", soft_wrap=True)
+    for candidate in report.candidates:
+        options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
+        checked = "checksums verified" if candidate.verifies_checksums else "[yellow]checksums not verified[/]"
+        console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
-        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, lanes are {report.lane_kind}; "
-        "median (least - greatest) of the rounds",
+        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, clients are {report.client_kind}; "
+        "median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
-    many = len(report.subjects) > 1
+    many = len(report.candidates) > 1
     drivers = ["driver"] if many else []
-    table = _table("page", "lanes", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls")
-    for measure in sorted(report.measures, key=lambda m: (m.page_bytes, m.lanes, list(Operation).index(m.operation))):
+    table = _table("page", "clients", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls")
+    for measure in sorted(report.measurements, key=lambda m: (m.page_bytes, m.clients, list(Operation).index(m.operation))):
         table.add_row(
-            _size(measure.page_bytes), str(measure.lanes), measure.operation, *([measure.label] if many else []),
+            _size(measure.page_bytes), str(measure.clients), measure.operation, *([measure.label] if many else []),
             _rate(measure), UNITS[measure.operation], *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)), str(measure.calls),
         )  # fmt: skip
     console.print(table)
     if many:
-        mine, peer = (subject.label for subject in report.subjects)
+        mine, peer = (candidate.label for candidate in report.candidates)
         _show_ratios(console, compare(report.of(peer).values(), report.of(mine).values(), paired=True), peer, mine)
 
 
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
     if those.machine != these.machine:
         console.print("[yellow]taken on different machines or versions[/]")
-    if (those.batch_pages, those.lane_kind) != (these.batch_pages, these.lane_kind):
-        raise ValueError("the two results are about different batches or kinds of lanes")
-    peers = {subject.label for subject in those.subjects}
-    shared = [subject.label for subject in these.subjects if subject.label in peers]
-    pairs = [(label, label) for label in shared] or [(those.subjects[0].label, these.subjects[0].label)]
+    if (those.batch_pages, those.client_kind) != (these.batch_pages, these.client_kind):
+        raise ValueError("the two results are about different batches or kinds of clients")
+    peers = {candidate.label for candidate in those.candidates}
+    shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
+    pairs = [(label, label) for label in shared] or [(those.candidates[0].label, these.candidates[0].label)]
     for peer, mine in pairs:
         ratios = compare(those.of(peer).values(), these.of(mine).values(), paired=False)
         if not ratios:
-            raise ValueError("the two results have no page size and number of lanes in common")
+            raise ValueError("the two results have no page size and number of clients in common")
         _show_ratios(console, ratios, f"{names[0]} ({peer})", f"{names[1]} ({mine})")
 
 
-def _show_ratios(console: Console, ratios: list[tuple[Measure, Measure, Ratio]], peer: str, mine: str) -> None:
-    table = _table("page", "lanes", "operation", "", peer, mine, "times as fast")
+def _show_ratios(console: Console, ratios: list[tuple[Measurement, Measurement, Ratio]], peer: str, mine: str) -> None:
+    table = _table("page", "clients", "operation", "", peer, mine, "times as fast")
     for theirs, ours, ratio in ratios:
         table.add_row(
-            _size(ours.page_bytes), str(ours.lanes), ours.operation, UNITS[ours.operation], _rate(theirs), _rate(ours),
-            f"{ratio.median:.2f} ({ratio.least:.2f} - {ratio.greatest:.2f})",
+            _size(ours.page_bytes), str(ours.clients), ours.operation, UNITS[ours.operation], _rate(theirs), _rate(ours),
+            f"{ratio.median:.2f} ({ratio.minimum:.2f} - {ratio.maximum:.2f})",
         )  # fmt: skip
     console.print(table)
 
@@ -178,14 +181,14 @@ def _show_ratios(console: Console, ratios: list[tuple[Measure, Measure, Ratio]],
 def _table(*headers: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for header in headers:
-        # A figure that is cut in two by a narrow terminal cannot be compared with the one above it.
+        # A wrapped figure could not be compared with the one above it.
         table.add_column(header, no_wrap=True)
     return table
 
 
-def _rate(measure: Measure) -> str:
-    median, least, greatest = measure.rates()
-    return f"{median:.2f} ({least:.2f} - {greatest:.2f})"
+def _rate(measurement: Measurement) -> str:
+    median, minimum, maximum = measurement.rates()
+    return f"{median:.2f} ({minimum:.2f} - {maximum:.2f})"
 
 
 def _size(count: int) -> str:
@@ -200,9 +203,9 @@ def _counts(text: str) -> list[int]:
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise ValueError(f"--lanes {text!r} is no list of numbers") from error
+        raise ValueError(f"--concurrency {text!r} is no list of numbers") from error
     if counts[0] < 1:
-        raise ValueError("--lanes begin at 1")
+        raise ValueError("--concurrency begins at 1")
     return counts
 
 

@@ -1,4 +1,4 @@
-"""`hicache doctor`: what is wrong, and what to do about it."""
+"""`hicache doctor`: diagnosis of drivers and their environment, with remedies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from hicache_storage.spec import parse_bytes
-from hicache_storage.tools.doctor import Finding, Patient, Status, examine
+from hicache_storage.tools.doctor import DoctorTarget, Finding, Status, examine
 from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
-WELL, ILL, USAGE_ERROR = 0, 1, 2
+PASSED, FAILED, USAGE_ERROR = 0, 1, 2
 
 
 def doctor(
@@ -40,7 +40,7 @@ def doctor(
         options = parse_pairs(config or [])
         if options and driver is None:
             raise ValueError("-c needs a DRIVER to be given to")
-        patient = Patient(
+        target = DoctorTarget(
             driver=driver,
             options=options,
             deadline_seconds=deadline,
@@ -49,13 +49,13 @@ def doctor(
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(USAGE_ERROR) from error
-    findings = list(examine(patient)) if as_json else list(_printed(examine(patient)))
-    well = all(finding.status is not Status.FAIL for finding in findings)
+    findings = list(examine(target)) if as_json else list(_printed(examine(target)))
+    passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
         print(
-            msgspec.json.format(msgspec.json.encode({"schema": 1, "driver": driver, "ok": well, "findings": findings})).decode()
+            msgspec.json.format(msgspec.json.encode({"schema": 1, "driver": driver, "ok": passed, "findings": findings})).decode()
         )
-    raise typer.Exit(WELL if well else ILL)
+    raise typer.Exit(PASSED if passed else FAILED)
 
 
 def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hicache_storage.observability.vocabulary import COMPONENTS, declared
+from hicache_storage.observability.metric_defs import COMPONENTS, metrics_of
 from hicache_storage.tools.metrics import dashboard, rules, with_generated_parts
 
 metrics = typer.Typer(help="Every metric of drivers and servers; a dashboard and alert rules made of them.", no_args_is_help=True)
@@ -19,7 +19,7 @@ Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this
 def list_metrics() -> None:
     """List every metric with its kind, its labels and what it counts, one a line."""
     for component in COMPONENTS:
-        for metric in declared(component).values():
+        for metric in metrics_of(component).values():
             typer.echo(f"{metric.name:<50} {metric.kind:<10} {','.join(metric.labels):<22} {metric.help}")
 
 

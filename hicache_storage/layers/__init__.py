@@ -1,9 +1,8 @@
-"""What wraps any driver: deadline, circuit breaker, metrics, traces; and faults, for tests of what stands above."""
+"""Layers around any driver: deadline, circuit breaker, metrics, traces."""
 
 from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
-from hicache_storage.layers.faults import FaultLayer, FaultOptions
 from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.layers.stack import wrap
@@ -13,8 +12,6 @@ __all__ = [
     "CircuitBreaker",
     "CircuitBreakerLayer",
     "DeadlineLayer",
-    "FaultLayer",
-    "FaultOptions",
     "MetricsLayer",
     "StorageLayer",
     "StorageOptions",

@@ -1,9 +1,10 @@
-"""A storage that wraps another one."""
+"""Base class of layers: storages that wrap another one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import HiCacheStorage, PoolName
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StorageLayer(HiCacheStorage):
-    """Passes every call on; a layer overrides those it changes. Closing a layer closes what it wraps."""
+    """A storage that forwards every call; a layer overrides those it changes. Closing a layer closes the inner storage."""
 
     def __init__(self, inner: HiCacheStorage) -> None:
         self.inner = inner
@@ -84,8 +85,20 @@ class StorageLayer(HiCacheStorage):
         self.inner.close()
 
 
+class MeasuringLayer(StorageLayer):
+    """A layer that knows the size of the pages of each registered pool."""
+
+    def __init__(self, inner: HiCacheStorage) -> None:
+        super().__init__(inner)
+        self._page_bytes: dict[PoolName, int] = {}
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
+
+
 def innermost(storage: HiCacheStorage) -> HiCacheStorage:
-    """The driver under all layers."""
+    """Return the driver below all layers."""
     while isinstance(storage, StorageLayer):
         storage = storage.inner
     return storage

@@ -1,4 +1,4 @@
-"""A circuit breaker: after a row of faults a store is left alone for a while, then tried with one call (rule FT-4)."""
+"""Circuit breaker: after consecutive faults, calls are misses for a while, then one trial call passes (rule FT-4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.spec import FaultScope, StorageClosedError
 from hicache_storage.spec.forks import begin_in_children
 
@@ -31,7 +31,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class BreakerState(StrEnum):
-    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one call at a time is on its way to find out."""
+    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one trial call at a time passes."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -39,10 +39,12 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """The states and the counting, without a storage. Thread-safe; the lock is never held during a call."""
+    """State machine of a circuit breaker, without a storage. Thread-safe; the lock is never held during a call."""
 
     def __init__(self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._threshold, self._cooldown, self._clock = threshold, cooldown_seconds, clock
+        self._threshold = threshold
+        self._cooldown = cooldown_seconds
+        self._clock = clock
         self._failures = 0
         self._open_until = 0.0
         self._state = BreakerState.CLOSED
@@ -51,21 +53,21 @@ class CircuitBreaker:
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock; the state is the parent's."""
+        """Replace the lock, which a thread of the parent may hold; the state stays the parent's."""
         self._lock = threading.Lock()
 
     @property
     def state(self) -> BreakerState:
-        """The state that the last call left."""
+        """State after the last call."""
         return self._state
 
     def admits(self) -> bool:
-        """Whether a call may pass now.
+        """Return True if a call may pass now.
 
-        In half-open, one caller at a time is told yes, until it has reported back; one that has not for as long as the cooldown
-        may hang for ever, and another may try.
+        In half-open, one trial call passes at a time. A trial that has not ended after another cooldown may hang for ever, so
+        that the next one passes.
         """
-        if not self._failures:  # closed for sure, without taking the lock
+        if not self._failures:  # certainly closed; avoids the lock in the common case
             return True
         with self._lock:
             if self._state is BreakerState.CLOSED:
@@ -79,28 +81,30 @@ class CircuitBreaker:
             return False
 
     def succeeded(self) -> None:
-        """A call passed without a fault."""
+        """Record a call without a fault."""
         if not self._failures:
             return
         with self._lock:
             if self._state is not BreakerState.CLOSED:
                 logger.info("circuit breaker closed: the store answers again")
-            self._failures, self._state = 0, BreakerState.CLOSED
+            self._failures = 0
+            self._state = BreakerState.CLOSED
 
     def undecided(self) -> None:
-        """A call ended without having asked the store: in half-open, the next one tries."""
+        """Record a call that has not reached the store: in half-open, the next call is the trial."""
         if not self._failures:
             return
         with self._lock:
             if self._state is BreakerState.HALF_OPEN:
-                self._state, self._open_until = BreakerState.OPEN, self._clock()
+                self._state = BreakerState.OPEN
+                self._open_until = self._clock()
 
     def failed(self) -> None:
-        """A call met a fault."""
+        """Record a call with a fault."""
         with self._lock:
             self._failures += 1
             if self._state is BreakerState.OPEN:
-                # Of a call that began before: the store is tried again when it was to be.
+                # A call that began before the breaker opened does not postpone the trial.
                 return
             if self._state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
                 if self._state is BreakerState.CLOSED:
@@ -109,8 +113,8 @@ class CircuitBreaker:
                 self._open_until = self._clock() + self._cooldown
 
 
-class CircuitBreakerLayer(AnsweringLayer):
-    """Answers misses without asking, while the breaker is open. Misuse is told all the same."""
+class CircuitBreakerLayer(MissAnsweringLayer):
+    """A layer that answers misses while the breaker is open, without calling the store; misuse still raises."""
 
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
         super().__init__(inner)
@@ -158,11 +162,11 @@ class CircuitBreakerLayer(AnsweringLayer):
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
         if info is not None and info.deadline_seconds is not None and info.deadline_seconds <= 0:
-            # A miss that asks nobody, and finds nothing out about the store.
+            # The deadline has passed already: a miss without I/O, which tells nothing about the store.
             return ask()
         if not self.breaker.admits():
             return miss()
-        # A storage that does not tell each call of its faults has a count, which other threads' calls raise as well.
+        # A storage that does not report faults to the call has a counter, which calls of other threads increase as well.
         before = None if self.inner.notes_faults else self.inner.fault_count()
         faults, raised = FaultScope(), True
         try:

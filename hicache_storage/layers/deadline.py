@@ -1,4 +1,4 @@
-"""A deadline for every call, also where the store hangs (rule FT-3)."""
+"""Deadlines of calls, kept also while the store hangs (rule FT-3)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hicache_storage.layers.answers import AnsweringLayer
+from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.objects.namespace import check_keys
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
-    Caller,
     CallInfoScope,
+    CancellationToken,
     Health,
     HiCacheStorageExtraInfo,
+    HungReads,
     PoolName,
     StorageClosedError,
     StorageTimeoutError,
-    StuckReads,
     note_answer_from_memory,
     note_fault,
 )
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_STUCK_CALLS = 32
-"""Threads that may hang in the store at a time; beyond this, calls are misses at once until some come back."""
+MAX_HUNG_CALLS = 32
+"""Limit of threads that hang in the store at a time; beyond it calls are misses at once until some return."""
 
 JOIN_SECONDS = 0.5
-"""How long `close` waits for all workers together: all but hung ones are already on their way out."""
+"""Time that `close` waits for all workers together: those that do not hang are already ending."""
 
 AnswerT = TypeVar("AnswerT")
 
 
-class DeadlineLayer(AnsweringLayer):
-    """Runs calls that may hang in threads of its own and answers a miss when one does not come back in time.
+class DeadlineLayer(MissAnsweringLayer):
+    """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when one is late.
 
-    The wrapped storage is told the deadline too, so that it does not publish what its caller has given up (rule SET-8).
-    A get of a storage that reads straight into the host pool is waited for: it could still write there (rule GET-9).
+    The wrapped storage is passed the deadline too, so that it publishes nothing after the caller has been answered
+    (rule SET-8). A get of a storage that reads straight into the host pool is waited for, because it could still write
+    there (rule GET-9).
     """
 
     def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
@@ -55,14 +56,14 @@ class DeadlineLayer(AnsweringLayer):
         self._seconds = seconds
         self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
         self._workers = _Workers(type(inner).__name__)
-        self._missed = 0
+        self._deadlines_missed = 0
         self._answers = True
         self._closes = False
         self.begin_in_child()
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """New locks: whoever closes in the parent does not do it here."""
+        """Replace the locks: a thread of the parent that holds one does not exist in the child."""
         self._closing = threading.Lock()
         self._closed = threading.Event()
 
@@ -74,7 +75,7 @@ class DeadlineLayer(AnsweringLayer):
     ) -> PoolTransferResult:
         info, longest = self._within(extra_info), self.capabilities.lookup_seconds
         if self.capabilities.may_hang and self._limit(info) > 0:
-            # A thread would cost more than the whole answer.
+            # Handing the call to a thread takes longer than the whole answer.
             found = self.inner.batch_exists_cached(keys, pool_transfers, info)
             if found is not None:
                 note_answer_from_memory()
@@ -89,7 +90,7 @@ class DeadlineLayer(AnsweringLayer):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        info, waits = self._within(extra_info), self.capabilities.stuck_reads is StuckReads.WAITS
+        info, waits = self._within(extra_info), self.capabilities.hung_reads is HungReads.WAIT
         if self.capabilities.may_hang and not waits and self._limit(info) > 0:
             # From a worker thread, a read out of the page cache takes up to a third longer.
             started = time.monotonic()
@@ -149,15 +150,21 @@ class DeadlineLayer(AnsweringLayer):
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
-        return replace(stats, faults=stats.faults + self._missed, deadlines_missed=stats.deadlines_missed + self._missed)
+        return replace(
+            stats, faults=stats.faults + self._deadlines_missed, deadlines_missed=stats.deadlines_missed + self._deadlines_missed
+        )
 
     def fault_count(self) -> int:
-        return self.inner.fault_count() + self._missed
+        return self.inner.fault_count() + self._deadlines_missed
 
     def close(self) -> None:
-        """Close what is wrapped, and leave it behind at the deadline if a call in it hangs; who comes later waits no longer."""
+        """Close the wrapped storage, and abandon it at the deadline if a call in it hangs.
+
+        Other threads that call `close` meanwhile wait for the first, at most as long.
+        """
         with self._closing:
-            first, self._closes = not self._closes, True
+            first = not self._closes
+            self._closes = True
         if not self.capabilities.may_hang:
             super().close()
         elif first:
@@ -165,7 +172,7 @@ class DeadlineLayer(AnsweringLayer):
             if self._workers.run(job, self._seconds, last=True):
                 job.result()
             else:
-                logger.warning("%s: a call hangs; it is closed when that comes back", type(self.inner).__name__)
+                logger.warning("%s: a call hangs; the storage is closed when it returns", type(self.inner).__name__)
         else:
             self._closed.wait(self._seconds)
         self._workers.close()
@@ -193,49 +200,53 @@ class DeadlineLayer(AnsweringLayer):
         *,
         waits: bool = False,
     ) -> AnswerT:
-        """Ask, and answer a miss at the deadline; a call that `waits` ends in time by itself, or has to be waited for."""
+        """Run a call, and answer a miss at the deadline.
+
+        Args:
+            waits: the call runs in the caller's thread: it ends in time by itself, or must not be abandoned.
+        """
         seconds = self._limit(info)
         if seconds <= 0:
-            # The caller's doing, and no fault of the store.
+            # The caller has set the deadline that has passed: no fault of the store.
             if self._closes:
                 raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
             return miss()
         if waits or not self.capabilities.may_hang:
             return ask(info)
-        caller = Caller()
-        # Drawn here at the latest: the line about a call that is late has to tell which one.
-        told = replace(info, caller=caller, request_id=call_request_id(info.request_id))
-        job = _Job(lambda: ask(told))
+        token = CancellationToken()
+        # The request id is drawn here at the latest, because the log line about a late call names it.
+        bounded = replace(info, cancellation=token, request_id=call_request_id(info.request_id))
+        job = _Job(lambda: ask(bounded))
         try:
             in_time = self._workers.run(job, seconds)
         except BaseException:
             # Interrupted, as by Ctrl-C: the memory is the caller's again, as after the deadline.
-            caller.leave()
+            token.cancel()
             raise
         if in_time:
             self._answers = True
             return job.result()
         # From here on nothing is written to the caller's memory, and nothing of it is published.
-        caller.leave()
-        self._missed += 1
+        token.cancel()
+        self._deadlines_missed += 1
         note_fault()
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(
             level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, seconds,
-            extra={"request_id": told.request_id, "seconds": seconds},
+            extra={"request_id": bounded.request_id, "seconds": seconds},
         )  # fmt: skip
         return miss()
 
 
 class _Job(Generic[AnswerT]):
-    """A call on its way. `done` is released when it has been run and its worker is free again."""
+    """A call and its result. `done` is released when the call has returned and its worker is idle again."""
 
     __slots__ = ("_answer", "_ask", "_context", "_error", "abandoned", "done", "finished")
 
     def __init__(self, ask: Callable[[], AnswerT]) -> None:
         self._ask = ask
-        # Of its caller: the id and the span that it is about.
+        # The caller's context: its request id and its span.
         self._context = copy_context()
         self._answer: list[AnswerT] = []
         self._error: BaseException | None = None
@@ -257,7 +268,7 @@ class _Job(Generic[AnswerT]):
 
 
 class _Workers:
-    """Threads that run one job at a time each; a thread that hangs is left behind and ends when its call returns.
+    """A thread pool that abandons hung threads; a hung thread ends when its call returns.
 
     The lock guards the lists, the count and the flags of the jobs; it is never held during a job.
     """
@@ -269,16 +280,23 @@ class _Workers:
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock and no threads: the parent's are not in the child."""
+        """Start with a new lock and without threads: a fork copies none of them."""
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Job[object] | None]] = []
         self._threads: dict[SimpleQueue[_Job[object] | None], threading.Thread] = {}
-        self._stuck = 0
+        self._hung = 0
 
     def run(self, job: _Job[AnswerT], seconds: float, *, last: bool = False) -> bool:
-        """Run a job in a worker; whether it came back in time. The last one gets a worker however many hang."""
+        """Run a job in a worker.
+
+        Args:
+            last: take a worker also where `MAX_HUNG_CALLS` hang, as `close` does.
+
+        Returns:
+            False if the job has not returned in time.
+        """
         if self._closed:
-            # The storage below refuses at once: the caller's own thread may ask.
+            # A closed storage refuses at once, so the call needs no worker.
             job.run()
             return True
         inbox = self._acquire(last)
@@ -290,14 +308,15 @@ class _Workers:
         with self._lock:
             if not job.finished:
                 job.abandoned = True
-                self._stuck += 1
+                self._hung += 1
             return job.finished
 
     def close(self) -> None:
-        """End the workers; those that hang end by themselves when their call returns."""
+        """End the workers; a hung one ends by itself when its call returns."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
             threads = list(self._threads.values())
         for inbox in idle:
             inbox.put(None)
@@ -309,11 +328,11 @@ class _Workers:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            if self._stuck >= MAX_STUCK_CALLS and not last:
+            if self._hung >= MAX_HUNG_CALLS and not last:
                 return None
             inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)
-            # Within the lock: `close` joins whatever thread it finds here.
+            # Within the lock, so that `close` joins every thread that was started.
             try:
                 thread.start()
             except RuntimeError as error:
@@ -328,7 +347,7 @@ class _Workers:
             job.run()
             with self._lock:
                 job.finished = True
-                self._stuck -= job.abandoned
+                self._hung -= job.abandoned
                 closed = self._closed
                 if not closed:
                     self._idle.append(inbox)

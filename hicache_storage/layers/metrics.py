@@ -1,4 +1,4 @@
-"""Counting from the outside, for storages that do not count themselves."""
+"""Metrics of storages that keep none themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.base import innermost
-from hicache_storage.layers.measuring import MeasuringLayer
+from hicache_storage.layers.base import MeasuringLayer, innermost
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.spec import PoolName
 
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class MetricsLayer(MeasuringLayer):
-    """Counts pages, bytes and latencies by what the wrapped storage answers.
+    """Counters of pages, bytes and latencies, derived from the answers of the wrapped storage.
 
-    `ObjectStorage` drivers count themselves, in more detail: from here a page that was there already looks written, and
-    a damaged one missed.
+    `ObjectStorage` drivers keep more precise ones: an answer does not tell a page that existed from one that was written,
+    nor a damaged page from a missing one.
     """
 
     def __init__(self, inner: HiCacheStorage) -> None:
@@ -77,8 +76,9 @@ class MetricsLayer(MeasuringLayer):
 
     def get_stats(self) -> StorageStats:
         stats, counted = super().get_stats(), self._recorder.snapshot().pools
-        # What cannot be seen from here the wrapped storage may have counted.
+        # Answers do not tell these; the wrapped storage may have counted them.
         for name, pool in stats.pools.items():
             if name in counted:
-                counted[name].pages_damaged, counted[name].pages_evicted = pool.pages_damaged, pool.pages_evicted
+                counted[name].pages_damaged = pool.pages_damaged
+                counted[name].pages_evicted = pool.pages_evicted
         return replace(stats, pools=counted)

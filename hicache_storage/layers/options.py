@@ -1,4 +1,4 @@
-"""What the SDK puts around every driver, as options."""
+"""Options of the layers that the SDK puts around every driver."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StorageOptions:
     """
 
     deadline_seconds: float | None = 30.0
-    """Longest time a call may take before it is answered as a miss; None waits for ever."""
+    """Time after which a call is answered as a miss; None waits without limit."""
     breaker_threshold: int = 5
-    """Failed calls in a row after which calls are refused without asking the driver; 0 turns the breaker off."""
+    """Consecutive failed calls after which calls are misses without calling the driver; 0 disables the breaker."""
     breaker_cooldown_seconds: float = 5.0
-    """Time until one call is let through again to try."""
+    """Time until a trial call passes."""
     metrics: bool = True
     """Count pages, bytes and latencies; SGLang calls this `enable_storage_metrics`. Faults are always counted."""
     traces: bool = False

@@ -1,4 +1,4 @@
-"""The order of the layers around a driver."""
+"""Composition of the layers around a driver."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
-    """Put metrics, deadline, circuit breaker and traces around a driver, from the inside out.
+    """Wrap a driver into metrics, deadline, circuit breaker and traces, from the inside out.
 
-    The breaker is outside of the deadline, so that a missed one counts as a fault for it.
+    The breaker is outside of the deadline, so that it counts a missed deadline as a fault.
 
     Raises:
-        ConfigError: traces are asked for, and OpenTelemetry is not installed.
+        ConfigError: traces are enabled, and OpenTelemetry is not installed.
     """
     storage = driver
     if isinstance(driver, ObjectStorage):

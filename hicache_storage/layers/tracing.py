@@ -1,4 +1,4 @@
-"""A span for each call, in the caller's thread; in place only where calls are traced."""
+"""A span for each call, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.measuring import MeasuringLayer
+from hicache_storage.layers.base import MeasuringLayer
 from hicache_storage.objects.requests import check_transfers
 from hicache_storage.observability.request_ids import RequestScope, call_request_id
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
@@ -25,8 +25,8 @@ BYTES = "hicache.bytes"
 class TracingLayer(MeasuringLayer):
     """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages, bytes and hits.
 
-    It is outermost: the time at which the breaker refuses or the deadline passes is the caller's too. What the driver does
-    within, such as asking a metadata server, is below its span.
+    The outermost layer, so that a span covers refusals of the breaker and missed deadlines. Spans of the driver, such as
+    requests to a metadata server, are its children.
     """
 
     def __init__(self, inner: HiCacheStorage, spans: Spans) -> None:
@@ -63,7 +63,7 @@ class TracingLayer(MeasuringLayer):
     ) -> dict[PoolName, list[bool]]:
         check_transfers(transfers)
         pools = [transfer.name for transfer in transfers]
-        # Keys that are no list are refused below.
+        # Keys that are no list are refused by the inner storage.
         pages = sum(len(transfer.keys) for transfer in transfers if isinstance(transfer.keys, Sequence))
         with RequestScope(info.request_id or "") as name, self._spans.call(operation, name, pools, pages) as span:
             move = self.inner.batch_get_v2 if operation == "batch_get" else self.inner.batch_set_v2
@@ -73,7 +73,7 @@ class TracingLayer(MeasuringLayer):
         return answers
 
     def _bytes(self, answers: Mapping[PoolName, Sequence[bool]]) -> int:
-        """Of the pages that are answered with `True`; a set has not written those that were there already."""
+        """Return the bytes of the pages answered with `True`, including those that a set has found stored."""
         return sum(sum(pages) * self._page_bytes.get(name, 0) for name, pages in answers.items())
 
 

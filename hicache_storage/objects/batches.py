@@ -1,11 +1,11 @@
-"""What a driver is asked: batches of lookups, reads and writes, one batch for each namespace."""
+"""Arguments of drivers: batches of lookups, reads and writes, one batch for each namespace."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
 from hicache_storage.objects.namespace import Namespace, key_digest
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
-    from hicache_storage.spec import Caller
+    from hicache_storage.spec import CancellationToken
 
 
-_PATIENT: AbstractContextManager[bool] = nullcontext(True)
-"""A caller who waits for as long as it takes."""
+_ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
+"""The shield of a call without a cancellation token."""
 
 
 class Call:
-    """What all objects of one call share: its deadline and what the engine said about it."""
+    """Context of one call: deadline, cancellation, prefix keys and request id."""
 
-    __slots__ = ("_caller", "_deadline", "prefix_keys", "request_id")
+    __slots__ = ("_cancellation", "_deadline", "prefix_keys", "request_id")
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Call:
         *,
         prefix_keys: Sequence[str] = (),
         request_id: str | None = None,
-        caller: Caller | None = None,
+        cancellation: CancellationToken | None = None,
     ) -> None:
-        # As good as none: nothing of Python can wait as long.
+        # Longer than any lock of Python can wait: as good as no deadline.
         self._deadline = None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
-        self._caller = caller
+        self._cancellation = cancellation
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
         self.request_id = call_request_id(request_id)
@@ -48,21 +48,21 @@ class Call:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    @property
-    def caller(self) -> AbstractContextManager[bool]:
-        """To be entered while a destination is written: `with call.caller as waits:`, and only `if waits`.
+    def shield(self) -> AbstractContextManager[bool]:
+        """Make a cancellation wait for a block that writes to a destination.
 
-        The caller does not leave before the block ends, so nothing that may hang belongs into it (rule GET-9).
+        `with call.shield() as active:` writes only `if active`; otherwise the call is cancelled, and the memory is the
+        caller's again. Nothing that may hang belongs into the block (rule GET-9).
         """
-        return _PATIENT if self._caller is None else self._caller
+        return _ALWAYS_ACTIVE if self._cancellation is None else self._cancellation.shield()
 
     def expired(self) -> bool:
-        """Whether the deadline has passed, or the caller has left.
+        """Return True once the deadline has passed or the call is cancelled.
 
         A driver asks this after it has read the last byte of a page and before it publishes it, and publishes nothing
         once it is true: the caller may have been answered already and may have reused the memory (rule SET-8).
         """
-        if self._caller is not None and self._caller.gone:
+        if self._cancellation is not None and self._cancellation.cancelled:
             return True
         return self._deadline is not None and time.monotonic() >= self._deadline
 
@@ -91,14 +91,14 @@ class ObjectRead:
         self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
         """To be filled or replaced with the 64 bytes that were stored with the page."""
         self.damaged = False
-        """Something was there and it was not the page; set by `verify()`, or by a driver that sees it by itself."""
+        """True if the stored bytes are not the page; set by `verify()`, or by a driver that detects it itself."""
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
-        """A read into memory of its own, of a page that nobody asks for: to look at it once more."""
+        """Make a read into a buffer of its own, to verify a stored page again without a caller's memory."""
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
 
@@ -106,7 +106,7 @@ class ObjectRead:
     def buffers(self) -> list[memoryview]:
         """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`.
 
-        They may be made when they are first asked for, which a driver does in one thread, once it knows where the page is.
+        They may be created on first access, which a driver makes in one thread, once it knows where the page is.
         """
         if callable(self._buffers):
             self._buffers = self._buffers()
@@ -121,15 +121,15 @@ class ObjectRead:
         """Copy a whole stored object, components and envelope, into place.
 
         Returns:
-            `False` where there is none, it is torn, or nobody waits for it any more.
+            `False` if there is no object, it is torn, or the call is cancelled.
         """
         if payload is None:
             return False
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
             return False
-        with _PATIENT if self._call is None else self._call.caller as waits:
-            return waits and self._copy(memoryview(payload))
+        with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
+            return active and self._copy(memoryview(payload))
 
     def _copy(self, payload: memoryview) -> bool:
         start = 0
@@ -139,7 +139,7 @@ class ObjectRead:
         return True
 
     def verify(self, computed: int | None = None) -> bool:
-        """Whether what was read is the page that was asked for: length, identity, key and checksum (rule GET-5).
+        """Check length, identity, key and checksum of the read page; return True if they fit (rule GET-5).
 
         Args:
             computed: the checksum of the buffers, where the driver has computed it piece by piece while reading.
@@ -154,12 +154,13 @@ class ObjectRead:
 
     @property
     def verifies_checksum(self) -> bool:
-        """Whether `verify()` compares it; if not, nobody needs to compute one."""
+        """True if `verify()` compares checksums; otherwise none needs to be computed."""
         return self._verifies_checksum
 
     def retract(self) -> None:
-        """Forget the verdict: what was read was not the object's present copy, and the parts are filled from that."""
-        self._verdict, self.damaged = None, False
+        """Forget the verdict, before the parts are filled again from a newer copy of the object."""
+        self._verdict = None
+        self.damaged = False
 
 
 class ObjectWrite:
@@ -173,9 +174,9 @@ class ObjectWrite:
         self.buffers = buffers
         """The page's components."""
         self.replaces = replaces
-        """An object of this key may be there and is damaged: this one takes its place."""
+        """True if an object of this key may exist and is damaged: this one replaces it."""
         self.existed = False
-        """The object was there already, whole, and nothing was written; set by drivers that find that out themselves."""
+        """True if the whole object existed and nothing was written; set by drivers that detect it themselves."""
         self._envelope: bytes | None = None
 
     @property

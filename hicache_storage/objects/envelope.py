@@ -59,7 +59,7 @@ def seal(prefix: bytes, key_digest: bytes, checksum: int) -> bytes:
 
 
 def belongs(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest: bytes) -> bool:
-    """Whether an envelope has the length, namespace and key that the reader expects."""
+    """Return True if an envelope has the length, namespace and key that the reader expects."""
     return len(envelope) == ENVELOPE_BYTES and envelope[:_PREFIX_END] == prefix and envelope[_PREFIX_END:_KEY_END] == key_digest
 
 

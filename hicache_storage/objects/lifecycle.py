@@ -1,4 +1,4 @@
-"""Opened, used by many threads, closed once: the life of a storage (rules LC-1, LC-2, LC-5)."""
+"""Lifecycle of a storage: opened lazily, used by many threads, closed once (rules LC-1, LC-2, LC-5)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 OPEN_RETRY_SECONDS = 1.0
-"""A failed connect is not tried again sooner, so that an absent store costs each call nothing."""
+"""Time until a failed connect is retried, so that an unreachable store does not delay each call."""
 
 
 class Lifecycle:
-    """Counts the calls in flight, connects before the first, and lets `close` wait for the last.
+    """State of a storage: connects before the first call, counts calls in flight, and closes after the last.
 
     One lock guards all state and is never held while the driver connects or closes; `_connecting` is taken outside it.
     """
 
     def __init__(self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]) -> None:
         self._name = name
-        self._connect, self._disconnect = connect, disconnect
+        self._connect = connect
+        self._disconnect = disconnect
         self._closed = False
         self._connected = False
         self._forked = False
-        """A child whose parent had connected, or was connecting when it forked."""
+        """True in a child whose parent was connected, or connecting, at the fork."""
         self._retry_at = 0.0
         self._begin()
         begin_in_children(self)
@@ -41,7 +42,7 @@ class Lifecycle:
         self._calls = 0
 
     def begin_in_child(self) -> None:
-        """New locks and no calls; a driver that is connected, or half connected, belongs to the parent."""
+        """Start with new locks and without calls; a connection, also a partial one, stays the parent's."""
         self._forked = self._forked or self._connected or self._connecting.locked()
         self._connected = False
         self._begin()
@@ -51,7 +52,7 @@ class Lifecycle:
 
         Raises:
             StorageClosedError: `close` has begun.
-            StorageForkedError: connected in another process.
+            StorageForkedError: the parent process has connected.
         """
         with self._lock:
             self._refuse_unusable()
@@ -65,10 +66,10 @@ class Lifecycle:
                 self._idle.notify_all()
 
     def ensure_connected(self, *, insist: bool = False) -> None:
-        """Connect if that has not happened; called within a call.
+        """Connect, unless connected; called within a call.
 
         Args:
-            insist: try even if an attempt has just failed.
+            insist: retry also immediately after a failure.
 
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
@@ -90,7 +91,8 @@ class Lifecycle:
     def close(self, timeout_seconds: float | None) -> None:
         """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers wait for the first."""
         with self._idle:
-            first, self._closed = not self._closed, True
+            first = not self._closed
+            self._closed = True
             self._idle.wait_for(lambda: not self._calls, timeout_seconds)
         with self._connecting:
             if first and self._connected:
@@ -99,12 +101,12 @@ class Lifecycle:
 
     @property
     def connected(self) -> bool:
-        """Whether `ensure_connected` has nothing left to do."""
+        """True if `ensure_connected` returns without connecting."""
         return self._connected
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has begun."""
+        """True once `close` has begun."""
         return self._closed
 
     def _refuse_unusable(self) -> None:

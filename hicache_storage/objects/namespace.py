@@ -1,4 +1,4 @@
-"""Where a pool's pages live: the namespace that identity, pool and geometry add up to."""
+"""Namespaces: names of a pool's pages in a store, derived from identity, pool and geometry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Namespace:
         return f"{self.name}-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def describe(self) -> dict[str, object]:
-        """What an operator wants to read beside the data: pool, geometry and the fields that decide about sharing."""
+        """Describe a namespace for operators, beside its data: pool, geometry and the fields that decide about sharing."""
         geometry = self.geometry
         return {
             "pool": str(self.pool),

@@ -1,4 +1,4 @@
-"""Counts what a storage does; the source of `get_stats()`."""
+"""Counters of a storage, the source of `get_stats()`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class StatsRecorder:
     def __init__(self, driver: str, *, enabled: bool = True, verifies_checksums: bool = True) -> None:
         self.enabled = enabled
         self.faults = 0
-        """Calls into the driver that have failed so far."""
+        """Number of failed calls of the driver."""
         self.failovers = 0
-        """Servers that were left for others so far."""
+        """Number of failovers to other servers."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
         self.begin_in_child()
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock; a child goes on from its parent's counts."""
+        """Replace the lock; a child continues its parent's counts."""
         self._lock = threading.Lock()
 
     def count(self, pool: PoolName, **increments: int) -> None:
@@ -43,16 +43,16 @@ class StatsRecorder:
                 setattr(stats, name, getattr(stats, name) + increment)
 
     def count_fault(self) -> None:
-        """Count a driver call that failed, and tell the call that it was made for.
+        """Count a failed call of the driver, also without metrics, and report it to the storage's call.
 
-        Faults are counted even where metrics are off, because they hide otherwise.
+        Faults are misses for the engine, so nothing else shows them.
         """
         note_fault()
         with self._lock:
             self.faults += 1
 
     def count_failover(self) -> None:
-        """Count a server that failed and was left for another one; counted as faults are."""
+        """Count a failover to another server; counted also without metrics."""
         with self._lock:
             self.failovers += 1
 
@@ -66,9 +66,10 @@ class StatsRecorder:
                 self._pool(pool).latency[operation].observe(seconds)
 
     def snapshot(self) -> StorageStats:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         with self._lock:
-            self._stats.faults, self._stats.failovers = self.faults, self.failovers
+            self._stats.faults = self.faults
+            self._stats.failovers = self.failovers
             return copy.deepcopy(self._stats)
 
     def _pool(self, pool: PoolName) -> PoolStats:

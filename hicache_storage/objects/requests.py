@@ -71,7 +71,7 @@ def check_transfers(transfers: Sequence[PoolTransfer], where: str = "transfers")
     """Check that an argument is a list of transfers.
 
     Raises:
-        InvalidTransferError: it is none.
+        InvalidTransferError: the argument is invalid.
     """
     check_list(transfers, where, "transfers")
     for transfer in cast("Sequence[object]", transfers):

@@ -59,21 +59,21 @@ ItemT = TypeVar("ItemT")
 
 
 class ObjectStorage(HiCacheStorage):
-    """Base class of drivers that keep pages as objects.
+    """Base class of drivers that store pages as objects.
 
-    A driver says how to tell which objects exist, how to read them into buffers, and how to write them from buffers.
-    Identity, keys, policies, argument checks, envelopes, deduplication, partial results, statistics, lazy opening and
-    closing are done here.
+    A driver implements three methods: look objects up, read them into buffers, write them from buffers. This class
+    implements identity, keys, policies, argument checks, envelopes, deduplication, partial results, statistics, lazy
+    opening and closing.
 
-    The driver's methods may be called from several threads at once. They raise whatever their store raises
-    (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all pages it was about.
+    The driver's methods may be called from several threads at once. They raise the errors of their store
+    (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all its pages.
 
     Args:
-        identity: whose bytes.
-        driver_name: for messages and statistics.
-        capabilities: what the driver promises.
+        identity: identity of the pages.
+        driver_name: name in messages and statistics.
+        capabilities: capabilities of this instance.
         verifies_checksums: `False` only by the operator's explicit choice; length, identity and key are checked anyway.
-        metrics: whether to count; faults are always counted.
+        metrics: count pages, bytes and latencies; faults are always counted.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class ObjectStorage(HiCacheStorage):
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._faulty = set[str]()
-        """Operations that have failed in the present episode of faults."""
+        """Operations that have failed since the last success; empty while the store serves."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
         self.begin_in_child()
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """A new lock for a process that was forked while another thread held it (`spec.forks`)."""
+        """Replace the lock: a thread of the parent may have held it at the fork (`spec.forks`)."""
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
-    """`write_objects` leaves out by itself what exists, and says so (`ObjectWrite.existed`): the SDK does not ask before."""
+    """`write_objects` skips existing objects itself, and sets `ObjectWrite.existed`: the SDK does not look them up before."""
 
     caches_lookups: ClassVar[bool] = False
     """`objects_exist_cached` is implemented."""
@@ -112,12 +112,12 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """For each batch, for each key, whether the object is there. One round trip for all of them."""
+        """Look objects up: for each batch, for each key, `True` if the object exists. One round trip for all of them."""
 
     def objects_exist_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
         """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where that is not possible.
 
-        Only with `caches_lookups`. It saves the thread that keeps the deadline of a call that may hang.
+        Only with `caches_lookups`. A call answered so needs no thread for its deadline.
         """
         return None
 
@@ -126,7 +126,7 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        """For each batch, fill each read's parts; `True` where all of them were filled from one object.
+        """Read objects: fill the parts of each read; `True` if all of them were filled from one object.
 
         An object of another length than the parts is not delivered: set `read.damaged` and answer `False`.
         """
@@ -134,16 +134,16 @@ class ObjectStorage(HiCacheStorage):
     def read_objects_cached(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Fill all reads without waiting for I/O or for a lock that is held during I/O.
 
-        Only with `caches_reads`. It saves the thread that keeps the deadline of a call that may hang.
+        Only with `caches_reads`. A call answered so needs no thread for its deadline.
 
         Returns:
-            Whether every read was filled and verified. If not, `read_objects` is asked for all of them.
+            True if every read was filled and verified; otherwise `read_objects` is called for all of them.
         """
         return False
 
     @abstractmethod
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        """For each batch, store each write's parts as one object, visible whole or not at all; `True` where it is.
+        """Write objects: store the parts of each write as one object, visible whole or not at all; `True` if it is visible.
 
         The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once `call.expired()`.
         """
@@ -155,51 +155,51 @@ class ObjectStorage(HiCacheStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         """Remove all objects of these namespaces, and return when none is left. Only with the capability `clears`.
 
-        Raise if that did not happen, or if nobody knows whether it did; a clear that returns is relied on (rule LC-7).
-        Ask `call.expired()` between steps, and raise once it is true: the caller has been told, and what is stored from
-        then on must not be removed.
+        Raise if the objects were not removed, or if that is unknown: callers rely on a clear that returns (rule LC-7).
+        Check `call.expired()` between steps, and raise once it is true: the caller has been answered, and objects that
+        are stored afterwards must not be removed.
         """
         raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        """Objects that were just read and are damaged: a driver that can makes them disappear for everyone.
+        """Remove damaged objects that were just read, for all storages, if the driver can.
 
         Returns:
-            Whether they are gone. If not, the SDK hides them from its own lookups, and asks the next set to replace them.
+            True if they are removed. Otherwise the SDK hides them from its own lookups, and the next set replaces them.
         """
         return False
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
-        """Remove what namespaces leave in the store when they have no object any more, such as their files.
+        """Remove the remains of namespaces without objects, such as their files.
 
         Returns:
-            Whether nothing of them is left. A driver whose namespaces cost a store nothing need not do anything.
+            True if nothing of them remains. A driver whose namespaces leave nothing in a store need not implement it.
         """
         return True
 
     def admit_pool(self, pool: RegisteredPool) -> None:
-        """A pool is about to be registered, in the place of another of its name.
+        """Check a pool before it is registered, in place of a former one of its name.
 
         Raises:
-            InvalidPoolError: this driver cannot serve it; what was registered before stays.
+            InvalidPoolError: this driver cannot serve the pool; the former one stays.
         """
 
     def connect(self) -> None:
-        """Connect to the outside world; called once before the first batch, never at construction."""
+        """Connect to the store; called once before the first batch, never at construction."""
 
     def disconnect(self) -> None:
         """Undo `connect`; called once, when no batch is in flight any more."""
 
     def check_health(self) -> Health:
-        """Whether the store answers; may raise."""
+        """Check that the store answers; may raise."""
         return Health(ok=True)
 
     # What a driver may call ----------------------------------------------------------------------------------------
 
     def note_partial_faults(self, faults: Sequence[Exception], *, served: bool) -> None:
-        """Faults that a batch met in some of its pages, which it answers as missed or not stored.
+        """Report faults of some pages of a batch, which the driver answers as missed or not stored.
 
-        Where others of its pages were served, a fault is counted here; else the first is raised, for the SDK to count and log.
+        If other pages were served, one fault is counted; otherwise the first is raised, for the SDK to count and log.
         A refusal (`StorageRefusedError`) is no fault.
         """
         if not faults:
@@ -235,9 +235,9 @@ class ObjectStorage(HiCacheStorage):
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
             self._pools = {**self._pools, name: pool}
-        # From 0, before anything is counted: what grows between two looks at it is seen, what appears with a value is not.
+        # Start the counters at 0: Prometheus sees an increase between two scrapes, but not the first value of a new series.
         self.recorder.count(name)
-        # Two engines that find nothing of each other's are compared by this.
+        # For operators: engines that do not share pages have different namespaces.
         logger.info(
             "%s: pool %s of model %r has its pages in namespace %s",
             self._driver_name, name, self._identity.model, pool.namespace.name,
@@ -265,7 +265,7 @@ class ObjectStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult | None:
-        # After a fault the usual way decides whether the store serves again.
+        # After a fault, `batch_exists_v2` finds out if the store serves again.
         if not self.caches_lookups or "exists" in self._faulty:
             return None
         asked = _asked_pools(keys, pool_transfers)
@@ -276,7 +276,7 @@ class ObjectStorage(HiCacheStorage):
             batches = [LookupBatch(pool.namespace, keys) for pool in pools]
             try:
                 found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
-            except Exception as error:  # noqa: BLE001 - the usual way meets it again, counts it and tells of it
+            except Exception as error:  # noqa: BLE001 - `batch_exists_v2` meets it again, counts it and logs it
                 logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
                 return None
             if found is None:
@@ -453,9 +453,9 @@ class ObjectStorage(HiCacheStorage):
         filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
         results = dict[PoolName, list[bool]]()
         for (request, batch), full in zip(reached, filled, strict=True):
-            with call.caller as waits:
-                # What a caller who has left may have overwritten says nothing about the object.
-                delivered = [waits and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
+            with call.shield() as active:
+                # After a cancellation the buffers may hold other bytes: a failed check would count whole objects as damaged.
+                delivered = [active and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
                 if request.pool.access.stages and any(delivered):
                     brought = self._guarded(f"delivery to {request.pool.name}", partial(_deliver, request, batch, delivered))
                     delivered = delivered if brought else [False] * len(delivered)
@@ -481,7 +481,7 @@ class ObjectStorage(HiCacheStorage):
         pages, name = sum(delivered), batch.namespace.name
         known = self._damaged
         if known:
-            # Somebody else has repaired what is delivered now.
+            # Another storage has replaced the damaged copy meanwhile.
             self._forget_damage(batch.namespace, [read.key for read, ok in zip(batch.reads, delivered, strict=True) if ok])
         damaged = (
             [] if pages == len(delivered) else [read for read in batch.reads if read.damaged and (name, read.key) not in known]
@@ -497,7 +497,7 @@ class ObjectStorage(HiCacheStorage):
             self._retire(request.pool.name, ReadBatch(batch.namespace, damaged), call)
 
     def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
-        """Make damaged objects stop existing, and say so once (rule GET-7)."""
+        """Remove or hide damaged objects, and log them once (rule GET-7)."""
         keys = [read.key for read in damaged.reads]
         self._remember_damage(damaged.namespace, keys)
         logger.warning(
@@ -522,13 +522,13 @@ class ObjectStorage(HiCacheStorage):
         return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
 
     def _existing(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
-        """Pages that need not be written; none where the driver finds them itself, unless this rank writes none anyway."""
+        """Look up pages that need not be written; none if the driver does it itself, unless this rank is no writer."""
         if self.writes_find_existing and all(self._identity.is_writer(pool.name) for pool, _ in lookups):
             return [[False] * len(keys) for _, keys in lookups]
         return self._lookup(lookups, call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
-        """The pages that this rank has to write: those not stored, each once, from the slot where its key first stands."""
+        """Select the pages that this rank has to write: those not stored, each once, from the slot of its first key."""
         namespace = request.pool.namespace
         slots = dict[str, int]()
         for key, slot in zip(request.keys, request.slots, strict=True):
@@ -568,9 +568,9 @@ class ObjectStorage(HiCacheStorage):
     def _ask(
         self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]], call: Call
     ) -> list[list[bool]]:
-        """Ask the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1).
+        """Call the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1).
 
-        It is not asked once the deadline has passed, which is no fault of the store.
+        After the deadline the driver is not called, which is no fault of the store.
         """
         if call.expired():
             return [[False] * len(batch) for batch in items]
@@ -587,7 +587,11 @@ class ObjectStorage(HiCacheStorage):
     def _attempt(
         self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
     ) -> ItemT | None:
-        """Call into the driver; None after a fault. An answer that proves nothing ends no episode of faults."""
+        """Call the driver; None after a fault.
+
+        Args:
+            proves: returns True for an answer which shows that the store serves again after faults.
+        """
 
         def connected() -> ItemT:
             self._lifecycle.ensure_connected()
@@ -598,13 +602,13 @@ class ObjectStorage(HiCacheStorage):
     def _guarded(
         self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
     ) -> ItemT | None:
-        """Call what is not ours, a driver or an engine's pool; None after a fault."""
+        """Call foreign code, a driver or an engine's pool; None after a fault."""
         try:
             answer = question()
         except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
             self._note_fault(operation, error)
             return None
-        # On a full disk lookups go on serving: only what has failed ends an episode.
+        # Only an operation that has failed ends an episode of faults: on a full disk, lookups succeed all the time.
         if operation in self._faulty and (proves is None or proves(answer)):
             self._faulty = set()
             logger.info("%s: serving again", self._driver_name, extra=fields(driver=self._driver_name, operation=operation))
@@ -613,7 +617,7 @@ class ObjectStorage(HiCacheStorage):
     def _disconnect(self) -> None:
         try:
             self.disconnect()
-        except Exception as error:  # noqa: BLE001 - the store may be gone for good; its owner still has to get rid of us
+        except Exception as error:  # noqa: BLE001 - `close` has to succeed also without the store
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
@@ -651,7 +655,7 @@ def _target(access: PageAccess, slot: int) -> list[memoryview]:
 
 
 def _deliver(request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool]) -> bool:
-    """Bring staged pages into the pool; `True`, for one that does not raise."""
+    """Copy staged pages into the pool; always `True`, unless it raises."""
     whole = [(slot, read.buffers) for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True) if ok]
     request.pool.access.deliver([slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole))
     return True
@@ -662,7 +666,7 @@ def _is_verified(batch: ReadBatch) -> bool:
 
 
 def _asked_pools(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> dict[PoolName, None]:
-    """The pools that a lookup is about; keys and geometry of the policies are checked before any I/O.
+    """Return the pools of a lookup, after a check of the keys and the policies' geometry.
 
     Raises:
         InvalidTransferError: a key or a policy's geometry is illegal.
@@ -688,5 +692,5 @@ def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
         extra_info.deadline_seconds,
         prefix_keys=extra_info.prefix_keys or (),
         request_id=extra_info.request_id,
-        caller=extra_info.caller,
+        cancellation=extra_info.cancellation,
     )

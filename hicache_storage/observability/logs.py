@@ -1,7 +1,6 @@
-"""The SDK's log lines: what its loggers add to a record, and one JSON object a line for those who want that.
+"""Structured logs: fields of the SDK's records, and a JSON formatter.
 
-Every record of this project may have the attributes in `FIELDS`, given with `extra`; a formatter that knows them not leaves
-them out.
+Every record of this project may have the attributes in `FIELDS`, passed as `extra`; other formatters ignore them.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 FIELDS: Final = ("request_id", "driver", "operation", "pool", "pages", "seconds")
-"""Attributes of records: text, but for `pages` and `seconds`."""
+"""Attributes of records: strings, except for the numbers `pages` and `seconds`."""
 LOGGERS: Final = ("hicache_storage", "hicache_backends")
 
 
 def fields(**values: str | float) -> dict[str, str | float]:
-    """What a logger is given as `extra`: the call's id, and other fields."""
+    """Return the `extra` of a record: the request id, and other fields."""
     request_id = current_request_id()
     return {"request_id": request_id, **values} if request_id else values
 
 
 class JsonFormatter(logging.Formatter):
-    """`timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, the `FIELDS` that a record has, and `exception`."""
+    """JSON lines of `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line without a line feed."""
+        """Format a record as one line, without a line feed."""
         line: dict[str, object] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z"),
             "level": record.levelname.lower(),
@@ -49,10 +48,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_json_logs(level: int | str = logging.INFO, stream: TextIO | None = None) -> logging.Handler:
-    """Send this project's lines to `stream` (standard error), and to no handler above; for engines that do not configure logs.
+    """Log this project's records to `stream` (standard error by default), and to no parent handler.
+
+    For engines that configure no logs.
 
     Returns:
-        the handler, to be removed by whoever wants that.
+        the handler, which the caller may remove again.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter())

@@ -24,11 +24,11 @@ ROUTE: Final = "http.route"
 STATUS: Final = "http.response.status_code"
 FLUSH_MILLISECONDS: Final = 5000
 CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
-"""Headers that a server may take a context from."""
+"""Headers that a server takes a trace context from."""
 
 
 class ServerSpan:
-    """The server's part of a request, until it is answered."""
+    """The server's span of a request, until it is answered."""
 
     __slots__ = ("_span",)
 
@@ -36,7 +36,13 @@ class ServerSpan:
         self._span = span
 
     def end(self, status: int, scopes: int, entries: int) -> None:
-        """The request, which was about so many scopes and entries, is answered."""
+        """End the span of an answered request.
+
+        Args:
+            status: HTTP status of the answer.
+            scopes: number of scopes that the request names.
+            entries: number of keys or slots that it names.
+        """
         self._span.set_attribute(STATUS, status)
         self._span.set_attribute("hicache.scopes", scopes)
         self._span.set_attribute("hicache.entries", entries)
@@ -46,34 +52,34 @@ class ServerSpan:
 
 
 class Spans:
-    """Begins spans; `provider` takes them."""
+    """Factory of spans; `provider` receives them."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
         self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
 
     def flush(self) -> None:
-        """Send what was not sent yet; for some seconds at most. The global provider is its owner's to flush."""
+        """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its owner."""
         flush = getattr(self._provider, "force_flush", None)
         if flush is not None:
             flush(FLUSH_MILLISECONDS)
 
     @contextmanager
     def call(self, operation: str, request_id: str, pools: Sequence[str], pages: int) -> Generator[Span]:
-        """Around one call of a storage: `hicache.batch_get` and the like."""
+        """Trace one call of a storage, as `hicache.batch_get` and the like."""
         attributes: dict[str, AttributeValue] = {REQUEST_ID: request_id, "hicache.pools": list(pools), "hicache.pages": pages}
         with self._tracer.start_as_current_span(f"hicache.{operation}", attributes=attributes) as span:
             yield span
 
     @contextmanager
     def request(self, route: str, request_id: str) -> Generator[None]:
-        """Around one request to a metadata server, repetitions included; a failure is the span's status."""
+        """Trace one request to a metadata server, retries included; a failure becomes the span's status."""
         attributes = {REQUEST_ID: request_id, ROUTE: route}
         with self._tracer.start_as_current_span(f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes):
             yield
 
     def answer(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> ServerSpan:
-        """Begin the server's part of a request, below the span that its `traceparent` names."""
+        """Start the server's span of a request, as a child of the span that its `traceparent` names."""
         carried = {name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers}
         attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
         context = propagate.extract(carried)
@@ -86,8 +92,10 @@ def inject(headers: MutableMapping[str, str]) -> None:
 
 
 def provider_from_environment(service: str) -> SdkTracerProvider:
-    """A provider that exports as OpenTelemetry's environment variables say: `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default,
-    `console`, or any installed one), `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
+    """Make a provider that exports as OpenTelemetry's environment variables say.
+
+    These are `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default, `console`, or any installed one),
+    `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
 
     Args:
         service: name of the service, unless `OTEL_SERVICE_NAME` says another.

@@ -1,4 +1,4 @@
-"""Whether calls are traced. Costs a look at a variable where they are not; OpenTelemetry is imported by `enable` only."""
+"""The process-wide switch of traces. OpenTelemetry is imported by `enable` only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from hicache_storage.observability.otel import Spans
 
 _spans: list[Spans] = []
-"""One, or none."""
+"""At most one; a list, so that `enable` and `disable` rebind no global."""
 
 
 def spans() -> Spans | None:
-    """What begins spans; None where nothing is traced."""
+    """Return the factory of spans; None while traces are off."""
     return _spans[0] if _spans else None
 
 
@@ -22,7 +22,7 @@ def enable(provider: TracerProvider | None = None) -> Spans:
     """Trace the calls of this process from now on.
 
     Args:
-        provider: takes the spans; the process' global one by default, which is asked for each span.
+        provider: receiver of the spans; by default the global one, looked up for each span.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -38,5 +38,5 @@ def enable(provider: TracerProvider | None = None) -> Spans:
 
 
 def disable() -> None:
-    """Trace nothing from now on; spans that have begun are ended by whoever began them."""
+    """Stop tracing; spans that have begun are still ended by their calls."""
     _spans.clear()

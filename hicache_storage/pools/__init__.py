@@ -12,7 +12,6 @@ from hicache_storage.pools.access import PageAccess
 from hicache_storage.pools.adapter import page_access
 
 if TYPE_CHECKING:
-    from hicache_storage.pools.base import HostPoolBase
     from hicache_storage.pools.device import (
         DevicePages,
         DevicePoolBase,
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
         MHADevicePool,
         MLADevicePool,
     )
-    from hicache_storage.pools.indexer import IndexerHostPool
-    from hicache_storage.pools.mamba import MambaHostPool
+    from hicache_storage.pools.host.base import HostPoolBase
+    from hicache_storage.pools.host.indexer import IndexerHostPool
+    from hicache_storage.pools.host.mamba import MambaHostPool
+    from hicache_storage.pools.host.mha import MHAHostPool
+    from hicache_storage.pools.host.mla import MLAHostPool
+    from hicache_storage.pools.host.slots import SlotAllocator
     from hicache_storage.pools.memory import byte_view, host_tensor
-    from hicache_storage.pools.mha import MHAHostPool
-    from hicache_storage.pools.mla import MLAHostPool
-    from hicache_storage.pools.slots import SlotAllocator
 
 __all__ = [
     "DevicePages",
@@ -50,16 +50,16 @@ __all__ = [
 _HOMES = {
     "DevicePages": "device",
     "DevicePoolBase": "device",
-    "HostPoolBase": "base",
+    "HostPoolBase": "host.base",
     "IndexerDevicePool": "device",
-    "IndexerHostPool": "indexer",
+    "IndexerHostPool": "host.indexer",
     "MHADevicePool": "device",
-    "MHAHostPool": "mha",
+    "MHAHostPool": "host.mha",
     "MLADevicePool": "device",
-    "MLAHostPool": "mla",
+    "MLAHostPool": "host.mla",
     "MambaDevicePool": "device",
-    "MambaHostPool": "mamba",
-    "SlotAllocator": "slots",
+    "MambaHostPool": "host.mamba",
+    "SlotAllocator": "host.slots",
     "byte_view": "memory",
     "host_tensor": "memory",
 }

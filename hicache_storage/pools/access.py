@@ -1,4 +1,4 @@
-"""How a storage reaches the pages of a host pool, whichever pool it is."""
+"""Uniform access to the pages of all kinds of host pools."""
 
 from __future__ import annotations
 

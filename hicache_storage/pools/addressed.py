@@ -34,7 +34,8 @@ class AddressedPages(PageAccess):
     """
 
     def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
-        self._pool, self._where = pool, where
+        self._pool = pool
+        self._where = where
         self._offsets = torch.arange(geometry.page_size)
         slots = end_pages(geometry)
         addresses, lengths = self._first_answer(slots)
@@ -44,7 +45,7 @@ class AddressedPages(PageAccess):
         if len(addresses) != len(lengths) or lengths != components * len(slots):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the same lengths for each page; "
-                f"for {len(slots)} pages it told {len(addresses)} addresses and the lengths {lengths}"
+                f"for {len(slots)} pages it returned {len(addresses)} addresses and the lengths {lengths}"
             )
         ranges = sorted(zip(addresses, lengths, strict=True))
         if any(start + length > after for (start, length), (after, _) in pairwise(ranges)):
@@ -67,7 +68,7 @@ class AddressedPages(PageAccess):
         addresses, lengths = self._pool.get_page_buffer_meta(self._indices(first_slots)) or ((), ())
         if len(addresses) != len(expected) or tuple(lengths) != expected:
             raise InvalidPoolError(
-                f"{self._where}.get_page_buffer_meta told {components} bytes for a page when it was registered, "
+                f"{self._where}.get_page_buffer_meta returned {components} bytes for a page when it was registered, "
                 f"and now {len(addresses)} components for {len(first_slots)} pages"
             )
         span = self._span
@@ -103,7 +104,8 @@ class _Span:
     __slots__ = ("_last", "start", "view")
 
     def __init__(self, start: int, last: int, size: int) -> None:
-        self.start, self._last = start, last
+        self.start = start
+        self._last = last
         self.view = span_view(start, last - start + size)
 
     @classmethod

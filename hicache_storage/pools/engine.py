@@ -1,4 +1,4 @@
-"""What an engine's own host pool offers, under SGLang's names."""
+"""Protocol of an engine's own host pools, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def end_pages(geometry: PageGeometry) -> list[int]:
 
 
 def is_on_device(pool: object) -> bool:
-    """Whether the pool says that its memory is a device's."""
+    """Return True if the pool declares device memory."""
     buffer = getattr(pool, "kv_buffer", None)
     device = getattr(buffer, "device", None) or getattr(pool, "device", None) or "cpu"
     return str(device).partition(":")[0] != "cpu"

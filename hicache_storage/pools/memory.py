@@ -77,7 +77,7 @@ def span_view(address: int, size: int) -> memoryview:
 
 
 def in_host_memory(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether all `(address, length)` ranges are memory that this process can read and write.
+    """Return True if this process can read and write all `(address, length)` ranges.
 
     Device memory is not: CUDA reserves its addresses without giving the CPU access.
     """

@@ -34,10 +34,12 @@ class StagedPages(PageAccess):
     stages: ClassVar[bool] = True
 
     def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
-        self._pool, self._where = pool, where
+        self._pool = pool
+        self._where = where
         try:
             model = pool.get_dummy_flat_data_page()
-            self._dtype, self._device = model.dtype, model.device
+            self._dtype = model.dtype
+            self._device = model.device
             self.geometry = replace(geometry, component_bytes=(model.numel() * model.element_size(),))
             check_components(self.geometry.component_bytes, where)
             self._read_first_page()
@@ -56,7 +58,7 @@ class StagedPages(PageAccess):
 
     def deliver(self, first_slots: Sequence[int], targets: Sequence[list[memoryview]], delivered: Sequence[bool]) -> None:
         for slot, (buffer,), complete in zip(first_slots, targets, delivered, strict=True):
-            # The buffer of a page that was not delivered is let go: a read that is stuck may still write into it.
+            # The buffer of a page that was not delivered is not reused: a hung read may still write into it.
             if complete:
                 page = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
                 self._pool.set_from_flat_data_page(slot, page.to(self._device))

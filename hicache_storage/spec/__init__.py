@@ -6,8 +6,8 @@ What needs msgspec is imported when it is first used: pools and transfers do wit
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.spec.caller import Caller
-from hicache_storage.spec.capabilities import Capabilities, Durability, Sharing, StuckReads
+from hicache_storage.spec.cancellation import CancellationToken
+from hicache_storage.spec.capabilities import Capabilities, Durability, HungReads, Sharing
 from hicache_storage.spec.errors import (
     ConfigError,
     DriverConflictError,
@@ -50,7 +50,7 @@ __all__ = [
     "IDENTITY_FIELDS",
     "MAX_KEY_BYTES",
     "CallInfoScope",
-    "Caller",
+    "CancellationToken",
     "Capabilities",
     "ConfigError",
     "DriverConfig",
@@ -66,6 +66,7 @@ __all__ = [
     "HiCacheStorage",
     "HiCacheStorageExtraInfo",
     "HostPool",
+    "HungReads",
     "InvalidIdentityError",
     "InvalidPoolError",
     "InvalidTransferError",
@@ -86,7 +87,6 @@ __all__ = [
     "StorageStats",
     "StorageTimeoutError",
     "StorageUnavailableError",
-    "StuckReads",
     "UnknownPoolError",
     "UnsupportedOperationError",
     "common_hit",

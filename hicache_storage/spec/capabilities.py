@@ -1,4 +1,4 @@
-"""What a driver promises, as data."""
+"""Capabilities: guarantees that a driver declares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hicache_storage.spec.transfers import MAX_KEY_BYTES
 
 
 class Sharing(StrEnum):
-    """Who sees pages that a storage has set."""
+    """Scope in which the pages of a storage are visible."""
 
     NONE = "none"
     """Only the storage itself."""
@@ -20,7 +20,7 @@ class Sharing(StrEnum):
 
 
 class Durability(StrEnum):
-    """What an acknowledged page survives."""
+    """Events that an acknowledged page survives."""
 
     NONE = "none"
     REOPEN = "reopen"
@@ -31,18 +31,21 @@ class Durability(StrEnum):
     """Also the loss of power."""
 
 
-class StuckReads(StrEnum):
-    """What a get does about a read that does not come back before the deadline (rule GET-9)."""
+class HungReads(StrEnum):
+    """Policy for a read that has not returned at the deadline of its get (rule GET-9)."""
 
-    WAITS = "waits"
-    """It waits: reads go straight into the host pool and cannot be cancelled."""
-    BUFFERED = "buffered"
-    """It returns at the deadline: reads go through buffers of the driver's own."""
+    WAIT = "wait"
+    """The get waits: reads go straight into the host pool and cannot be cancelled."""
+    BOUNCE_BUFFER = "bounce_buffer"
+    """The get returns at the deadline: reads go through bounce buffers of the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a driver declares. Declaring a capability makes its rules binding; not declaring it makes the call raise."""
+    """Capabilities of a driver or of one storage.
+
+    The rules of a declared capability are binding; a call of one that is not declared raises.
+    """
 
     sharing: Sharing = Sharing.NONE
     durability: Durability = Durability.NONE
@@ -54,16 +57,16 @@ class Capabilities:
     """A configured capacity is kept by evicting pages (rules EV)."""
     networked: bool = False
     """Calls leave the machine, so that round trips count (rule EX-10)."""
-    stuck_reads: StuckReads = StuckReads.WAITS
+    hung_reads: HungReads = HungReads.WAIT
     may_hang: bool = True
-    """A call may not come back while the store is away, so that keeping a deadline takes a thread (about 60 us a call).
+    """A call may hang while the store does not respond, so that a deadline needs a thread (about 60 us a call).
 
-    False for what needs no device: memory. A local disk may stall as well as a network.
+    False for storage in memory alone. A local disk may stall as well as a network.
     """
     lookup_seconds: float | None = None
-    """Longest time that an exists of an open storage takes, whatever the store does, by limits that the driver itself keeps.
+    """Limit of the time of an exists of an open storage, kept by the driver itself, whatever the store does.
 
-    It needs no thread where the deadline is not shorter. None where it may hang.
+    Such an exists needs no thread, unless the deadline is shorter. None if it may hang.
     """
     device_memory: bool = False
     """Host pools may lie in device memory."""

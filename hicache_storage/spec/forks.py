@@ -1,4 +1,4 @@
-"""Locks and counts that a forked child must not inherit from calls that ran in its parent (rule LC-5)."""
+"""Fork safety: locks and counters that a forked child must replace (rule LC-5)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ForkAware(Protocol):
     """State that threads share: a fork may happen while one of them holds its lock, and that thread is not in the child."""
 
     def begin_in_child(self) -> None:
-        """Have new locks, and forget the calls in flight. Runs in a child that was just forked, before anything else does."""
+        """Replace locks, and forget calls in flight. Runs first in a forked child."""
         ...
 
 
@@ -22,7 +22,7 @@ _aware: Final[WeakSet[ForkAware]] = WeakSet()
 
 
 def begin_in_children(state: ForkAware) -> None:
-    """Have `state.begin_in_child()` called in each process that is forked from now on, for as long as `state` lives."""
+    """Call `state.begin_in_child()` in each process that is forked from now on, as long as `state` is referenced."""
     _aware.add(state)
 
 

@@ -1,4 +1,4 @@
-"""What a storage needs of a host pool."""
+"""Protocol of host pools: page geometry and page buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PageGeometry:
     """Shape of a pool's pages; part of the namespace that its pages are stored under."""
 
     layout: str
-    """How the components' bytes are ordered."""
+    """Order of the bytes of the components."""
     dtype: str
     """Name of the element type, without the `torch.` prefix."""
     page_size: int

@@ -1,4 +1,4 @@
-"""Who may read whose bytes: the identity of a storage and its fingerprints."""
+"""Identity of a storage, and its fingerprints: storages with equal ones share pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StorageIdentity:
     """
 
     model: str
-    """Model name or path, as the operator wants it told apart."""
+    """Name or path of the model, chosen by the operator to distinguish models."""
     kv_dtype: str
     """Logical dtype: `fp8_e4m3` and `fp8_e5m2` are both one byte and are not the same."""
     page_size: int
@@ -80,11 +80,11 @@ class StorageIdentity:
         object.__setattr__(self, "tp_sharded_pools", frozenset(map(str, self.tp_sharded_pools)))
 
     def is_replicated(self, pool: str) -> bool:
-        """Whether all TP ranks hold the same bytes in this pool (rule ID-3)."""
+        """Return True if all TP ranks hold the same bytes in this pool (rule ID-3)."""
         return self.kv_replicated and pool not in self.tp_sharded_pools
 
     def is_writer(self, pool: str) -> bool:
-        """Whether this rank writes the pool: every rank of a sharded pool, one rank of a replicated one."""
+        """Return True if this rank writes the pool: every rank of a sharded pool, one rank of a replicated one."""
         return self.tp_rank == 0 or not self.is_replicated(pool)
 
     def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:

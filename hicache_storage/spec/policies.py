@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolPresence:
-    """Which pages of the chain exist in one pool, and how the pool decides."""
+    """Existing pages of the chain in one pool, and the hit policy of the pool."""
 
     name: PoolName
     present: Sequence[bool]

@@ -1,4 +1,4 @@
-"""What travels with one call beside its arguments: its limits where it takes no `extra_info`, and the faults that it meets.
+"""Context of one call beside its arguments: `extra_info` of methods without that parameter, and faults of the call.
 
 Both are context variables. A thread that works for a call runs in a copy of the caller's context, as the deadline layer's do.
 """
@@ -16,12 +16,12 @@ _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar("hicache_c
 
 
 def current_call_info() -> HiCacheStorageExtraInfo | None:
-    """The deadline and the caller of a `delete()` or `clear()` that is running in this context; None without limits."""
+    """Return deadline and cancellation of the `delete()` or `clear()` that runs in this context; None without."""
     return _info.get()
 
 
 class CallInfoScope:
-    """`with CallInfoScope(info):` a `delete()` or `clear()` within has these limits; they take no `extra_info` themselves."""
+    """Context manager that passes deadline and cancellation to `delete()` and `clear()`, which take no `extra_info`."""
 
     __slots__ = ("_info", "_token")
 
@@ -36,14 +36,14 @@ class CallInfoScope:
 
 
 class FaultScope:
-    """`with FaultScope() as faults:` counts the faults that the calls within tell of, and those of no other thread's calls."""
+    """Context manager that counts the faults of the calls within, and not those of other threads."""
 
     __slots__ = ("_token", "count", "store_asked")
 
     def __init__(self) -> None:
         self.count = 0
         self.store_asked = True
-        """`False` once a call was answered from memory, which shows nothing about the store."""
+        """`False` after a call that was answered from memory, without the store."""
 
     def __enter__(self) -> Self:
         self._token: Token[FaultScope | None] = _faults.set(self)
@@ -54,14 +54,14 @@ class FaultScope:
 
 
 def note_fault() -> None:
-    """Tell the call that runs in this context that the store has failed it; what opens a circuit breaker."""
+    """Report a fault of the store to the call in this context; consecutive ones open a circuit breaker."""
     scope = _faults.get()
     if scope is not None:
         scope.count += 1
 
 
 def note_answer_from_memory() -> None:
-    """Record that the call in this context was answered without the store: a circuit breaker learns nothing from it."""
+    """Record that the call in this context was answered without the store: no evidence for a circuit breaker."""
     scope = _faults.get()
     if scope is not None:
         scope.store_asked = False

@@ -72,4 +72,4 @@ class StorageStats:
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
     failovers: int = 0
-    """Servers that failed and were left for others of the same store; a call that went on elsewhere is no fault."""
+    """Failovers to other servers of the same store; a call that another server has answered is no fault."""

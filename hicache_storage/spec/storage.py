@@ -40,16 +40,16 @@ class HiCacheStorage(ABC):
     @property
     @abstractmethod
     def identity(self) -> StorageIdentity:
-        """Whose bytes this storage reads and writes."""
+        """Identity of the pages that this storage reads and writes."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this instance promises: what its driver declares, or less."""
+        """Capabilities of this instance: those that its driver declares, or fewer."""
 
     @abstractmethod
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a host pool known under a name, before any transfer that names it.
+        """Register a host pool under a name, before any transfer that names it.
 
         Registering the same name again replaces the pool. The storage keeps a reference, so that the memory stays
         valid until `close()`.
@@ -60,7 +60,7 @@ class HiCacheStorage(ABC):
         """
 
     def on_host_pools_registered(self) -> None:  # noqa: B027 - optional on purpose
-        """The initial set of pools is complete; pools may still be added one by one."""
+        """Handle the end of the initial registrations; pools may still be added one by one."""
 
     @abstractmethod
     def batch_exists_v2(
@@ -69,7 +69,7 @@ class HiCacheStorage(ABC):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How long a prefix of the chain `keys` can be restored, by every pool together.
+        """Find the longest prefix of the chain `keys` that all pools together can restore.
 
         The KV pool is asked for all of `keys`; each transfer adds a side pool with its policy, asked for the same
         chain. Of `transfer.keys` only the number counts. Pages may be evicted between this answer and a get, which
@@ -167,17 +167,17 @@ class HiCacheStorage(ABC):
         """A snapshot of the counters; also after `close()`."""
 
     def fault_count(self) -> int:
-        """How many calls have failed below so far; cheap enough to be asked around each call."""
+        """Return the number of calls that have failed so far; cheap enough to be read around each call."""
         return self.get_stats().faults
 
     @property
     def notes_faults(self) -> bool:
-        """Whether a fault is told to the call that met it (`note_fault`); otherwise only the count tells that one has failed."""
+        """True if faults are reported to the call that meets them (`note_fault`); otherwise only by `fault_count`."""
         return False
 
     @abstractmethod
     def health(self) -> Health:
-        """Whether the storage can serve now; never raises for a fault of the outside world."""
+        """Check that the storage can serve now; never raises for a fault of the environment."""
 
     @abstractmethod
     def open(self) -> None:

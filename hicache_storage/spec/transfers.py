@@ -1,4 +1,4 @@
-"""What is asked of a storage and what it answers: pools, transfers, results."""
+"""Arguments and results of a storage's calls: pool names, transfers, hits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.spec.caller import Caller
+    from hicache_storage.spec.cancellation import CancellationToken
 
 MAX_KEY_BYTES = 512
 """Longest legal page key, in bytes of UTF-8 (rule ID-5)."""
@@ -61,7 +61,7 @@ PoolName.DRAFT = PoolName("draft")
 
 
 class PoolHitPolicy(StrEnum):
-    """Which pages of a pool must exist for a prefix of p pages to be restorable."""
+    """Pages of a pool that must exist for a prefix of p pages to be restorable."""
 
     ALL_PAGES = "all_pages"
     """Pages [0, p) (rule EX-2)."""
@@ -78,7 +78,7 @@ class PoolTransfer:
     `keys[i]` names the page whose slots are `host_indices[i * page_size : (i + 1) * page_size]`.
 
     Raises:
-        InvalidTransferError: a pool's name, the policy or the geometry of its blocks is none.
+        InvalidTransferError: a pool's name, the policy or the geometry of its blocks is invalid.
     """
 
     name: PoolName
@@ -128,7 +128,7 @@ class PoolTransferResult:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheStorageExtraInfo:
-    """What the caller knows beyond the keys.
+    """Optional information of a call: prefix keys, deadline, request id, cancellation.
 
     Raises:
         InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by the call.
@@ -143,8 +143,8 @@ class HiCacheStorageExtraInfo:
     """
     request_id: str | None = None
     """For logs and traces; at most 64 characters of it. None takes that of the context (`RequestScope`), or draws one."""
-    caller: Caller | None = None
-    """Whoever may stop waiting before the call ends, such as the deadline layer; None for one who never does."""
+    cancellation: CancellationToken | None = None
+    """Token that the deadline layer, or another caller, cancels before the call has ended; None where no caller does."""
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:

@@ -1,1 +1,1 @@
-"""What the commands for authors and operators do: a new driver's package, a diagnosis, a benchmark. No terminal in here."""
+"""Tools for authors and operators: scaffold, diagnosis, benchmark, dashboards. Without terminal output."""

@@ -1,4 +1,4 @@
-"""A driver's options as people give them: pairs of text; and what such a text names: secrets, directories, servers."""
+"""Options of a driver as `key=value` texts, and the secrets, directories and servers that they contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hicache_storage.hookspecs import DriverSpec
 
 TMP: Final = "{tmp}"
-"""Stands for an empty directory in `DriverSpec.trial_config`."""
+"""Placeholder of an empty directory in `DriverSpec.trial_config`."""
 HIDDEN: Final = "***"
 
 _SECRET: Final = re.compile(r"pass(word|wd|phrase)?|secret|token|credential|auth|api_?key|access_?key|private", re.IGNORECASE)
@@ -25,7 +25,7 @@ _PORTS: Final = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
 
 
 def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
-    """Options given as `key=value`.
+    """Parse options given as `key=value`.
 
     Raises:
         ValueError: a text has another form.
@@ -40,17 +40,17 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
 
 
 def redacted(options: Mapping[str, object]) -> dict[str, str]:
-    """Options as text, in the order of their names; passwords and the like, and users in addresses, are hidden."""
+    """Format options as text, sorted by name; secrets, and users in addresses, are redacted."""
     return {name: HIDDEN if _SECRET.search(name) else without_user(str(options[name])) for name in sorted(options)}
 
 
 def without_user(text: str) -> str:
-    """A text whose addresses name no user and no password."""
+    """Redact user and password of addresses in a text."""
     return _USERINFO.sub(f"{HIDDEN}@", text)
 
 
 def directories(options: Mapping[str, object]) -> dict[str, Path]:
-    """Directories that options name, by option: a name such as `path` or `cache_dir`, or an absolute path that is no file."""
+    """Find the directories in options: by a name such as `path` or `cache_dir`, or an absolute path that is no file."""
     found = dict[str, Path]()
     for name, value in options.items():
         if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
@@ -61,13 +61,13 @@ def directories(options: Mapping[str, object]) -> dict[str, Path]:
 
 
 def nearest_directory(path: Path) -> Path:
-    """A directory, or the lowest one above it that is there."""
+    """Return a directory, or its nearest existing parent."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
-    """Host and port of each server that options name, as URL or `host:port`, by option; several are separated by commas, or a list."""
+    """Find host and port of the servers in options, as URL or `host:port`; several are a list, or separated by commas."""
     found = dict[str, list[tuple[str, int]]]()
     for name, value in options.items():
         several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
@@ -79,7 +79,7 @@ def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
 
 
 def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:
-    """Options for a throwaway store in an empty directory; None where the driver needs servers for one."""
+    """Return options of a throwaway store in an empty directory; None if the driver needs servers for one."""
     if any("{port:" in value for value in spec.trial_config.values()):
         return None
     return {name: value.replace(TMP, str(directory)) for name, value in spec.trial_config.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.backends import BACKENDS, Backend
+from hicache_storage.transfer.backends.registry import BACKENDS, Backend
 from hicache_storage.transfer.engine import PageTransfers, TransferEngine
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.hybrid import HybridTransfers, Indices, PoolPair
@@ -17,7 +17,7 @@ from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
 from hicache_storage.transfer.streams import Device, Event, Rows, Stream, StreamFailedError, recorded
 
 if TYPE_CHECKING:
-    from hicache_storage.transfer.cuda import CudaDevice, CudaEvent, CudaStream
+    from hicache_storage.transfer.cuda.device import CudaDevice, CudaEvent, CudaStream
     from hicache_storage.transfer.simulator import StreamSimulator
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "recorded",
 ]
 
-_HOMES = {"CudaDevice": "cuda", "CudaEvent": "cuda", "CudaStream": "cuda", "StreamSimulator": "simulator"}
+_HOMES = {"CudaDevice": "cuda.device", "CudaEvent": "cuda.device", "CudaStream": "cuda.device", "StreamSimulator": "simulator"}
 
 
 def __getattr__(name: str) -> object:

@@ -7,13 +7,13 @@ import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.backends import STAGING_BYTES, page_copies
+from hicache_storage.transfer.backends.registry import STAGING_BYTES, page_copies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.in_flight import CopiesInFlight, Unknown, end_after_failure
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
-from hicache_storage.transfer.runs import PageMoves
+from hicache_storage.transfer.regions.runs import PageMoves
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.backends import Backend
+    from hicache_storage.transfer.backends.registry import Backend
     from hicache_storage.transfer.host_slots import Completion, SlotPool
     from hicache_storage.transfer.pages import LayeredPages
     from hicache_storage.transfer.streams import Device, Event, Stream
@@ -35,10 +35,10 @@ OUT, IN = "write-back", "load"
 
 
 class TransferEngine(Protocol):
-    """What moves pages between L1 and L2. Called by one thread at a time; no call waits for a copy."""
+    """Copies of pages between L1 and L2. Called by one thread at a time; no call waits for a copy."""
 
     host_slots: HostSlots
-    """Where host pages are allocated and freed."""
+    """Allocator of host pages."""
 
     def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
         """Copy device pages to host pages, behind every kernel launched so far on the compute stream.
@@ -74,7 +74,7 @@ class PageTransfers:
     """The transfer engine of the SDK, for one pool: one stream for each direction, and what its backend adds.
 
     To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools until its copies are over,
-    also where it is dropped without being closed, and whoever drops it last then waits for them.
+    also when it is garbage collected without being closed, which then waits for them.
 
     Args:
         device: makes the streams.
@@ -110,11 +110,14 @@ class PageTransfers:
     ) -> None:
         check_pages(device_pages, host_pages)
         self.host_slots = HostSlots(host_pool)
-        self._device, self._compute = device, compute
-        self._device_pages, self._host_pages = device_pages, host_pages
+        self._device = device
+        self._compute = compute
+        self._device_pages = device_pages
+        self._host_pages = host_pages
         self._out, self._in = streams = streams or (device.stream(OUT), device.stream(IN))
         self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes, streams)
-        self._device_fences, self._host_fences = PageFences(device_pages.page_num), PageFences(host_pages.page_num)
+        self._device_fences = PageFences(device_pages.page_num)
+        self._host_fences = PageFences(host_pages.page_num)
         self._in_flight = CopiesInFlight(device_pages, host_pages, self._copies)
         # At exit the CUDA context may go first, and the kernel releases the memory anyway.
         weakref.finalize(self, self._in_flight.settle).atexit = False
@@ -188,7 +191,7 @@ class PageTransfers:
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
         self._device_fences.before_write(self._compute, _pages_in(self._device_pages, device_indices, "device"))
 
-    # Steps, for those who move pages of several pools at once -----------------------------------------------------------
+    # Steps, for transfers of several pools at once -----------------------------------------------------------
 
     def checked_write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
         """A write-back that can be begun; nothing is enqueued yet.

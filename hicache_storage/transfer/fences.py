@@ -1,4 +1,4 @@
-"""Which copies still use a page."""
+"""Fences: events of the copies that still use a page."""
 
 from __future__ import annotations
 

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     import torch
 
 ASK_AT: Final = 64
-"""With so many uses those that have ended are forgotten, also where nobody is short of slots."""
+"""Number of recorded uses from which on finished ones are dropped, also without a shortage of slots."""
 
 
 class Completion(Protocol):
     """Something that ends: an event, or whatever else uses a page."""
 
     def query(self) -> bool:
-        """Whether it has; does not block."""
+        """Return True if the event has been reached; does not block."""
         ...
 
 
 class SlotPool(Protocol):
-    """What hands out slots: any host pool."""
+    """Protocol of slot allocators: any host pool."""
 
     @property
     def page_size(self) -> int: ...
@@ -50,7 +50,7 @@ class _Use(NamedTuple):
 
 
 class HostSlots:
-    """Stands before a host pool's `alloc` and `free`; whoever uses copies allocates here and not there.
+    """Allocator in front of a host pool's `alloc` and `free`, to be used where copies use the pool.
 
     A page that is freed while a copy reads or writes it goes back to the pool when that copy is done. Thread-safe.
     """
@@ -112,7 +112,7 @@ class HostSlots:
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
             self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             if sum(map(len, self._uses.values())) >= self._ask_at:
-                # Who asks for slots next is told about a failed stream.
+                # The next allocation reports a failed stream.
                 with contextlib.suppress(Exception):
                     self._release()
                 self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.backends import STAGING_BYTES
+from hicache_storage.transfer.backends.registry import STAGING_BYTES
 from hicache_storage.transfer.engine import IN, OUT, PageTransfers
 from hicache_storage.transfer.in_flight import end_after_failure
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.backends import Backend
+    from hicache_storage.transfer.backends.registry import Backend
     from hicache_storage.transfer.engine import PageTransfer
     from hicache_storage.transfer.streams import Device, Event, Stream
 

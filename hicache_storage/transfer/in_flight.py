@@ -1,4 +1,4 @@
-"""Copies in flight: what keeps their memory, and what stands for their end where something has failed."""
+"""Copies in flight: ownership of their memory, and the event of their end after a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class CopiesInFlight:
     """The last copy of each direction, and the memory that copies use, which must not go before them.
 
-    CUDA lets memory be unlocked and unmapped under a copy, which then reads or writes what is somebody else's.
+    CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes memory of another owner.
 
     Args:
         used: what has the memory.
@@ -40,7 +40,7 @@ class CopiesInFlight:
             self._last = {}
 
     def settle(self) -> None:
-        """The same where nobody wants to know about failures."""
+        """Do the same, and ignore failures."""
         with contextlib.suppress(StreamFailedError):
             self.wait()
 
@@ -53,7 +53,7 @@ class Unknown:
 
 
 def end_after_failure(device: Device, stream: Stream) -> Event | Unknown | None:
-    """What stands for the end of the copies that were enqueued before something failed; None if they are over.
+    """Return the event of the copies that were enqueued before a failure; None if they have ended.
 
     Blocks only where no event can be recorded.
     """

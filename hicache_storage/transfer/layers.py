@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LayerMap:
-    """Which of a model's layers a pool holds: in a hybrid model, attention and Mamba pools have some each.
+    """Layers of a model that a pool holds: in a hybrid model, attention and Mamba pools have some each.
 
     Args:
         layers: for each layer of the pool its number in the model, counted from the rank's first layer on, ascending.
@@ -56,13 +56,13 @@ class LayerCounter:
         stream.wait_event(self._events[layer])
 
     def arrived(self) -> int:
-        """How many layers have arrived, from the first on; does not block."""
+        """Count the layers that have arrived, from the first on; does not block."""
         while self._arrived < len(self._events) and self._events[self._arrived].query():
             self._arrived += 1
         return self._arrived
 
     def done(self) -> bool:
-        """Whether all layers have arrived; does not block."""
+        """Return True if all layers have arrived; does not block."""
         if self._arrived < len(self._events) and self._events[-1].query():
             self._arrived = len(self._events)
         return self._arrived == len(self._events)
@@ -81,7 +81,7 @@ class Acknowledgement:
         self._is_done = False
 
     def done(self) -> bool:
-        """Whether it is; does not block."""
+        """Return True if the copy has ended; does not block."""
         self._is_done = self._is_done or self._finished.query()
         return self._is_done
 

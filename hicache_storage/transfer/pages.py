@@ -67,7 +67,9 @@ class LaidOutPages:
 
     def __init__(self, buffers: Sequence[torch.Tensor], layout: str, page_size: int, rows_per_page: int) -> None:
         self.page_size = page_size
-        self._buffers, self._layout, self._rows = tuple(buffers), layout, rows_per_page
+        self._buffers = tuple(buffers)
+        self._layout = layout
+        self._rows = rows_per_page
         self._page_axis, self._layer_axis, order = _AXES[layout]
         self._steps = rows_per_page if layout in _SPLIT else 1
         self.layer_num = self._buffers[0].shape[self._layer_axis]
@@ -118,7 +120,7 @@ class HostPages(LaidOutPages):
         pool: an `MHAHostPool`, `MLAHostPool`, `MambaHostPool` or `IndexerHostPool`.
 
     Raises:
-        InvalidPoolError: it is none of them, or has a layout that this does not know.
+        InvalidPoolError: the pool is of another kind, or its layout is unknown.
     """
 
     def __init__(self, pool: object) -> None:

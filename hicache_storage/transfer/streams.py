@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.runs import RowRuns
+    from hicache_storage.transfer.regions.runs import RowRuns
 
 
 class StreamFailedError(HiCacheError):
@@ -23,7 +23,7 @@ class StreamFailedError(HiCacheError):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a tensor a kernel gathers or scatters: steps along its first axis."""
+    """Rows of a tensor that a kernel gathers or scatters: indices of its first axis."""
 
     host: torch.Tensor
     """int64 on the CPU; not to be changed."""
@@ -43,11 +43,11 @@ class Event(Protocol):
     """
 
     def record(self, stream: Stream) -> None:
-        """Stand for everything enqueued on `stream` so far; those who wait already go on waiting for the former place."""
+        """Record everything enqueued on `stream` so far; earlier waits keep waiting for the former position."""
         ...
 
     def query(self) -> bool:
-        """Whether that place has been reached; does not block.
+        """Return True if the event has been reached; does not block.
 
         Raises:
             StreamFailedError: an operation before it failed.
@@ -67,7 +67,7 @@ class Stream(Protocol):
     """A queue of operations that run one after the other; two streams run at once unless events order them."""
 
     def wait_event(self, event: Event) -> None:
-        """Let what is enqueued from now on wait for the place that `event` stands for now. Does not block the caller."""
+        """Make later operations wait for the position that `event` has recorded. Does not block the caller."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
@@ -135,7 +135,7 @@ class Device(Protocol):
 
     @property
     def moves_rows(self) -> bool:
-        """Whether its streams have `move_rows`: a kernel that copies rows without memory in between."""
+        """True if the streams have `move_rows`: a kernel that copies rows without intermediate memory."""
         ...
 
     def stream(self, name: str) -> Stream:
@@ -150,7 +150,7 @@ class Device(Protocol):
         """New device memory of `size` bytes (uint8), holding anything.
 
         Args:
-            streams: the only ones that use it. Whoever has it may drop it while they still do.
+            streams: the only ones that use the memory. Its owner may drop it while they still do.
 
         Raises:
             InvalidPoolError: there is not that much memory.
@@ -158,7 +158,7 @@ class Device(Protocol):
         ...
 
     def is_locked(self, memory: torch.Tensor) -> bool:
-        """Whether copies from and to this memory do not make the caller wait."""
+        """Return True if copies from and to this memory are asynchronous."""
         ...
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Device(Protocol):
 
 
 def recorded(device: Device, stream: Stream) -> Event:
-    """A new event that stands for everything enqueued on `stream` so far."""
+    """Record a new event behind everything enqueued on `stream` so far."""
     event = device.event()
     event.record(stream)
     return event

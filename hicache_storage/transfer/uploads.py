@@ -30,7 +30,8 @@ class UploadBuffers:
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Event]) -> None:
-        self._allocate, self._event = allocate, event
+        self._allocate = allocate
+        self._event = event
         self._used = deque[tuple["torch.Tensor", "Event"]]()
 
     def take(self, rows: int) -> tuple[torch.Tensor, Event]:

@@ -12,6 +12,7 @@ MODULES: Final = {
     "pools": "hicache_storage.pools",
     "hookspecs": "hicache_storage.hookspecs",
     "transfer": "hicache_storage.transfer",
+    "testing": "hicache_storage.testing",
     "hybrid": "hicache_storage.hybrid",
     "conformance": "hicache_conformance",
 }

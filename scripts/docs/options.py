@@ -59,7 +59,7 @@ def driver_options(name: str) -> list[Option]:
 
 def bridge_options() -> list[Option]:
     """The bridge's own keys in SGLang's extra config."""
-    from hicache_storage.engines.sglang_identity import BridgeConfig
+    from hicache_storage.engines.sglang.identity import BridgeConfig
 
     return _struct(BridgeConfig, {})
 

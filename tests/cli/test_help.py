@@ -1,4 +1,4 @@
-"""What `--help` says arrives on the terminal."""
+"""`--help` is printed completely."""
 
 from __future__ import annotations
 

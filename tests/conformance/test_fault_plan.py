@@ -109,13 +109,13 @@ def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
 @pytest.fixture
 def stage(kit):
     """A ground, a dict storage that stands on it and has three of KEYS, and the storage's pool."""
-    ground, (storage, pool) = ObjectsGround(), kit.dict_storage()
+    ground, (storage, pool) = ObjectsGround(), kit.memory_storage()
     ground.attach(storage)
     storage.open()
     for place in PLACES:
         pool.fill(place, place)
     assert storage.batch_set_v2([pool.transfer("kv", KEYS[:3], PLACES[:3])]) == {"kv": [True] * 3}
-    storage.asked.clear()
+    storage.operations.clear()
     return ground, storage, pool
 
 
@@ -218,7 +218,7 @@ def test_an_operation_is_done_twice(stage, sort):
         assert read(storage, pool) == [True, True, True, False]
     else:
         assert write(storage, pool, ["e"]) == [True]
-    assert storage.asked.count(sort) == 2
+    assert storage.operations.count(sort) == 2
 
 
 def test_answers_stand_in_the_opposite_order(stage):
@@ -237,7 +237,7 @@ def test_wrong_bytes_arrive(stage, kind):
 
 
 def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself(kit):
-    ground, (storage, pool) = ObjectsGround(), kit.dict_storage()
+    ground, (storage, pool) = ObjectsGround(), kit.memory_storage()
     real = storage.read_objects
 
     def verifying(batches, call):

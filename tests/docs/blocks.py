@@ -98,7 +98,7 @@ def steps(text: str) -> list[Step]:
 
 
 def printed(quoted: str, output: str) -> bool:
-    """Whether a line was printed: spaces and figures may differ, drawn keys too, and what `[...]` at its end stands for."""
+    """Return True if a line was printed: spaces, figures and drawn keys may differ, and the text behind `[...]`."""
     line, rest = re.subn(r"\[\.\.\.\]$", "", quoted)
     expected = _without_figures(line)
     said = [_without_figures(each) for each in output.splitlines()]

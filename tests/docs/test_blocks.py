@@ -1,4 +1,4 @@
-"""How blocks are found in a page, and what a page has to say to be believed."""
+"""Extraction of blocks from a page, and comparison with their output."""
 
 from __future__ import annotations
 

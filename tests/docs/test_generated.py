@@ -1,4 +1,4 @@
-"""What pages have from the code is as the code has it now."""
+"""Generated parts of pages are up to date."""
 
 from __future__ import annotations
 

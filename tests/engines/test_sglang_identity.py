@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_storage.engines.sglang_identity import (
+from hicache_storage.engines.sglang.identity import (
     ENGINE_KEYS,
     bridge_config,
     check_engine,
@@ -18,7 +18,7 @@ from hicache_storage.engines.sglang_identity import (
     rank_labels,
     rank_number,
     storage_identity,
-    why_unserved,
+    unserved_reason,
 )
 from hicache_storage.spec import ConfigError, InvalidPoolError
 
@@ -264,7 +264,7 @@ class TestPools:
     )
     def test_side_pools_that_hold_heads_beside_replicated_kv(self, pool, name, engine, served):
         engine = replace(Engine(), **engine)
-        assert (why_unserved(engine, SimpleNamespace(**pool), name, identity(engine)) == "") == served
+        assert (unserved_reason(engine, SimpleNamespace(**pool), name, identity(engine)) == "") == served
 
 
 def test_ranks_of_one_engine_have_ports_of_their_own():

@@ -65,7 +65,7 @@ def test_another_grid_would_show(example):
 
 @pytest.mark.parametrize("damaged", ["kv", "state"])
 def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged):
-    """What is compared with a recomputation is compared in earnest."""
+    """The comparison with a recomputation detects differences."""
     workload = example.Workload(**SMALL)
     storage = example.create_storage(
         "file",

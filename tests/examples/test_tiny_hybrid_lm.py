@@ -174,7 +174,7 @@ def test_a_damaged_page_costs_hits_and_no_logit(example, tmp_path, kind, capsys)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
-    """What is compared with a recomputation is compared in earnest, also with a tolerance."""
+    """The comparison with a recomputation detects differences, also with a tolerance."""
     sizes = example.sizes.Sizes(
         device_tokens=512, host_tokens=512, device_states=16, host_states=16, dtype=example.main.DTYPES[dtype]
     )
@@ -235,8 +235,8 @@ def test_a_second_process_goes_on_where_the_first_stopped():
 
 @pytest.mark.parametrize(("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")])
 def test_servers_keep_the_pages_for_a_second_process(driver, kind):
-    """With `--serve`, hf3fs has its metadata server, and Mooncake a master and a store."""
-    done = command("--storage", driver, "--model", kind, "--serve", "--restart", *SMALL)
+    """With `--start-server`, hf3fs has its metadata server, and Mooncake a master and a store."""
+    done = command("--storage", driver, "--model", kind, "--start-server", "--restart", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.split("in a second process")[1]
     assert re.search(r"L3 +6 +[1-9][0-9]* +6\n", last)

@@ -146,18 +146,18 @@ def test_calls_end_in_time_while_ext4_is_frozen(tmp_path):
         after_the_stall(path, cold)
 
 
-@pytest.mark.parametrize("stuck_reads", ["auto", "buffered"])
-def test_calls_end_in_time_while_the_device_below_ext4_answers_nothing(tmp_path, stuck_reads):
+@pytest.mark.parametrize("hung_reads", ["auto", "bounce_buffer"])
+def test_calls_end_in_time_while_the_device_below_ext4_answers_nothing(tmp_path, hung_reads):
     with CountingMount(tmp_path / "backing", tmp_path / "fuse") as fuse, ext4(fuse.point / "image", tmp_path / "mount") as mount:
         path = mount / "store"
-        engine, known, cold = Engine(path, stuck_reads=stuck_reads), chain("known", PAGES), chain("cold", PAGES)
+        engine, known, cold = Engine(path, hung_reads=hung_reads), chain("known", PAGES), chain("cold", PAGES)
         assert (engine.put(known), engine.put(cold)) == (PAGES, PAGES)
         forget_cached(path)
         # What the loop device has read from its file is cached too.
         run("sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches")
         assert (engine.get(known), engine.get(known), engine.hit(known)) == (PAGES, PAGES, PAGES)
         server = fuse._processes[-1].pid
-        print(f"\next4 on a device that answers nothing, deadline {DEADLINE_SECONDS} s, stuck_reads {stuck_reads}")
+        print(f"\next4 on a device that answers nothing, deadline {DEADLINE_SECONDS} s, hung_reads {hung_reads}")
         with stalled(["kill", "-STOP", server], ["kill", "-CONT", server]):
             assert timed("get, on the disk", lambda: engine.get(cold)) == 0
             make_all_calls(engine, known, cold)

@@ -15,7 +15,7 @@ from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import PoolHitPolicy, PoolTransfer
-from tests.conftest import DictStorage
+from hicache_storage.testing import MemoryStorage
 from tests.hybrid.rank import Rank
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
 from tests.hybrid.waiting import until
@@ -66,7 +66,7 @@ class CacheRank(Rank):
         objects = {}
         self.weather = Weather(f"{self.settings['seed']}/{self.parallel.rank}", objects)
         self._begin(GRID)
-        self._attach(DictStorage(identity(self.parallel), objects))
+        self._attach(MemoryStorage(identity(self.parallel), objects))
         with (
             mock.patch.object(Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0),
             mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
@@ -182,7 +182,7 @@ class CacheRank(Rank):
         self.cache.end_prefetches()
         self.weather.turn(bad=False)
         self.controller.detach()
-        self._attach(DictStorage(identity(self.parallel), self.weather.objects))
+        self._attach(MemoryStorage(identity(self.parallel), self.weather.objects))
         self.cache.storage_changed()
 
     # Parts of steps ----------------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from hicache_storage.hybrid import (
     TorchRankGroup,
     page_hashes,
 )
-from hicache_storage.layers import FaultLayer, FaultOptions
 from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
-from tests.conftest import DictStorage
+from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
 
@@ -126,7 +125,7 @@ class Rank:
             stored = self.stored(keys, result)
             self.tell("written", written, "stored", stored)
             if faulty:
-                storage.relent()
+                storage.disable()
             self.controller.detach()
             until(lambda: self.stack.free() == self.stack.total())
 
@@ -206,7 +205,7 @@ class Rank:
     def filled(self, seed, kv, states):
         """A store of this rank with some pages of a chain."""
         keys = page_hashes(tokens(PAGES, seed), PAGE)
-        storage = DictStorage(identity(self.parallel))
+        storage = MemoryStorage(identity(self.parallel))
         for name, entry in self.stack.group.entries.items():
             storage.register_mem_host_pool_v2(entry.host_pool, name)
         with_states = tuple(end for end, there in enumerate(states, start=1) if there)
@@ -218,7 +217,7 @@ class Rank:
             transfers = [PoolTransfer(name, self.stack.group.slots(host, name), keys=[keys[end - 1]]) for name in present]
             assert all(all(pages) for pages in storage.batch_set_v2(transfers).values())
             self.stack.group.free_host(host)
-        fresh = DictStorage(identity(self.parallel), storage.objects)
+        fresh = MemoryStorage(identity(self.parallel), storage.objects)
         storage.close()
         return keys, fresh
 

@@ -66,7 +66,7 @@ def test_a_second_storage_is_refused(stack, store):
     stack.controller.attach(first)
     with pytest.raises(StorageAttachedError):
         stack.controller.attach(second)
-    assert second.asked == []
+    assert second.operations == []
     assert not second._lifecycle.closed
     assert stack.controller.attached
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import StorageUnavailableError
-from tests.conftest import DictStorage
+from hicache_storage.testing import MemoryStorage
 from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, identity, tokens
 from tests.hybrid.waiting import until
@@ -79,7 +79,7 @@ class Programs(RuleBasedStateMachine):
     def attach(self):
         if self.controller.attached:
             return
-        storage = DictStorage(identity(), self.objects)
+        storage = MemoryStorage(identity(), self.objects)
         storage.before = self.mood
         fails = self.mood.mood == "fails"
         try:

@@ -13,7 +13,7 @@ from hicache_storage.hybrid import OtherRankError, ParallelConfig, PrefetchRules
 from hicache_storage.hybrid.ranks.consistency import MAX_EXACT_NUMBER, check_consistent, make_on_all_ranks
 from hicache_storage.hybrid.stack.builders import RANK_INVARIANT_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
-from tests.conftest import DictStorage
+from hicache_storage.testing import MemoryStorage
 from tests.hybrid.stacks import PAGE, build, dsa_config, mamba_config
 
 
@@ -156,7 +156,7 @@ def test_stacks_of_two_kinds_are_refused():
 @pytest.mark.parametrize("late", [False, True])
 def test_no_rank_waits_for_one_that_refuses(late):
     """One rank's config is refused, where it is made or where it is looked at; its storage is closed all the same."""
-    storages = [DictStorage(configs(0).identity("m")) for _ in range(2)]
+    storages = [MemoryStorage(configs(0).identity("m")) for _ in range(2)]
 
     def config(rank):
         wrong = {"storage": STORAGE} if late else {"device_tokens": 3}
@@ -177,7 +177,7 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
     def create(driver, identity, *arguments, **options):
         if identity.tp_rank:
             raise SystemExit(1)
-        return DictStorage(identity)
+        return MemoryStorage(identity)
 
     with mock.patch("hicache_storage.hybrid.stack.stack.create_storage", create):
         found = on_ranks(lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group))
@@ -188,7 +188,7 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
 def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
     def attach(rank, rank_group):
         settings = configs(rank)
-        storage = DictStorage(settings.identity("m"))
+        storage = MemoryStorage(settings.identity("m"))
         if rank:
             storage.register_mem_host_pool_v2 = mock.Mock(side_effect=SystemExit(1))
         build(settings, storage=storage, rank_group=rank_group)

@@ -15,8 +15,8 @@ from hicache_storage import create_storage
 from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
+from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
-from tests.conftest import DictStorage
 from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
 from tests.hybrid.waiting import until
 
@@ -38,7 +38,7 @@ def nothing_is_left():
 
 
 def in_dict(config, objects=None):
-    return DictStorage(config.identity("m"), objects)
+    return MemoryStorage(config.identity("m"), objects)
 
 
 @pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
@@ -175,7 +175,7 @@ def test_a_second_storage_is_refused_and_not_touched(config):
         second = in_dict(settings)
         with pytest.raises(StorageAttachedError):
             stack.attach(second)
-        assert second.asked == []
+        assert second.operations == []
 
 
 def test_close_ends_the_threads_and_the_storage_once(config):
@@ -185,10 +185,10 @@ def test_close_ends_the_threads_and_the_storage_once(config):
     Session(stack).insert()
     stack.cache.poll()
     stack.close()
-    assert storage.asked.count("disconnect") == 1
+    assert storage.operations.count("disconnect") == 1
     assert storage._lifecycle.closed
     stack.close()
-    assert storage.asked.count("disconnect") == 1
+    assert storage.operations.count("disconnect") == 1
 
 
 def test_close_waits_for_copies_that_run(config):
@@ -254,11 +254,11 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
     found = {
         name: getattr(settings.identity("m"), name) for name in ("model", "kv_dtype", "page_size", "layout", "kv_replicated")
     }
-    storage = DictStorage(StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value}))
+    storage = MemoryStorage(StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value}))
     with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
         build(settings, storage=storage)
     assert storage._lifecycle.closed
-    assert "connect" not in storage.asked
+    assert "connect" not in storage.operations
 
 
 def test_two_storages_are_one_too_many(config, tmp_path):
@@ -310,7 +310,7 @@ def test_a_storage_fails_with_that_of_another_rank(config):
     with pytest.raises(OtherRankError, match="another rank could not make its storage"):
         build(settings, storage=storage, rank_group=Pair(None, None, None, None, [0]))
     assert storage._lifecycle.closed
-    assert storage.asked == []
+    assert storage.operations == []
 
 
 def test_ranks_are_built_together(tmp_path):

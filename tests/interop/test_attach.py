@@ -52,7 +52,7 @@ def created(monkeypatch):
         storages.append(create_storage(*arguments, **options))
         return storages[-1]
 
-    monkeypatch.setattr("hicache_storage.engines.sglang.create_storage", create)
+    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.create_storage", create)
     return storages
 
 
@@ -241,7 +241,7 @@ def test_the_oldest_interface_is_refused(ranks, storage, caplog):
     assert bridge.batch_set(["new"], [page]) is False
     assert not bridge.exists("new")
     assert bridge.refused_calls == 4
-    assert "moves no copies" in caplog.text
+    assert "does not serve copies" in caplog.text
 
 
 def test_sglangs_own_failure_injector_can_stand_between(ranks, storage):

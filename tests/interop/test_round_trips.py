@@ -145,7 +145,7 @@ def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):
 
 
 def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
-    monkeypatch.setattr("hicache_storage.engines.sglang.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e5m2"))
+    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e5m2"))
     rank = ranks(mha_pools("page_first", dtype=torch.float8_e5m2))
     rank.attach(*storage)
     assert rank.bridge.storage.identity.kv_dtype == "fp8_e5m2"
@@ -153,7 +153,7 @@ def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
 
 def test_pages_are_not_those_of_another_configuration_of_the_model(ranks, storage, monkeypatch):
     model = SimpleNamespace(kv_cache_dtype="auto", json_model_override_args="{}", quantization_param_path=None)
-    monkeypatch.setattr("hicache_storage.engines.sglang.get_model", lambda: model)
+    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.get_model", lambda: model)
     rank = ranks(mha_pools("page_first"))
     rank.attach(*storage)
     assert rank.bridge.storage.identity.revision == ""
@@ -167,7 +167,7 @@ def test_pages_are_not_those_of_another_configuration_of_the_model(ranks, storag
 
 def test_pages_are_not_those_of_weights_that_came_later(ranks, storage, monkeypatch):
     serving = SimpleNamespace(weight_version="default")
-    monkeypatch.setattr("hicache_storage.engines.sglang.get_serving", lambda: serving)
+    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.get_serving", lambda: serving)
     rank = ranks(mha_pools("page_first"))
     rank.attach(*storage)
     backup = rank.backup(tokens(4))

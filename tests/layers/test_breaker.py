@@ -10,6 +10,7 @@ from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerL
 from hicache_storage.spec import (
     Capabilities,
     HiCacheStorageExtraInfo,
+    HungReads,
     InvalidTransferError,
     PoolName,
     PoolTransfer,
@@ -17,7 +18,6 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageRefusedError,
     StorageUnavailableError,
-    StuckReads,
     UnknownPoolError,
 )
 
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def broken(kit):
     """A storage that fails while `down` is set, behind a breaker of three faults and ten seconds."""
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     down = threading.Event()
 
     def before(operation):
@@ -52,12 +52,12 @@ def test_opens_after_a_row_of_faults_and_leaves_the_store_alone(broken):
     down.set()
     for _ in range(3):
         assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
-    asked = len(storage.asked)
+    asked = len(storage.operations)
     assert layer.batch_get_v2([pool.transfer("kv", ["a", "b"], [0, 1])]) == {"kv": [False, False]}
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
     result = layer.batch_exists_v2(["a"], [PoolTransfer("mamba")])
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (0, {"kv": 0, "mamba": 0})
-    assert len(storage.asked) == asked
+    assert len(storage.operations) == asked
     stats = layer.get_stats()
     assert (stats.breaker_state, stats.breaker_refusals, stats.faults) == ("open", 3, 3)
 
@@ -158,7 +158,7 @@ CALLERS = 8
 @pytest.mark.parametrize("may_hang", [False, True])
 def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
     """With a count of all threads, eight calls that were all served made one fault nine, and opened the breaker."""
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=may_hang))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=may_hang))
     storage.open()
     all_in, go_on = threading.Barrier(CALLERS + 1), threading.Event()
 
@@ -189,7 +189,7 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
 
 
 def test_a_missed_deadline_is_a_fault_of_its_call(kit):
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
     storage.open()
     release = threading.Event()
     storage.before = lambda operation: release.wait(PATIENCE_SECONDS)
@@ -208,7 +208,7 @@ class Foreign(StorageLayer):
 
 
 def test_a_storage_that_only_counts_faults_opens_it_too(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
 
     def fail(operation):
         raise OSError("down")
@@ -258,14 +258,14 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
         layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
     assert layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=-1.0)).kv_hit_pages == 0
     assert layer.breaker.state is BreakerState.OPEN
-    asked = len(storage.asked)
+    asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
-    assert len(storage.asked) == asked + 1, "the next call tries"
+    assert len(storage.operations) == asked + 1, "the next call tries"
 
 
 @pytest.mark.parametrize("call", ["exists", "get"])
 def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, stuck_reads=StuckReads.BUFFERED))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER))
     storage.open()
     storage.batch_exists_cached = lambda *args: PoolTransferResult({})
     storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
@@ -299,7 +299,7 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
 
 def test_a_refusal_is_no_fault(kit, caplog):
     """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays closed, no alert of faults."""
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     storage.open()
 
     def refuse(operation):
@@ -322,7 +322,7 @@ def test_a_refusal_is_no_fault(kit, caplog):
 
 
 def test_refusals_of_some_pages_are_no_fault_and_faults_beside_them_are(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     refused, fault = StorageRefusedError("quota"), OSError("down")
     storage.note_partial_faults([refused], served=True)
     assert storage.fault_count() == 0

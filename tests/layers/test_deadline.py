@@ -8,14 +8,14 @@ import time
 import pytest
 
 from hicache_storage.layers import DeadlineLayer, StorageOptions, wrap
-from hicache_storage.layers.deadline import MAX_STUCK_CALLS
+from hicache_storage.layers.deadline import MAX_HUNG_CALLS
 from hicache_storage.spec import (
     Capabilities,
     ConfigError,
     HiCacheStorageExtraInfo,
+    HungReads,
     StorageClosedError,
     StorageTimeoutError,
-    StuckReads,
     UnknownPoolError,
 )
 
@@ -42,7 +42,7 @@ def hanging(kit):
     """A storage that hangs in `operation` until released, behind a deadline that a busy machine keeps until `hurry`."""
 
     def make(operation, **capabilities):
-        storage, pool = kit.dict_storage(capabilities=Capabilities(**capabilities))
+        storage, pool = kit.memory_storage(capabilities=Capabilities(**capabilities))
         storage.open()
         release = threading.Event()
         releases.append(release)
@@ -89,7 +89,7 @@ def test_a_hung_set_is_not_acknowledged_and_its_driver_knows(hanging):
 
 def test_a_get_into_the_pool_is_waited_for(hanging):
     """GET-9: it could still write there."""
-    layer, _storage, pool, release = hanging("read", stuck_reads=StuckReads.WAITS)
+    layer, _storage, pool, release = hanging("read", hung_reads=HungReads.WAIT)
     page = pool.fill(0, 1)
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     timer = threading.Timer(4 * SHORT_SECONDS, release.set)
@@ -101,14 +101,14 @@ def test_a_get_into_the_pool_is_waited_for(hanging):
 
 
 def test_a_get_through_buffers_of_its_own_is_not(hanging):
-    layer, _storage, pool, _release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    layer, _storage, pool, _release = hanging("read", hung_reads=HungReads.BOUNCE_BUFFER)
     hurry(layer)
     assert layer.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
 
 
 def test_what_a_hung_read_brings_later_goes_nowhere(hanging):
     """GET-9: whoever has left is not written to, and its memory says nothing about the object."""
-    layer, storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    layer, storage, pool, release = hanging("read", hung_reads=HungReads.BOUNCE_BUFFER)
     pool.fill(0, 1)
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     hurry(layer)
@@ -147,7 +147,7 @@ def test_a_delete_is_told_its_deadline(hanging):
 
 @pytest.mark.parametrize("operation", ["delete", "connect"])
 def test_whatever_hangs_ends_in_time(kit, operation):
-    storage, _pool = kit.dict_storage(capabilities=Capabilities(deletes=True, clears=True))
+    storage, _pool = kit.memory_storage(capabilities=Capabilities(deletes=True, clears=True))
     release = threading.Event()
     storage.before = lambda asked: asked == operation and release.wait(2 * PATIENCE_SECONDS)
     layer = DeadlineLayer(storage, SHORT_SECONDS)
@@ -184,14 +184,14 @@ def test_errors_of_the_caller_come_through(hanging):
 
 def test_many_callers_that_do_not_hang_are_all_served(hanging):
     layer, _storage, pool, _release = hanging("nothing")
-    hits, barrier = [], threading.Barrier(3 * MAX_STUCK_CALLS)
+    hits, barrier = [], threading.Barrier(3 * MAX_HUNG_CALLS)
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
 
     def ask():
         barrier.wait()
         hits.append(layer.batch_exists_v2(["a"]).kv_hit_pages)
 
-    threads = [threading.Thread(target=ask) for _ in range(3 * MAX_STUCK_CALLS)]
+    threads = [threading.Thread(target=ask) for _ in range(3 * MAX_HUNG_CALLS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -199,18 +199,18 @@ def test_many_callers_that_do_not_hang_are_all_served(hanging):
     assert hits == [1] * len(threads)
 
 
-def test_stuck_threads_are_bounded_and_end_with_their_calls(hanging):
+def test_hung_threads_are_bounded_and_end_with_their_calls(hanging):
     layer, storage, _pool, release = hanging("exist")
     before = set(threading.enumerate())
-    for _ in range(MAX_STUCK_CALLS + 5):
+    for _ in range(MAX_HUNG_CALLS + 5):
         layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.001))
-    stuck = set(threading.enumerate()) - before
-    assert len(stuck) == MAX_STUCK_CALLS
-    eventually(lambda: storage.asked.count("exist") == MAX_STUCK_CALLS)
+    hung = set(threading.enumerate()) - before
+    assert len(hung) == MAX_HUNG_CALLS
+    eventually(lambda: storage.operations.count("exist") == MAX_HUNG_CALLS)
     release.set()
     layer.close()
-    eventually(lambda: not stuck & set(threading.enumerate()))
-    assert storage.asked.count("exist") == MAX_STUCK_CALLS
+    eventually(lambda: not hung & set(threading.enumerate()))
+    assert storage.operations.count("exist") == MAX_HUNG_CALLS
 
 
 def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
@@ -218,16 +218,16 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     hurry(layer)
     layer.batch_exists_v2(["a"])
     layer.close()
-    assert "disconnect" not in storage.asked
+    assert "disconnect" not in storage.operations
     release.set()
-    eventually(lambda: "disconnect" in storage.asked)
+    eventually(lambda: "disconnect" in storage.operations)
 
 
 def test_a_storage_is_closed_when_all_its_threads_hang(hanging):
     """By a thread more, as soon as the storage can be: nobody else would ever do it."""
     layer, storage, _pool, release = hanging("exist")
     hurry(layer)
-    for _ in range(MAX_STUCK_CALLS):
+    for _ in range(MAX_HUNG_CALLS):
         layer.batch_exists_v2(["a"])
     hurry(layer, PATIENCE_SECONDS)
     closed = threading.Event()
@@ -245,7 +245,7 @@ def test_who_closes_a_hung_storage_again_waits_no_longer(hanging):
     layer.batch_exists_v2(["a"])
     for _ in range(2):
         layer.close()
-        assert "disconnect" not in storage.asked, "the call still hangs"
+        assert "disconnect" not in storage.operations, "the call still hangs"
 
 
 def test_without_need_there_is_no_thread(hanging):
@@ -271,7 +271,7 @@ def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
 
 
 def test_the_default_stack(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     layers = wrap(storage, StorageOptions())
     assert [type(layers).__name__, type(layers.inner).__name__] == ["CircuitBreakerLayer", "DeadlineLayer"]
     assert wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)) is storage
@@ -286,7 +286,7 @@ def test_bad_options(options):
 
 def test_who_is_interrupted_has_left(hanging, monkeypatch):
     """GET-9, as after the deadline: after Ctrl-C the memory is the caller's again."""
-    layer, _storage, pool, release = hanging("read", stuck_reads=StuckReads.BUFFERED)
+    layer, _storage, pool, release = hanging("read", hung_reads=HungReads.BOUNCE_BUFFER)
     pool.fill(0, 1)
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     run = layer._workers.run

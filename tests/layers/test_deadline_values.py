@@ -8,19 +8,20 @@ import threading
 import numpy
 import pytest
 
-from hicache_storage.engines.sglang_identity import bridge_config
-from hicache_storage.layers import FaultOptions, StorageOptions, wrap
+from hicache_storage.engines.sglang.identity import bridge_config
+from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.spec import (
     Capabilities,
     ConfigError,
     DriverConfig,
     HiCacheStorageExtraInfo,
+    HungReads,
     InvalidTransferError,
     StorageClosedError,
-    StuckReads,
     UnknownPoolError,
     parse_config,
 )
+from hicache_storage.testing import FaultOptions
 
 PAST = [0.0, -0.0, -0.5, -1.0, -1e300, -math.inf, 0, -1, -(10**400)]
 NO_TIME = [math.nan, "x", "1", True, [1.0], 1j, b"1"]
@@ -31,14 +32,14 @@ def info(seconds):
     return HiCacheStorageExtraInfo(deadline_seconds=seconds)
 
 
-@pytest.fixture(params=["may_hang", "waits", "may not", "no layer"])
+@pytest.fixture(params=["may_hang", "wait", "may not", "no layer"])
 def surrounded(kit, request):
     """A dict in the default layers, by which way a call takes through them."""
-    storage, pool = kit.dict_storage(
+    storage, pool = kit.memory_storage(
         capabilities=Capabilities(
             may_hang=request.param != "may not",
-            stuck_reads=StuckReads.WAITS if request.param == "waits" else StuckReads.BUFFERED,
-            lookup_seconds=0.01 if request.param == "waits" else None,
+            hung_reads=HungReads.WAIT if request.param == "wait" else HungReads.BOUNCE_BUFFER,
+            lookup_seconds=0.01 if request.param == "wait" else None,
         )
     )
     seconds = None if request.param == "no layer" else 60.0
@@ -56,11 +57,11 @@ def test_a_deadline_that_has_passed_is_a_miss_at_once(surrounded, seconds):
     transfer = pool.transfer("kv", ["a"], [0])
     page = pool.fill(0, 3)
     assert layers.batch_set_v2([transfer]) == {"kv": [True]}
-    storage.asked.clear()
+    storage.operations.clear()
     assert layers.batch_exists_v2(["a"], None, info(seconds)).kv_hit_pages == 0
     assert layers.batch_get_v2([pool.transfer("kv", ["a"], [1])], info(seconds)) == {"kv": [False]}
     assert layers.batch_set_v2([pool.transfer("kv", ["b"], [0])], info(seconds)) == {"kv": [False]}
-    assert storage.asked == []
+    assert storage.operations == []
     assert pool.page(1) != page
     stats = layers.get_stats()
     assert (stats.faults, stats.deadlines_missed, stats.breaker_state) == (0, 0, "closed")
@@ -98,7 +99,7 @@ def test_options_have_to_be_times_that_a_thread_can_wait(name, seconds):
 
 
 def test_the_longest_deadline_is_one_that_a_thread_can_wait(kit):
-    storage, _pool = kit.dict_storage(capabilities=Capabilities(may_hang=True))
+    storage, _pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
     layers = wrap(storage, StorageOptions(deadline_seconds=threading.TIMEOUT_MAX))
     assert layers.batch_exists_v2(["a"]).kv_hit_pages == 0
     layers.close()

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.layers.exporter import Exporter
+from hicache_storage.observability.exporter import Exporter
 from hicache_storage.spec import Capabilities, StorageForkedError
 from tests.objects.forking import in_child
 
@@ -25,7 +25,7 @@ LOCKS = {
 @pytest.fixture
 def around(kit):
     """A dict in the default layers, after a fault: from then on the breaker takes its lock."""
-    storage, pool = kit.dict_storage(capabilities=Capabilities(may_hang=True, deletes=True, clears=True))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, deletes=True, clears=True))
     layers = wrap(storage, StorageOptions())
     layers.register_mem_host_pool_v2(pool, "kv")
     layers.breaker.failed()

@@ -13,7 +13,7 @@ class Foreign(StorageLayer):
 
 
 def test_counts_what_is_answered(kit):
-    storage, _ = kit.dict_storage(metrics=False)
+    storage, _ = kit.memory_storage(metrics=False)
     layer = MetricsLayer(storage)
     layer.register_mem_host_pool_v2(pool := kit.pool(), "kv")
     layer.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
@@ -29,14 +29,14 @@ def test_counts_what_is_answered(kit):
 @pytest.mark.parametrize("counting", [MetricsLayer, StorageLayer], ids=["from outside", "by itself"])
 def test_a_pool_is_counted_from_nothing_as_soon_as_it_is_there(kit, counting):
     """Prometheus sees no growth in a series that begins with a value."""
-    storage, _ = kit.dict_storage(metrics=counting is StorageLayer)
+    storage, _ = kit.memory_storage(metrics=counting is StorageLayer)
     layer = counting(storage)
     layer.register_mem_host_pool_v2(kit.pool(), "index")
     assert layer.get_stats().pools["index"] == PoolStats()
 
 
 def test_leaves_to_the_storage_what_only_it_can_count(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     layer = MetricsLayer(storage)
     layer.register_mem_host_pool_v2(pool, "kv")
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
@@ -46,7 +46,7 @@ def test_leaves_to_the_storage_what_only_it_can_count(kit):
 
 
 def test_only_foreign_storages_get_it(kit):
-    storage, _ = kit.dict_storage()
+    storage, _ = kit.memory_storage()
     assert not isinstance(wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0)), MetricsLayer)
     foreign = wrap(Foreign(storage), StorageOptions(deadline_seconds=None, breaker_threshold=0))
     assert isinstance(foreign, MetricsLayer)

@@ -18,7 +18,7 @@ WAIT_SECONDS = 30
 class Browser:
     def __init__(self, driver):
         self.driver = driver
-        self.asked = []
+        self.operations = []
         """All that `requests` has told."""
 
     def open(self, url, *, width=1200, dark=False):
@@ -100,7 +100,7 @@ class Browser:
         """Addresses that were asked for since the last call."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        self.asked += asked
+        self.operations += asked
         return asked
 
 

@@ -19,8 +19,8 @@ from hicache_metadata_server.service.refused import RefusedError
 from hicache_metadata_server.service.service import MetadataService
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.stores.store import StoreError, open_store
-from hicache_storage.tools.doctor import Patient, Status
-from hicache_storage.tools.doctor.trial import check_round_trip
+from hicache_storage.tools.doctor import DoctorTarget, Status
+from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.metadata_server.http_calls import SlowStore, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
@@ -245,7 +245,7 @@ def test_doctor_leaves_no_scope_behind(tmp_path):
     with served() as (place, _):
         for size in ("64MiB", "16MiB"):
             options = {"path": f"{tmp_path}/store", "metadata_url": place.url, "file_size": size, "preallocate": "false"}
-            findings = list(check_round_trip(Patient(driver="hf3fs", options=options)))
+            findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
             assert [finding.status for finding in findings] == [Status.OK], findings
             listed = CliRunner().invoke(app, ["scopes", "--json", "--url", place.url])
             assert listed.stdout == ""

@@ -43,13 +43,13 @@ def page(driver):
     driver.expected = []
     driver.complaints()
     driver.requests()
-    driver.asked.clear()
+    driver.operations.clear()
     yield driver
     driver.driver.get("about:blank")
     complaints = [said for said in driver.complaints() if not any(expected in said for expected in driver.expected)]
     assert complaints == []
     driver.requests()
-    origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, driver.asked) if parts.scheme != "about"}
+    origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, driver.operations) if parts.scheme != "about"}
     assert len(origins) == 1, "one server, and nobody else"
 
 

@@ -1,4 +1,4 @@
-"""What a forked child makes of its parent's storage, for tests."""
+"""Forked children that use their parent's storage, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HUNG = "hung"
 
 
 def in_child(work: Callable[[], str], seconds: float = 20.0) -> str:
-    """What `work` returns in a forked child, or the name of what it raises; `HUNG` if it does not come back."""
+    """Return the result of `work` in a forked child, or the name of its exception; `HUNG` if it does not return."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -20,7 +20,7 @@ def failing(storage, error):
 
 @pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("half of it"), KeyError("a bug")])
 def test_a_clear_that_fails_raises(kit, error):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])
     failing(storage, error)
     with pytest.raises(StorageUnavailableError):
@@ -33,14 +33,14 @@ def test_a_clear_that_fails_raises(kit, error):
 
 
 def test_one_that_was_late_says_so(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     failing(storage, TimeoutError("no answer"))
     with pytest.raises(StorageTimeoutError, match="no answer"):
         storage.clear()
 
 
 def test_a_store_that_cannot_be_reached_is_not_cleared(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
 
     def down(operation):
         raise OSError("no route")
@@ -53,7 +53,7 @@ def test_a_store_that_cannot_be_reached_is_not_cleared(kit):
 
 
 def test_what_is_damaged_stays_hidden_when_the_clear_fails(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])
     storage.objects = {name: bytes(len(payload)) for name, payload in storage.objects.items()}
     assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}

@@ -23,7 +23,7 @@ def transfer(name, keys, pages):
 def both(kit):
     """A storage with a pool that copies, and one that lends its memory beside it."""
     flat, lending = FlatPool(), AddressPool()
-    storage, _ = kit.dict_storage({"kv": flat, "mamba": lending})
+    storage, _ = kit.memory_storage({"kv": flat, "mamba": lending})
     flat.kv_buffer.copy_(torch.arange(flat.kv_buffer.numel()).view_as(flat.kv_buffer))
     assert storage.batch_set_v2([transfer("kv", ["a", "b"], [0, 1]), transfer("mamba", ["a"], [0])]) == {
         "kv": [True, True],

@@ -1,4 +1,4 @@
-"""What `ObjectStorage` makes of pages that are not what was stored."""
+"""`ObjectStorage` answers damaged pages as misses, and replaces them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.objects.storing import stored
 class TestDamage:
     @pytest.mark.parametrize("what", ["bit", "short", "long", "other key", "other pool", "empty"])
     def test_a_damaged_page_is_a_miss_until_it_is_set_again(self, kit, what, caplog):
-        storage, pool = kit.dict_storage({"kv": kit.pool(), "mamba": kit.pool()})
+        storage, pool = kit.memory_storage({"kv": kit.pool(), "mamba": kit.pool()})
         stored(storage, pool, ["a", "b"], [0, 1])
         name = storage.pools["kv"].namespace.object_name("a")
         other = storage.pools["kv"].namespace.object_name("b")
@@ -56,7 +56,7 @@ class TestDamage:
         assert mine.batch_exists_v2(["a"]).kv_hit_pages == 1
 
     def test_a_driver_that_discards_leaves_nothing_to_remember(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
         (name,) = storage.objects
         storage.objects[name] = b"torn"
@@ -66,7 +66,7 @@ class TestDamage:
         assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
 
     def test_without_checksums_the_rest_is_still_verified(self, kit):
-        storage, pool = kit.dict_storage(verifies_checksums=False)
+        storage, pool = kit.memory_storage(verifies_checksums=False)
         stored(storage, pool, ["a", "b"], [0, 1])
         names = [storage.pools["kv"].namespace.object_name(key) for key in "ab"]
         flipped = bytes([storage.objects[names[0]][0] ^ 1]) + storage.objects[names[0]][1:]

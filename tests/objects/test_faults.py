@@ -1,4 +1,4 @@
-"""What `ObjectStorage` makes of a driver that fails, and of being opened and closed."""
+"""`ObjectStorage` turns faults of a driver into misses; opening and closing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("down"), KeyError("bug"), EOFError()])
     def test_a_failing_driver_is_a_miss(self, kit, error, caplog):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
 
         def fail(operation):
@@ -43,7 +43,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("failing", ["read", "write"])
     def test_lookups_that_serve_do_not_end_the_episode_of_others(self, kit, failing, caplog):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
 
         def fail(operation):
@@ -61,7 +61,7 @@ class TestFaults:
 
     def test_reads_of_nothing_do_not_end_the_episode_of_reads(self, kit, caplog):
         """A driver that knows that a page is not there does not touch what fails."""
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
         real = storage.read_objects
 
@@ -81,13 +81,13 @@ class TestFaults:
             assert caplog.text.count("serving again") == 1
 
     def test_an_answer_of_the_wrong_length(self, kit):
-        storage, _pool = kit.dict_storage()
+        storage, _pool = kit.memory_storage()
         storage.objects_exist = lambda batches, call: [[True]]
         assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0
         assert storage.get_stats().faults == 1
 
     def test_connecting_fails_and_is_tried_again(self, kit, monkeypatch):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
 
         def down(operation):
             if operation == "connect":
@@ -105,7 +105,7 @@ class TestFaults:
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
 
     def test_an_absent_store_is_not_asked_at_every_call(self, kit):
-        storage, _pool = kit.dict_storage()
+        storage, _pool = kit.memory_storage()
 
         def down(operation):
             raise OSError("down")
@@ -113,22 +113,22 @@ class TestFaults:
         storage.before = down
         for _ in range(5):
             storage.batch_exists_v2(["a"])
-        assert storage.asked == ["connect"]
+        assert storage.operations == ["connect"]
 
 
 class TestLifecycle:
     def test_nothing_happens_before_the_first_call(self, kit):
-        storage, _ = kit.dict_storage()
-        assert storage.asked == []
+        storage, _ = kit.memory_storage()
+        assert storage.operations == []
         storage.batch_exists_v2(["a"])
-        assert storage.asked == ["connect", "exist"]
+        assert storage.operations == ["connect", "exist"]
 
     def test_closed_once_and_refused_afterwards(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         storage.open()
         storage.close()
         storage.close()
-        assert storage.asked == ["connect", "disconnect"]
+        assert storage.operations == ["connect", "disconnect"]
         for call in (
             lambda: storage.batch_exists_v2(["a"]),
             lambda: storage.batch_get_v2([pool.transfer("kv", ["a"], [0])]),
@@ -137,18 +137,18 @@ class TestLifecycle:
             storage.open,
             storage.clear,
         ):
-            with pytest.raises(StorageClosedError, match="dict: the storage is closed"):
+            with pytest.raises(StorageClosedError, match="memory: the storage is closed"):
                 call()
-        assert storage.get_stats().driver == "dict"
+        assert storage.get_stats().driver == "memory"
         assert storage.health().ok is False
 
     def test_a_storage_that_was_never_opened_has_nothing_to_disconnect(self, kit):
-        storage, _ = kit.dict_storage()
+        storage, _ = kit.memory_storage()
         storage.close()
-        assert storage.asked == []
+        assert storage.operations == []
 
     def test_close_waits_for_calls_in_flight(self, kit):
-        storage, _pool = kit.dict_storage()
+        storage, _pool = kit.memory_storage()
         storage.open()
         entered, leave = threading.Event(), threading.Event()
 
@@ -165,14 +165,14 @@ class TestLifecycle:
         closer.start()
         while not storage._lifecycle.closed:
             time.sleep(0.001)
-        assert "disconnect" not in storage.asked
+        assert "disconnect" not in storage.operations
         leave.set()
         caller.join(60)
         closer.join(60)
-        assert storage.asked[-1] == "disconnect"
+        assert storage.operations[-1] == "disconnect"
 
     def test_a_forked_child_is_told(self, kit):
-        storage, _ = kit.dict_storage()
+        storage, _ = kit.memory_storage()
         storage.open()
         reader, writer = os.pipe()
         child = os.fork()

@@ -1,4 +1,4 @@
-"""What `ObjectStorage` refuses before any I/O."""
+"""`ObjectStorage` refuses misuse before any I/O."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ class TestMisuse:
     )
     @pytest.mark.parametrize("operation", ["batch_get_v2", "batch_set_v2"])
     def test_bad_transfers(self, kit, operation, transfer, message):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         good = pool.transfer("kv", ["good"], [3])
         with pytest.raises(InvalidTransferError, match=message):
             getattr(storage, operation)([good, transfer])
-        assert storage.asked == []
+        assert storage.operations == []
 
     def test_a_page_read_into_twice(self, kit):
-        storage, pool = kit.dict_storage()
+        storage, pool = kit.memory_storage()
         with pytest.raises(InvalidTransferError, match="name a page twice"):
             storage.batch_get_v2([pool.transfer("kv", ["a"], [0]), pool.transfer("kv", ["b"], [0])])
 
     def test_a_device_tensor_of_indices(self, kit):
-        storage, _pool = kit.dict_storage()
+        storage, _pool = kit.memory_storage()
         indices = torch.arange(2, device="meta")
         with pytest.raises(InvalidTransferError, match="must be on the CPU, got meta"):
             storage.batch_get_v2([PoolTransfer("kv", indices, keys=["a"])])
 
     def test_strided_indices_are_fine(self, kit):
-        storage, _pool = kit.dict_storage()
+        storage, _pool = kit.memory_storage()
         indices = torch.tensor([[0, 9], [1, 9], [2, 9], [3, 9]])[:, 0]
         assert storage.batch_set_v2([PoolTransfer("kv", indices, keys=["a", "b"])]) == {"kv": [True, True]}
 
     def test_operations_that_are_not_declared(self, kit):
         from hicache_storage.spec import Capabilities
 
-        storage, _pool = kit.dict_storage(capabilities=Capabilities())
+        storage, _pool = kit.memory_storage(capabilities=Capabilities())
         with pytest.raises(UnsupportedOperationError, match="'deletes'"):
             storage.delete(["a"])
         with pytest.raises(UnsupportedOperationError, match="'clears'"):
             storage.clear()
 
     def test_delete_in_an_unknown_pool(self, kit):
-        storage, _ = kit.dict_storage()
+        storage, _ = kit.memory_storage()
         with pytest.raises(UnknownPoolError, match="swa"):
             storage.delete(["a"], pool="swa")
 
@@ -96,13 +96,13 @@ NO_LISTS = ["ab", b"ab", None, 7, iter(["a"]), (key for key in "ab"), numpy.arra
 @pytest.fixture(params=["bare", "layers", "traced"])
 def around(kit, request):
     """A dict with the page `a`: by itself, in the default layers of a breaker that takes one fault, and traced."""
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     if request.param == "traced":
         enable()
     layers = wrap(storage, StorageOptions(breaker_threshold=1, traces=request.param == "traced"))
     layers.register_mem_host_pool_v2(pool, "kv")
-    storage.asked.clear()
+    storage.operations.clear()
     yield storage if request.param == "bare" else layers, storage, pool
     disable()
 
@@ -122,7 +122,7 @@ class TestNoList:
         ):
             with pytest.raises(InvalidTransferError, match="keys"):
                 call(keys)
-        assert storage.asked == []
+        assert storage.operations == []
         assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
 
     @pytest.mark.parametrize("keys", [[1], [b"a"], ["a\0"], ["\ud800"], ["a" * 513], ["a", None]])
@@ -136,7 +136,7 @@ class TestNoList:
         ):
             with pytest.raises(InvalidTransferError):
                 call()
-        assert storage.asked == []
+        assert storage.operations == []
         assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
 
     @pytest.mark.parametrize("transfers", [None, 3, "kv", PoolTransfer("kv"), [None], ["kv"], iter([PoolTransfer("kv")])])
@@ -148,14 +148,14 @@ class TestNoList:
         if transfers is not None:
             with pytest.raises(InvalidTransferError, match="transfers"):
                 asked.batch_exists_v2(["a"], transfers)
-        assert storage.asked == []
+        assert storage.operations == []
 
     @pytest.mark.parametrize("keys", [3, "ab", iter(["a"]), numpy.array(["a", "b"])], ids=lambda keys: type(keys).__name__)
     def test_the_window_of_a_policy(self, around, keys):
         asked, storage, _pool = around
         with pytest.raises(InvalidTransferError, match="pool 'kv': keys"):
             asked.batch_exists_v2(["a"], [PoolTransfer("kv", keys=keys)])
-        assert storage.asked == []
+        assert storage.operations == []
 
 
 class TestNoFields:

@@ -1,4 +1,4 @@
-"""What `ObjectStorage` makes of three methods: results, dedup, who writes, statistics."""
+"""`ObjectStorage` on three methods of a driver: results, deduplication, writers of replicas, statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.objects.storing import stored
 
 
 def test_round_trip_with_holes_in_the_middle(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     a, c = pool.fill(0, 1), pool.fill(1, 3)
     stored(storage, pool, ["a"], [0])
     pool.memory[:] = bytes(len(pool.memory))
@@ -29,7 +29,7 @@ def test_round_trip_with_holes_in_the_middle(kit):
 
 
 def test_a_duplicate_key_is_written_once_and_answered_twice(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     first = pool.fill(0, 1)
     pool.fill(1, 2)
     assert storage.batch_set_v2([pool.transfer("kv", ["a", "a"], [0, 1])]) == {"kv": [True, True]}
@@ -39,11 +39,11 @@ def test_a_duplicate_key_is_written_once_and_answered_twice(kit):
 
 
 def test_an_existing_key_is_not_written_again(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])
-    storage.asked.clear()
+    storage.operations.clear()
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
-    assert "write" not in storage.asked
+    assert "write" not in storage.operations
 
 
 class TestDriversThatFindWhatExists:
@@ -53,7 +53,7 @@ class TestDriversThatFindWhatExists:
         pool.fill(1, 2)
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
         assert storage.batch_set_v2([pool.transfer("kv", ["b", "a", "b"], [1, 1, 0])]) == {"kv": [True] * 3}
-        assert storage.asked == ["connect", "write", "write"]
+        assert storage.operations == ["connect", "write", "write"]
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [3])]) == {"kv": [True]}
         assert pool.page(3) == first
         stats = storage.get_stats().pools["kv"]
@@ -62,14 +62,14 @@ class TestDriversThatFindWhatExists:
     def test_a_rank_that_does_not_write_asks(self, kit, finding):
         storage, pool = finding(identity=kit.identity(kv_replicated=True, tp_rank=1, tp_size=2))
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-        assert storage.asked == ["connect", "exist"]
+        assert storage.operations == ["connect", "exist"]
 
     @pytest.fixture
     def finding(self, kit, monkeypatch):
         """Makes storages of a driver that leaves out by itself what is there."""
 
         def write(storage, batches, call):
-            storage._note("write")
+            storage._record("write")
             for each in (each for batch in batches for each in batch.writes):
                 name = each.namespace.object_name(each.key)
                 each.existed = name in storage.objects
@@ -78,11 +78,11 @@ class TestDriversThatFindWhatExists:
 
         monkeypatch.setattr(kit.storage, "write_objects", write)
         monkeypatch.setattr(kit.storage, "writes_find_existing", True)
-        return kit.dict_storage
+        return kit.memory_storage
 
 
 def test_two_transfers_of_one_pool_answer_in_one_list(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a", "b"], [0, 1])
     answer = storage.batch_get_v2([pool.transfer("kv", ["a"], [2]), pool.transfer("kv", ["x", "b"], [3, 4])])
     assert answer == {"kv": [True, False, True]}
@@ -90,29 +90,29 @@ def test_two_transfers_of_one_pool_answer_in_one_list(kit):
 
 def test_a_registered_pool_tells_its_namespace(kit, caplog):
     with caplog.at_level(logging.INFO):
-        storage, _ = kit.dict_storage()
+        storage, _ = kit.memory_storage()
     [line] = [record.getMessage() for record in caplog.records if "namespace" in record.getMessage()]
     assert line.endswith(storage.pools["kv"].namespace.name)
     assert f"pool kv of model {storage.identity.model!r}" in line
 
 
 def test_empty_batches(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     assert storage.batch_get_v2([]) == {}
     assert storage.batch_set_v2([PoolTransfer("kv", keys=[])]) == {"kv": []}
     assert storage.batch_exists_v2([]).kv_hit_pages == 0
-    assert storage.asked == []
+    assert storage.operations == []
 
 
 def test_one_question_for_all_pools_of_an_exists(kit):
-    storage, _pool = kit.dict_storage({name: kit.pool() for name in ("kv", "mamba", "indexer")})
+    storage, _pool = kit.memory_storage({name: kit.pool() for name in ("kv", "mamba", "indexer")})
     transfers = [PoolTransfer("mamba", hit_policy="trailing_pages"), PoolTransfer("indexer")]
     storage.batch_exists_v2([f"k{i}" for i in range(128)], transfers)
-    assert storage.asked.count("exist") == 1
+    assert storage.operations.count("exist") == 1
 
 
 def test_an_unknown_pool_makes_the_hit_zero(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])
     result = storage.batch_exists_v2(["a"], [PoolTransfer("mamba", hit_policy="trailing_pages")])
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (0, [])
@@ -120,7 +120,7 @@ def test_an_unknown_pool_makes_the_hit_zero(kit):
 
 
 def test_derived_transfers_borrow_keys_and_indices(kit):
-    storage, pool = kit.dict_storage({"kv": kit.pool(), "indexer": kit.pool(components=[16])})
+    storage, pool = kit.memory_storage({"kv": kit.pool(), "indexer": kit.pool(components=[16])})
     indexer = storage.pools["indexer"].access
     answer = storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1]), PoolTransfer("indexer", indices_from_pool="kv")])
     assert answer == {"kv": [True, True], "indexer": [True, True]}
@@ -148,7 +148,7 @@ class TestWriterElection:
 
 
 def test_statistics(kit):
-    storage, pool = kit.dict_storage()
+    storage, pool = kit.memory_storage()
     stored(storage, pool, ["a", "b"], [0, 1])
     storage.batch_exists_v2(["a", "b", "c"])
     storage.batch_get_v2([pool.transfer("kv", ["a", "c"], [2, 3])])
@@ -161,7 +161,7 @@ def test_statistics(kit):
 
 
 def test_statistics_can_be_switched_off_but_not_faults(kit):
-    storage, pool = kit.dict_storage(metrics=False)
+    storage, pool = kit.memory_storage(metrics=False)
     stored(storage, pool, ["a"], [0])
 
     def fail(operation):
@@ -176,13 +176,13 @@ def test_statistics_can_be_switched_off_but_not_faults(kit):
 def test_pages_over_the_limit_are_refused(kit):
     from hicache_storage.spec import Capabilities
 
-    storage, pool = kit.dict_storage(capabilities=Capabilities(max_page_bytes=10))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(max_page_bytes=10))
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
     assert storage.get_stats().pools["kv"].pages_refused == 1
 
 
 def test_the_deadline_reaches_the_driver(kit):
-    storage, _pool = kit.dict_storage()
+    storage, _pool = kit.memory_storage()
     seen = []
     storage.objects_exist = lambda batches, call: (seen.append(call), [[False] * len(b.keys) for b in batches])[1]
     storage.batch_exists_v2(["a"], extra_info=HiCacheStorageExtraInfo(deadline_seconds=60.0, prefix_keys=["p"], request_id="r"))
@@ -194,7 +194,7 @@ def test_the_deadline_reaches_the_driver(kit):
 
 def test_many_threads(kit):
     """CC-1: sixteen threads set, get, look up and clear; every page delivered is one that was written."""
-    storage, _ = kit.dict_storage()
+    storage, _ = kit.memory_storage()
     storage.register_mem_host_pool_v2(pool := kit.pool(pages=32), "kv")
     wrong = []
 

@@ -1,4 +1,4 @@
-"""The files that are made of the vocabulary are in step with it, and Prometheus and Grafana can read them."""
+"""The files generated from the metric definitions are up to date, and Prometheus and Grafana can read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hicache_metadata_server.state.scope import SPARE_SHARE
-from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics import ALERTS, dashboard, rules, with_generated_parts
 from hicache_storage.tools.metrics.alerts import SPARE_SHARE as TOLD_SHARE
 from hicache_storage.tools.metrics.queries import rate, selected
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "observability.md"
 RULES_TEST = ROOT / "tests" / "observability" / "alert_rules.yaml"
 BY_SERIES = {
-    series: metric for component in v.COMPONENTS for metric in v.declared(component).values() for series in metric.series
+    series: metric for component in v.COMPONENTS for metric in v.metrics_of(component).values() for series in metric.series
 }
 OF_TARGETS = {"instance", "job", "le"}
 """Labels that Prometheus adds, and that of buckets."""
@@ -159,7 +159,7 @@ def test_the_share_of_spare_slots_is_the_servers():
 def test_the_command(tmp_path):
     hicache = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metrics"]
     listed = subprocess.run([*hicache, "list"], capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [name for component in v.COMPONENTS for name in v.declared(component)]
+    assert [line.split()[0] for line in listed] == [name for component in v.COMPONENTS for name in v.metrics_of(component)]
     subprocess.run([*hicache, "dashboard", "--output", tmp_path / "d.json"], check=True, timeout=120)
     assert (tmp_path / "d.json").read_text() == dashboard()
     printed = subprocess.run([*hicache, "alerts"], capture_output=True, text=True, check=True, timeout=120).stdout

@@ -71,7 +71,7 @@ def test_the_callers_id_comes_before_the_contexts_and_that_before_a_new_one():
 
 @pytest.mark.parametrize("may_hang", [False, True])
 def test_a_driver_is_told_one_id_a_call(kit, may_hang):
-    driver, pool = kit.dict_storage(capabilities=Capabilities(may_hang=may_hang))
+    driver, pool = kit.memory_storage(capabilities=Capabilities(may_hang=may_hang))
     seen, looked = [], driver.objects_exist
     driver.objects_exist = lambda batches, call: seen.append((call.request_id, current_request_id())) or looked(batches, call)
     storage = wrap(driver, StorageOptions())
@@ -88,7 +88,7 @@ def test_a_driver_is_told_one_id_a_call(kit, may_hang):
 
 
 def test_lines_of_the_sdk_have_the_fields(kit, caplog):
-    driver, pool = kit.dict_storage()
+    driver, pool = kit.memory_storage()
     driver.before = lambda operation: (_ for _ in ()).throw(OSError("gone")) if operation == "read" else None
     with caplog.at_level(logging.INFO, "hicache_storage"):
         driver.batch_get_v2([pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(request_id="chat-7"))
@@ -96,14 +96,14 @@ def test_lines_of_the_sdk_have_the_fields(kit, caplog):
     line = json.loads(JsonFormatter().format(record))
     assert line.pop("timestamp").endswith("Z")
     assert line == {
-        "level": "warning", "logger": "hicache_storage.objects.storage", "event": "dict: answering misses: gone",
-        "request_id": "chat-7", "driver": "dict", "operation": "read",
+        "level": "warning", "logger": "hicache_storage.objects.storage", "event": "memory: answering misses: gone",
+        "request_id": "chat-7", "driver": "memory", "operation": "read",
     }  # fmt: skip
 
 
 def test_a_call_that_is_late_is_named(kit, caplog):
     release = threading.Event()
-    driver, pool = kit.dict_storage(capabilities=Capabilities())
+    driver, pool = kit.memory_storage(capabilities=Capabilities())
     storage = wrap(driver, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.open()

@@ -39,7 +39,7 @@ def finished():
 
 
 def traced_storage(kit, **options):
-    driver, pool = kit.dict_storage(**options)
+    driver, pool = kit.memory_storage(**options)
     storage = wrap(driver, StorageOptions(traces=True))
     storage.register_mem_host_pool_v2(pool, "kv")
     return storage, driver, pool
@@ -79,7 +79,7 @@ def test_misuse_ends_the_span_with_an_error(kit, finished):
 
 
 def test_without_traces_there_is_no_layer(kit):
-    driver, _ = kit.dict_storage()
+    driver, _ = kit.memory_storage()
     storage = wrap(driver, StorageOptions())
     while storage is not driver:
         assert not isinstance(storage, TracingLayer)

@@ -1,4 +1,4 @@
-"""What `make audit` makes of a report."""
+"""Judgement of a report by `make audit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published: the wheel's packages, the documents' rules, the promises of the metadata."""
+"""Published files: packages of the wheel, rules in the documents, metadata."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_wheel_installs_names_of_our_own_only(tmp_path):
     assert tops == {"hicache_storage", "hicache_backends", "hicache_conformance", "hicache_metadata_server"}
     for package in sorted(tops):
         assert f"{package}/py.typed" in names
-    assert "hicache_storage/engines/sglang.py" in names
+    assert "hicache_storage/engines/sglang/bridge.py" in names
     page = ROOT / "metadata_server" / "hicache_metadata_server" / "web" / "page" / "static"
     assert {f"hicache_metadata_server/web/page/static/{file.name}" for file in page.iterdir()} <= set(names)
     assert not [name for name in names if "test" in name.split("/")[0] or name.endswith(".pyc")]

@@ -16,7 +16,7 @@ PAGES, P, WIDTH = 6, 4, 10
 
 
 class Attributes:
-    """What every engine pool has."""
+    """Attributes of every engine pool."""
 
     layout = "page_first"
     dtype = torch.bfloat16
@@ -30,12 +30,12 @@ class AddressPool(Attributes):
     def __init__(self) -> None:
         self.k_buffer = torch.zeros(self.size, WIDTH, dtype=torch.uint8)
         self.v_buffer = torch.zeros(self.size, WIDTH // 2, dtype=torch.uint8)
-        self.asked: list[list[int]] = []
+        self.operations: list[list[int]] = []
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         assert len(indices) % self.page_size == 0
         slots = indices.tolist()
-        self.asked.append(slots)
+        self.operations.append(slots)
         pointers = [
             buffer.data_ptr() + slot * buffer.shape[1]
             for slot in slots[:: self.page_size]

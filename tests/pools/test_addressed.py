@@ -31,11 +31,11 @@ class TestAddressed:
     def test_one_question_for_a_batch(self) -> None:
         pool = AddressPool()
         access = page_access(pool)
-        pool.asked.clear()
+        pool.operations.clear()
         access.sources([4, 12])
-        assert pool.asked == [[4, 5, 6, 7, 12, 13, 14, 15]]
+        assert pool.operations == [[4, 5, 6, 7, 12, 13, 14, 15]]
         assert access.targets([]) == []
-        assert len(pool.asked) == 1
+        assert len(pool.operations) == 1
 
     def test_a_pool_of_one_page(self) -> None:
         pool = AddressPool()

@@ -27,7 +27,7 @@ def mapped_bytes() -> int:
 
 
 def flags_of(address: int) -> list[str]:
-    """What the kernel notes of the mapping that an address lies in."""
+    """Flags of the mapping that contains an address, as in /proc/self/smaps."""
     inside = False
     with open("/proc/self/smaps") as maps:
         for line in maps:
@@ -41,7 +41,7 @@ def flags_of(address: int) -> list[str]:
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """How much of an aligned tensor is in memory; what else this process has there may come and go."""
+    """Resident bytes of an aligned tensor; other memory of the process may change meanwhile."""
     pages = (ctypes.c_ubyte * (tensor.nbytes // 4096))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages) == 0
     return 4096 * sum(page & 1 for page in pages)

@@ -1,4 +1,4 @@
-"""`hicache bench`: right figures, wrong answers, no room, nothing left behind."""
+"""`hicache bench`: right figures, wrong answers, insufficient space, removal of all pages."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from hicache_storage.tools.bench import room
-from hicache_storage.tools.bench.lane import WrongAnswerError
+from hicache_storage.tools.bench import preflight
+from hicache_storage.tools.bench.client import WrongAnswerError
 from hicache_storage.tools.bench.plot import plot
-from hicache_storage.tools.bench.results import Measure, Report, Subject, compare, percentile
-from hicache_storage.tools.bench.room import NoRoomError, check_room
-from hicache_storage.tools.bench.settings import Cell, Contender, LaneKind, Operation, Sweep
+from hicache_storage.tools.bench.preflight import InsufficientSpaceError, check_space
+from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Report, compare, percentile
+from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, ClientKind, Operation, Sweep
 from hicache_storage.tools.bench.sweep import run_sweep
 
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
-QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--space", "1MiB")
+QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--max-stored", "1MiB")
 
 
 def bench(*arguments):
     return subprocess.run([HICACHE, "bench", *arguments], capture_output=True, text=True, check=False)
 
 
-def sweep(tmp_path, *, lanes=(1,), kind=LaneKind.THREADS, contenders=None, **changes):
-    contenders = contenders or [Contender("file", {"path": str(tmp_path / "store")}, "file")]
+def sweep(tmp_path, *, clients=(1,), kind=ClientKind.THREADS, candidates=None, **changes):
+    candidates = candidates or [Candidate("file", {"path": str(tmp_path / "store")}, "file")]
     settings = {
-        "contenders": contenders,
-        "cells": [Cell(4096, count, kind, 8) for count in lanes],
+        "candidates": candidates,
+        "workloads": [BenchWorkload(4096, count, kind, 8) for count in clients],
         "seconds": 0.05,
-        "space_bytes": 1 << 20,
+        "max_stored_bytes": 1 << 20,
     }
     return Sweep(**{**settings, **changes})
 
@@ -44,28 +44,28 @@ def stored_pages(directory):
     return [path for path in files if path.stat().st_size >= 4096]
 
 
-@pytest.mark.parametrize("kind", LaneKind)
+@pytest.mark.parametrize("kind", ClientKind)
 def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
     told = []
-    report = run_sweep(sweep(tmp_path, lanes=(1, 2), kind=kind), lambda text, share: told.append((text, share)))
-    assert [(m.lanes, m.operation) for m in report.measures] == [(lanes, op) for lanes in (1, 2) for op in Operation]
-    for measure in report.measures:
+    report = run_sweep(sweep(tmp_path, clients=(1, 2), kind=kind), lambda text, share: told.append((text, share)))
+    assert [(m.clients, m.operation) for m in report.measurements] == [(clients, op) for clients in (1, 2) for op in Operation]
+    for measure in report.measurements:
         assert min(measure.rounds) > 0
         assert 0 < measure.p50_us <= measure.p95_us <= measure.p99_us <= measure.max_us
-        assert measure.calls >= len(measure.rounds) * measure.lanes
-    assert report.subjects == [Subject("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)]
+        assert measure.calls >= len(measure.rounds) * measure.clients
+    assert report.candidates == [CandidateInfo("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)]
     assert told[-1][1] == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
     assert not stored_pages(tmp_path)
 
 
 def test_two_contenders_take_turns(tmp_path):
-    two = [Contender("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
-    report = run_sweep(sweep(tmp_path, contenders=two))
-    assert [measure.label for measure in report.measures] == ["a"] * 3 + ["b"] * 3
+    two = [Candidate("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
+    report = run_sweep(sweep(tmp_path, candidates=two))
+    assert [measure.label for measure in report.measurements] == ["a"] * 3 + ["b"] * 3
     for theirs, ours, ratio in compare(report.of("a").values(), report.of("b").values(), paired=True):
         assert len(theirs.rounds) == len(ours.rounds)
-        assert ratio.least <= ratio.greatest
+        assert ratio.minimum <= ratio.maximum
 
 
 # Faulty drivers: the last argument replaces a method of a dictionary driver.
@@ -85,22 +85,22 @@ def test_a_wrong_answer_is_no_result(site, tmp_path, name):
     body, said = WRONG[name]
     site.here(name, body)
     with pytest.raises(WrongAnswerError, match=said):
-        run_sweep(sweep(tmp_path, contenders=[Contender(name, {}, name)]))
+        run_sweep(sweep(tmp_path, candidates=[Candidate(name, {}, name)]))
 
 
 def test_the_command_says_what_was_wrong(site, tmp_path):
     site.add("lies", WRONG["lies"][0])
-    done = bench("lies", *QUICK, "--lanes", "1", "--json", str(tmp_path / "result.json"))
+    done = bench("lies", *QUICK, "--concurrency", "1", "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout
     assert "wrong answer: a get answered True and delivered other bytes" in done.stderr
     assert not (tmp_path / "result.json").exists()
 
 
-def test_a_lane_s_process_that_dies(site):
+def test_a_worker_process_that_dies(site):
     site.add("dies", "def read_objects(self, batches, call): os._exit(3)")
-    done = bench("dies", *QUICK, "--lanes", "2", "--as", "processes")
+    done = bench("dies", *QUICK, "--concurrency", "2", "--workers", "processes")
     assert done.returncode == 1
-    assert "a lane's process ended with status 3" in done.stderr
+    assert "a client's process ended with status 3" in done.stderr
 
 
 def test_a_driver_that_can_only_clear(site, tmp_path, capsys):
@@ -111,58 +111,58 @@ def test_a_driver_that_can_only_clear(site, tmp_path, capsys):
         print("left", len(self.objects))
     """
     site.here("clears", body, capabilities="clears=True, may_hang=False")
-    report = run_sweep(sweep(tmp_path, contenders=[Contender("clears", {}, "clears")], seconds=30.0))
+    report = run_sweep(sweep(tmp_path, candidates=[Candidate("clears", {}, "clears")], seconds=30.0))
     assert "left 0" in capsys.readouterr().out
     # Well before its time was over, the space was used up.
-    assert 1 <= len(report.measures[0].rounds) <= (1 << 20) // (8 * 4096)
+    assert 1 <= len(report.measurements[0].rounds) <= (1 << 20) // (8 * 4096)
 
 
 def test_a_driver_that_can_remove_nothing(site, tmp_path):
     site.here("append", capabilities="may_hang=False")
-    appends = sweep(tmp_path, contenders=[Contender("append", {}, "append")])
-    with pytest.raises(NoRoomError, match="--keep-pages leaves them to it"):
+    appends = sweep(tmp_path, candidates=[Candidate("append", {}, "append")])
+    with pytest.raises(InsufficientSpaceError, match="allow that with --keep-pages"):
         run_sweep(appends)
-    assert run_sweep(replace(appends, keeps_pages=True)).measures
+    assert run_sweep(replace(appends, keeps_pages=True)).measurements
 
 
-# No room -------------------------------------------------------------------------------------------------------------
+# Insufficient space -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_refused_before_a_page_is_written(tmp_path, monkeypatch):
     class Usage:
         free = 1 << 20
 
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _path: Usage)
-    with pytest.raises(NoRoomError, match=r"free and .* may be needed; give a smaller --space"):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _path: Usage)
+    with pytest.raises(InsufficientSpaceError, match=r"free and .* may be needed; give a smaller --max-stored"):
         run_sweep(sweep(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_little_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_available_memory", lambda: 1 << 16)
-    with pytest.raises(NoRoomError, match="of memory may be needed"):
-        check_room(sweep(tmp_path))
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 1 << 16)
+    with pytest.raises(InsufficientSpaceError, match="of memory may be needed"):
+        check_space(sweep(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cells": [Cell(5000, 1)]}, "cannot be made"),
-        ({"cells": [Cell(4096, 100)]}, "more than --space"),
-        ({"contenders": [Contender("file", {"path": "/tmp/x", "capacity": "1MiB"}, "file")]}, "would evict pages"),
+        ({"workloads": [BenchWorkload(5000, 1)]}, "cannot be measured"),
+        ({"workloads": [BenchWorkload(4096, 100)]}, "more than --max-stored"),
+        ({"candidates": [Candidate("file", {"path": "/tmp/x", "capacity": "1MiB"}, "file")]}, "would evict pages"),
     ],
 )
 def test_what_does_not_fit(tmp_path, changes, said):
-    with pytest.raises(NoRoomError, match=said):
-        check_room(sweep(tmp_path, **changes))
+    with pytest.raises(InsufficientSpaceError, match=said):
+        check_space(sweep(tmp_path, **changes))
 
 
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def measure(label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, lanes=1):
-    made = Measure(label, page_bytes, lanes, operation, list(rounds))
-    made.take_latencies([0.001 * number for number in range(1, 101)])
+def measure(label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, clients=1):
+    made = Measurement(label, page_bytes, clients, operation, list(rounds))
+    made.set_latencies([0.001 * number for number in range(1, 101)])
     return made
 
 
@@ -181,14 +181,14 @@ def test_rates_have_units():
 def test_ratios():
     slow, fast = measure(rounds=(100.0, 120.0, 110.0)), measure(rounds=(200.0, 300.0, 220.0))
     ((_, _, paired),) = compare([slow], [fast], paired=True)
-    assert (paired.median, paired.least, paired.greatest) == pytest.approx((2.0, 2.0, 2.5))
+    assert (paired.median, paired.minimum, paired.maximum) == pytest.approx((2.0, 2.0, 2.5))
     ((_, _, apart),) = compare([slow], [fast], paired=False)
-    assert (apart.median, apart.least, apart.greatest) == pytest.approx((2.0, 200 / 120, 3.0))
-    assert compare([slow], [measure(lanes=2)], paired=True) == []
+    assert (apart.median, apart.minimum, apart.maximum) == pytest.approx((2.0, 200 / 120, 3.0))
+    assert compare([slow], [measure(clients=2)], paired=True) == []
 
 
 def test_a_report_is_read_back(tmp_path):
-    report = Report([Subject("x", "x", {})], [measure()], machine={"cpu": "c"})
+    report = Report([CandidateInfo("x", "x", {})], [measure()], machine={"cpu": "c"})
     report.write(tmp_path / "r.json")
     assert Report.read(tmp_path / "r.json") == report
     (tmp_path / "other.json").write_text('{"a": 1}')
@@ -197,13 +197,13 @@ def test_a_report_is_read_back(tmp_path):
 
 
 def test_the_picture_has_a_point_for_each_measure():
-    measures = [
-        measure(label, operation=op, page_bytes=size, lanes=lanes)
-        for label in ("a", "b <&>") for op in Operation for size in (1 << 16, 1 << 20) for lanes in (1, 4)
+    measurements = [
+        measure(label, operation=op, page_bytes=size, clients=clients)
+        for label in ("a", "b <&>") for op in Operation for size in (1 << 16, 1 << 20) for clients in (1, 4)
     ]  # fmt: skip
-    report = Report([Subject("a", "a", {}), Subject("b <&>", "b", {})], measures)
+    report = Report([CandidateInfo("a", "a", {}), CandidateInfo("b <&>", "b", {})], measurements)
     svg = ET.fromstring(plot(report))
-    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == len(measures)
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == len(measurements)
     texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert {"64 KiB", "1 MiB", "read, GB/s", "a, 1 thread", "b <&>, 4 threads"} <= set(texts)
     _, _, width, height = map(float, svg.attrib["viewBox"].split())
@@ -220,7 +220,7 @@ def test_the_command(tmp_path):
     done = bench(
         "file",
         *QUICK,
-        "--lanes",
+        "--concurrency",
         "1",
         "--against",
         "file",
@@ -235,7 +235,7 @@ def test_the_command(tmp_path):
     assert "times as fast" in done.stdout
     assert "checksums verified" in done.stdout
     data = json.loads(result.read_text())
-    assert len(data["measures"]) == 6
+    assert len(data["measurements"]) == 6
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
     assert not stored_pages(tmp_path / "other")
     compared = bench("--compare", str(result), str(result))
@@ -248,8 +248,8 @@ def test_the_command(tmp_path):
     [
         ([], "name a DRIVER"),
         (["fiel"], "no driver named 'fiel'"),
-        (["file", "--lanes", "x"], "is no list of numbers"),
-        (["file", "--lanes", "0"], "--lanes begin at 1"),
+        (["file", "--concurrency", "x"], "is no list of numbers"),
+        (["file", "--concurrency", "0"], "--concurrency begins at 1"),
         (["file", "--pages", "big"], "is not a size"),
         (["file", "-c", "paht=x"], "did you mean 'path'?"),
         (["--compare", "/no/a", "/no/b"], "No such file"),

@@ -1,4 +1,4 @@
-"""Each check finds the fault that it is for, and says nothing of a sound patient."""
+"""Each check finds the fault that it is for, and says nothing of a sound target."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
 from hicache_storage.spec import Capabilities, DriverConfig, Durability, HiCacheStorage, Sharing
-from hicache_storage.tools.doctor import Patient, Status, drivers, machine, places, plugins
+from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine, plugins
 
 SOUND = Capabilities(deletes=True)
-PATIENT = Patient(driver="acme")
+TARGET = DoctorTarget(driver="acme")
 
 
 class Config(DriverConfig, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ def only(findings):
 
 def test_a_sound_driver():
     finding = only(drivers.check_capabilities("acme", SOUND, Whole))
-    assert (finding.status, finding.detail) == (Status.OK, "sharing=none, durability=none, deletes, stuck_reads=waits")
+    assert (finding.status, finding.detail) == (Status.OK, "sharing=none, durability=none, deletes, hung_reads=wait")
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,18 @@ def test_a_class_that_is_not_what_it_should_be(monkeypatch, driver, said):
 
 
 def test_the_installed_drivers_are_sound():
-    findings = list(drivers.check_drivers(Patient()))
+    findings = list(drivers.check_drivers(DoctorTarget()))
     assert findings
     assert {finding.status for finding in findings} == {Status.OK}, findings
 
 
 def test_an_instance_that_promises_more():
     declared = Capabilities(sharing=Sharing.PROCESS, may_hang=True)
-    assert drivers.wider(Capabilities(sharing=Sharing.NONE, may_hang=False), declared) == []
-    assert drivers.wider(Capabilities(sharing=Sharing.PROCESSES, clears=True), declared) == ["sharing=processes", "clears=True"]
+    assert drivers.undeclared_capabilities(Capabilities(sharing=Sharing.NONE, may_hang=False), declared) == []
+    assert drivers.undeclared_capabilities(Capabilities(sharing=Sharing.PROCESSES, clears=True), declared) == [
+        "sharing=processes",
+        "clears=True",
+    ]
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -177,20 +180,20 @@ def test_broken_and_rival_plugins(monkeypatch):
     for owner in ("one:x", "two:x"):
         found.add(replace(SPEC, name="rival"), owner=owner)
     monkeypatch.setattr(plugins, "registry", lambda: found)
-    general, broken, rival = plugins.check_plugins(Patient())
+    general, broken, rival = plugins.check_plugins(DoctorTarget())
     assert general.status is Status.OK
     assert broken.status is rival.status is Status.FAIL
     assert "acme-pkg:acme is broken: ImportError: no acme" in broken.detail
     assert rival.fix == "pip uninstall all but one of one, two"
-    _, broken, rival = plugins.check_plugins(Patient(driver="other"))
+    _, broken, rival = plugins.check_plugins(DoctorTarget(driver="other"))
     assert broken.status is rival.status is Status.WARN
     monkeypatch.setenv("HICACHE_DISABLED_PLUGINS", "file")
-    assert "hides file" in list(plugins.check_plugins(Patient()))[-1].detail
+    assert "hides file" in list(plugins.check_plugins(DoctorTarget()))[-1].detail
 
 
 def test_a_driver_that_nobody_registers(monkeypatch):
     monkeypatch.setattr(plugins, "registry", Registry)
-    assert only(plugins.check_registered(PATIENT)).status is Status.FAIL
+    assert only(plugins.check_registered(TARGET)).status is Status.FAIL
 
 
 # The machine ---------------------------------------------------------------------------------------------------------
@@ -209,13 +212,13 @@ def test_a_driver_that_nobody_registers(monkeypatch):
 def test_locked_memory(monkeypatch, limit, privileged, pinned, status):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (limit, limit))
     monkeypatch.setattr(machine, "_has_capability", lambda _number: privileged)
-    assert only(machine.check_locked_memory(Patient(pinned_bytes=pinned))).status is status
+    assert only(machine.check_locked_memory(DoctorTarget(pinned_bytes=pinned))).status is status
 
 
 @pytest.mark.parametrize(("limit", "status"), [(1024, Status.WARN), (65536, Status.OK), (resource.RLIM_INFINITY, Status.OK)])
 def test_open_files(monkeypatch, limit, status):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (limit, limit))
-    assert only(machine.check_open_files(PATIENT)).status is status
+    assert only(machine.check_open_files(TARGET)).status is status
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_open_files(monkeypatch, limit, status):
 def test_io_uring(monkeypatch, error, status, fix):
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_args, **_kwargs: SimpleNamespace(syscall=lambda *_arguments: -1))
     monkeypatch.setattr(machine.ctypes, "get_errno", lambda: error)
-    finding = only(machine.check_io_uring(PATIENT))
+    finding = only(machine.check_io_uring(TARGET))
     assert finding.status is status
     assert fix in finding.fix
 
@@ -238,18 +241,18 @@ def test_io_uring(monkeypatch, error, status, fix):
 def test_huge_pages(monkeypatch, tmp_path, text, status):
     monkeypatch.setattr(machine, "_THP", tmp_path / "enabled")
     (tmp_path / "enabled").write_text(text + "\n")
-    assert only(machine.check_huge_pages(PATIENT)).status is status
+    assert only(machine.check_huge_pages(TARGET)).status is status
 
 
 @pytest.mark.parametrize(("state", "status"), [(0, Status.OK), (machine.TIME_ERROR, Status.WARN), (-1, Status.WARN)])
 def test_clock(monkeypatch, state, status):
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_args, **_kwargs: SimpleNamespace(adjtimex=lambda _buffer: state))
-    assert only(machine.check_clock(PATIENT)).status is status
+    assert only(machine.check_clock(TARGET)).status is status
 
 
 def test_the_real_calls_are_made():
     for check in (machine.check_io_uring, machine.check_clock, machine.check_python, machine.check_torch):
-        assert list(check(PATIENT))
+        assert list(check(TARGET))
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (8 << 20, "8.0 MiB"), (500 << 30, "500 GiB"), (1 << 60, "1048576 TiB")])
@@ -263,21 +266,23 @@ def test_sizes(count, text):
 @pytest.fixture
 def options(monkeypatch):
     chosen = {}
-    monkeypatch.setattr(places, "usable_options", lambda _patient: chosen)
-    monkeypatch.setattr(places, "registry", lambda: SimpleNamespace(get=lambda _name: replace(SPEC, capacity_option="capacity")))
+    monkeypatch.setattr(endpoints, "usable_options", lambda _target: chosen)
+    monkeypatch.setattr(
+        endpoints, "registry", lambda: SimpleNamespace(get=lambda _name: replace(SPEC, capacity_option="capacity"))
+    )
     return chosen
 
 
 def test_a_directory_in_one_that_does_not_exist(options, tmp_path):
     """A file system that is not mounted must not look healthy."""
     options["path"] = str(tmp_path / "not-mounted" / "store")
-    [found] = places.check_directories(PATIENT)
+    [found] = endpoints.check_directories(TARGET)
     assert found.detail == f"{tmp_path / 'not-mounted'} does not exist"
 
 
 def test_a_directory_that_does_not_exist_yet(options, tmp_path):
     options["path"] = str(tmp_path / "store")
-    space, system = places.check_directories(PATIENT)
+    space, system = endpoints.check_directories(TARGET)
     assert space.status is Status.OK
     assert str(tmp_path) in space.detail
     assert "O_DIRECT" in system.detail
@@ -288,20 +293,20 @@ def test_a_directory_that_is_none(options, tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         options["path"] = str(tmp_path / "socket")
-        finding = only(places.check_directories(PATIENT))
+        finding = only(endpoints.check_directories(TARGET))
     assert finding.status is Status.FAIL
     assert "is no directory" in finding.detail
 
 
 def test_a_capacity_that_cannot_be_reached(options, tmp_path):
     options.update(path=str(tmp_path), capacity="4PiB")
-    assert next(iter(places.check_directories(PATIENT))).status is Status.FAIL
+    assert next(iter(endpoints.check_directories(TARGET))).status is Status.FAIL
 
 
 def test_a_directory_that_is_read_only(options, tmp_path, monkeypatch):
     options["path"] = str(tmp_path)
-    monkeypatch.setattr(places.os, "access", lambda *_args: False)
-    assert "is not writable" in only(places.check_directories(PATIENT)).detail
+    monkeypatch.setattr(endpoints.os, "access", lambda *_args: False)
+    assert "is not writable" in only(endpoints.check_directories(TARGET)).detail
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
@@ -316,8 +321,8 @@ def test_a_file_system_without_direct_io(options, tmp_path, monkeypatch, unnamed
         return really_open(path, flags, mode)
 
     options["path"] = str(tmp_path)
-    monkeypatch.setattr(places.os, "open", refusing)
-    _, system = places.check_directories(PATIENT)
+    monkeypatch.setattr(endpoints.os, "open", refusing)
+    _, system = endpoints.check_directories(TARGET)
     assert system.status is Status.WARN
     assert "refuses O_DIRECT" in system.detail
     assert not list(Path(tmp_path).iterdir())
@@ -325,14 +330,14 @@ def test_a_file_system_without_direct_io(options, tmp_path, monkeypatch, unnamed
 
 def test_a_clock_that_is_off(options, tmp_path, monkeypatch):
     options["path"] = str(tmp_path)
-    monkeypatch.setattr(places.time, "time", lambda: 0.0)
-    assert "clock is +" in list(places.check_directories(PATIENT))[-1].detail
+    monkeypatch.setattr(endpoints.time, "time", lambda: 0.0)
+    assert "clock is +" in list(endpoints.check_directories(TARGET))[-1].detail
 
 
 def test_servers(options):
     with socket.create_server(("127.0.0.1", 0)) as server:
         options["url"] = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert only(places.check_servers(PATIENT)).status is Status.OK
-    finding = only(places.check_servers(PATIENT))
+        assert only(endpoints.check_servers(TARGET)).status is Status.OK
+    finding = only(endpoints.check_servers(TARGET))
     assert finding.status is Status.FAIL
     assert "cannot be reached" in finding.detail

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hicache_storage.tools.doctor import Patient, Status, examine
-from hicache_storage.tools.doctor.trial import check_round_trip
+from hicache_storage.tools.doctor import DoctorTarget, Status, examine
+from hicache_storage.tools.doctor.round_trip import check_round_trip
 
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 
 
 def diagnose(driver, *checks, options=None, deadline=20.0, grace=60.0):
-    patient = Patient(driver=driver, options=options or {}, deadline_seconds=deadline)
-    return list(examine(patient, checks=list(checks), grace_seconds=grace))
+    target = DoctorTarget(driver=driver, options=options or {}, deadline_seconds=deadline)
+    return list(examine(target, checks=list(checks), grace_seconds=grace))
 
 
 def test_a_sound_driver(site):
@@ -36,7 +36,7 @@ FAULTS = {
     "quits": ("def connect(self): sys.exit(3)", "raises SystemExit"),
     "away": ("def connect(self): raise StorageUnavailableError('no server')", "cannot be opened: no server"),
     "raises": ("def __init__(self, identity): pass", "raises TypeError"),
-    "ill": ("def check_health(self): return Health(ok=False, detail='degraded')", "health() says: degraded"),
+    "ill": ("def check_health(self): return Health(ok=False, detail='degraded')", "health() answers: degraded"),
     "refuses": (
         "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
         "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: answering misses: [Errno 28] No space left)",
@@ -45,7 +45,7 @@ FAULTS = {
     "misses": ("def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]", "and a get answered"),
     "lies": (
         "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) for t in transfers}",
-        "page 0 came back with other bytes",
+        "page 0 was read with other bytes",
     ),
     "promises": (
         "@property\ndef capabilities(self): return replace(CAPABILITIES, sharing=Sharing.PROCESSES)",
@@ -69,7 +69,7 @@ def test_a_driver_that_takes_its_process_along(site, name):
 def test_a_faulty_driver(site, name):
     body, said = FAULTS[name]
     site.here(name, body)
-    finding, *_ = check_round_trip(Patient(driver=name, throwaway="/nonexistent"))
+    finding, *_ = check_round_trip(DoctorTarget(driver=name, throwaway="/nonexistent"))
     assert finding.status is Status.FAIL
     assert said in finding.detail
     assert finding.fix
@@ -83,13 +83,13 @@ def test_the_examination_goes_on_after_a_crash(site):
 
 def test_pages_that_stay(site):
     site.here("keeps", "def delete_objects(self, batches, call): return [[True] * len(b.keys) for b in batches]")
-    *_, finding = check_round_trip(Patient(driver="keeps", options={"url": "x"}))
+    *_, finding = check_round_trip(DoctorTarget(driver="keeps", options={"url": "x"}))
     assert (finding.status, finding.detail) == (Status.WARN, "4 pages are still there after delete()")
 
 
 def test_no_page_is_stored_that_could_not_be_removed(site):
     site.here("append", "def write_objects(self, batches, call): os._exit(9)", capabilities="may_hang=False")
-    (finding,) = check_round_trip(Patient(driver="append", options={"url": "x"}))
+    (finding,) = check_round_trip(DoctorTarget(driver="append", options={"url": "x"}))
     assert finding.status is Status.WARN
     assert "no page was stored" in finding.detail
 

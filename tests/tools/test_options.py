@@ -1,4 +1,4 @@
-"""What a driver's options name."""
+"""Secrets, directories and servers in a driver's options."""
 
 from __future__ import annotations
 

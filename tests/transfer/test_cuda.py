@@ -1,4 +1,4 @@
-"""What only a CUDA device shows; the rules that copies keep are in `test_stream_rules.py`, on both."""
+"""Behaviour of a CUDA device alone; the rules of copies are in `test_stream_rules.py`, for both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache_storage.pools import host_tensor
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer import BACKENDS, CudaDevice, recorded
-from hicache_storage.transfer.cuda_runtime import copy_with_gaps
+from hicache_storage.transfer.cuda.runtime import copy_with_gaps
 from hicache_storage.transfer.streams import StreamFailedError
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_memory_that_is_not_page_locked_is_refused():
 
 
 def launches():
-    """Whether a kernel can be launched: torch raises an error there that was left behind."""
+    """Return True if a kernel can be launched: torch raises an earlier, pending error there."""
     return torch.ones(4, device="cuda").add_(1).tolist() == [2.0] * 4
 
 
@@ -125,7 +125,7 @@ def test_a_refusal_is_not_left_to_the_next_kernel(monkeypatch):
 
 def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
     monkeypatch.setattr(
-        "hicache_storage.transfer.cuda_runtime.rectangles", lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)]
+        "hicache_storage.transfer.cuda.runtime.rectangles", lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)]
     )
     device = torch.zeros(128, dtype=torch.uint8, device="cuda")
     with pytest.raises(StreamFailedError, match="2 rows of 64 bytes failed with CUDA error"):
@@ -134,7 +134,7 @@ def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
 
 
 def test_locked_memory_is_not_a_childs():
-    """What a fork shares is copied by whoever writes first, and the device would go on with the other's."""
+    """After a fork, the first write copies a shared page, and the device would use the other copy."""
     memory = host_tensor((1 << 20,), torch.uint8)
     memory.fill_(1)
     child = os.fork()

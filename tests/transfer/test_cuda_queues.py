@@ -1,4 +1,4 @@
-"""What copies do to the rest of a GPU machine: to the thread that enqueues, to the multiprocessors, to events and graphs.
+"""Side effects of copies on a GPU machine: on the enqueueing thread, multiprocessors, events and graphs.
 
 Each case answers a question that only a CUDA device can; figures are printed (`-s` or `-rA` shows them).
 """
@@ -13,8 +13,9 @@ from transfer_bench import KINDS, LAYERS, POOLS, STAGED, Bench, Cuda, fill, rand
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import BACKENDS, CudaDevice, PageTransfers, cuda_runtime, fences
-from hicache_storage.transfer import cuda as cuda_module
+from hicache_storage.transfer import BACKENDS, CudaDevice, PageTransfers, fences
+from hicache_storage.transfer.cuda import device as cuda_module
+from hicache_storage.transfer.cuda import runtime as cuda_runtime
 
 pytestmark = [
     pytest.mark.gpu,

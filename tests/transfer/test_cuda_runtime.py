@@ -1,4 +1,4 @@
-"""What of the CUDA code needs no GPU: memory under another name, and failures by our own names."""
+"""CUDA code that needs no GPU: aliases of memory, and error types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from hicache_storage.pools import host_tensor
 from hicache_storage.transfer import CudaEvent, CudaStream, StreamFailedError
-from hicache_storage.transfer.cuda_runtime import relabelled
+from hicache_storage.transfer.cuda.runtime import relabelled
 
 DL_CPU = 1
 

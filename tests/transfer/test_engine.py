@@ -35,7 +35,7 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, backend, staging_
 
 
 def _poisoned(bench, used):
-    """Whether host pages that were not used hold what they held."""
+    """Return True if unused host pages are unchanged."""
     pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
     parts = [part[page] for page in pages for layer in bench.engine._host_pages._layers for part in layer]
     expected = [torch.empty_like(part) for part in parts]

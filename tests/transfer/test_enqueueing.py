@@ -1,4 +1,4 @@
-"""What copies ask of CUDA, with its calls replaced: where they lead, and that their number does not grow with the pages."""
+"""CUDA calls of copies, with the runtime replaced: their arguments, and that their number does not grow with the pages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, random_bytes, raw
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import PageTransfers, StreamFailedError, cuda_runtime, fences
-from hicache_storage.transfer import cuda as cuda_module
+from hicache_storage.transfer import PageTransfers, StreamFailedError, fences
+from hicache_storage.transfer.cuda import device as cuda_module
+from hicache_storage.transfer.cuda import runtime as cuda_runtime
 from hicache_storage.transfer.uploads import UploadBuffers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -75,7 +75,7 @@ def test_a_page_of_two_copies_waits_for_both(simulator):
 
 
 def test_a_copy_that_failed_keeps_its_pages_and_no_other_copy_s():
-    """Who asks is told each time; pages of copies that are over are given back once."""
+    """Each query reports the state; pages of finished copies are freed once."""
 
     class Failed:
         def query(self):

@@ -77,7 +77,7 @@ class Model:
         return seen
 
     def host_content(self, page):
-        """What a host page of every pool holds, layer by layer of the model."""
+        """Content of a host page of every pool, layer by layer of the model."""
         return [
             [part]
             for layer in range(self.transfers.layer_num)

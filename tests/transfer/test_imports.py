@@ -1,4 +1,4 @@
-"""What copies need: on a GPU machine there may be torch, and little else."""
+"""Imports of copies: a GPU machine may have torch, and little else."""
 
 from __future__ import annotations
 

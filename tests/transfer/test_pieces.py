@@ -1,4 +1,4 @@
-"""What copies are cut into: runs of pages, rectangles of bytes, rows by their numbers."""
+"""Parts of copies: runs of pages, rectangles of bytes, rows by their numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import StreamFailedError, cuda_runtime
+from hicache_storage.transfer import StreamFailedError
+from hicache_storage.transfer.cuda import runtime as cuda_runtime
 from hicache_storage.transfer.pages import first_slots, page_numbers
-from hicache_storage.transfer.pieces import pieces_of
-from hicache_storage.transfer.rectangles import MAX_PITCH, rectangles
-from hicache_storage.transfer.rows import gather_rows, rows_of, scatter_rows
-from hicache_storage.transfer.runs import RowRuns, named_pages
+from hicache_storage.transfer.regions.pieces import pieces_of
+from hicache_storage.transfer.regions.rectangles import MAX_PITCH, rectangles
+from hicache_storage.transfer.regions.rows import gather_rows, rows_of, scatter_rows
+from hicache_storage.transfer.regions.runs import RowRuns, named_pages
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64)
 

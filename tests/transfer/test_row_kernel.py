@@ -9,7 +9,7 @@ from triton_stand_in import triton_on_the_cpu
 
 from hicache_storage.spec import InvalidPoolError
 from hicache_storage.transfer import HostPages
-from hicache_storage.transfer.rows import move_rows
+from hicache_storage.transfer.regions.rows import move_rows
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ class Bench:
         return torch.tensor([page * size + offset for page in pages for offset in range(size)])
 
     def content(self, seed):
-        """What a page may hold: for each layer its parts."""
+        """Content of a page: the parts of each layer."""
         generator = torch.Generator().manual_seed(seed)
         return [
             [random_bytes(part[0], generator).to(self.place.where) for part in self.device_pool.layer(layer)]
@@ -205,7 +205,7 @@ class Bench:
         return [self.read_layer(page, layer) for layer in range(LAYERS)]
 
     def host_content(self, page):
-        """What a host page holds now, as the host sees it."""
+        """Current content of a host page."""
         parts = [[part[page] for part in self.engine._host_pages.layer(layer)] for layer in range(LAYERS)]
         self.place.host("look at a host page", reads=[part for layer in parts for part in layer])
         return [[part.clone() for part in layer] for layer in parts]
@@ -268,7 +268,7 @@ def random_bytes(like, generator):
 
 
 def same(first, second):
-    """Whether two pages hold the same bytes, wherever they are."""
+    """Return True if two pages hold the same bytes, on any device."""
     return all(
         torch.equal(raw(one), raw(other)) for parts in zip(first, second, strict=True) for one, other in zip(*parts, strict=True)
     )

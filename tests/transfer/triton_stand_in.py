@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-MODULE = "hicache_storage.transfer.row_kernel"
+MODULE = "hicache_storage.transfer.cuda.row_kernel"
 
 
 class Pointers:
@@ -70,7 +70,7 @@ class Language(ModuleType):
 
 
 class Kernel:
-    """What `triton.jit` makes of a function."""
+    """Replacement for the result of `triton.jit`."""
 
     def __init__(self, function, language):
         self._function, self._language = function, language

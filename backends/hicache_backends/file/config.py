@@ -54,12 +54,12 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "on a local disk; 8 on a network mount and where direct_io is set.",
         ),
     ] = None
-    stuck_reads: Annotated[
-        Literal["auto", "waits", "buffered"],
+    hung_reads: Annotated[
+        Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a read that does not come back before the deadline. 'buffered': it returns; pages "
-            "are read into buffers of the driver's own (at most 16 MiB) and copied from there. 'waits': it waits; pages are read "
-            "straight into the host pool, and of a disk that stalls a get does not come back. By default as 'buffered', but that "
+            description="What a get does about a read that does not come back before the deadline. 'bounce_buffer': it returns; pages "
+            "are read into buffers of the driver's own (at most 16 MiB) and copied from there. 'wait': it waits; pages are read "
+            "straight into the host pool, and of a disk that stalls a get does not come back. By default as 'bounce_buffer', but that "
             "on a local disk what is in the page cache is read straight into the host pool, which never waits for the disk."
         ),
     ] = "auto"

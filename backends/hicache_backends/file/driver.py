@@ -13,7 +13,7 @@ from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError, StuckReads
+from hicache_storage.spec import Capabilities, Durability, Health, HungReads, Sharing, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class FileStorage(ObjectStorage):
                 clears=True,
                 evicts=config.capacity is not None,
                 # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
-                stuck_reads=StuckReads.WAITS if config.stuck_reads == "waits" else StuckReads.BUFFERED,
+                hung_reads=HungReads.WAIT if config.hung_reads == "wait" else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -92,7 +92,7 @@ class FileStorage(ObjectStorage):
         self._capabilities = replace(
             self._capabilities,
             may_hang=self._store.may_hang,
-            stuck_reads=StuckReads.BUFFERED if self._store.buffers is not None else StuckReads.WAITS,
+            hung_reads=HungReads.BOUNCE_BUFFER if self._store.buffers is not None else HungReads.WAIT,
         )
 
     def disconnect(self) -> None:
@@ -106,7 +106,7 @@ class FileStorage(ObjectStorage):
             return Health(
                 ok=False, detail=f"pages of pool {', '.join(sorted(self._oversized_pools))} are larger than the capacity"
             )
-        ignored, stuck = self.store.ignored(), self.store.stuck_reads()
+        ignored, stuck = self.store.ignored(), self.store.hung_reads()
         found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [f"{stuck} reads hang"] * bool(stuck)
         return Health(ok=True, detail="; ".join(found))
 

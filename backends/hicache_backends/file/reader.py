@@ -297,8 +297,8 @@ class Reader:
     def _read_in_place(self, chunk: ReadChunk, call: Call, read_all: ReadAll) -> bool | None:
         """Read into the host pool; the caller does not leave meanwhile."""
         targets = [buffer for read in chunk.reads for buffer in read.buffers]
-        with call.caller as waits:
-            raise_if_cancelled(waits)
+        with call.shield() as active:
+            raise_if_cancelled(active)
             whole = read_all(chunk.handle.descriptor, targets, chunk.page * chunk.page_bytes)
             if whole:
                 for page, read in enumerate(chunk.reads, start=chunk.page):
@@ -320,8 +320,8 @@ class Reader:
                 read.envelope = chunk.bundle.envelope(chunk.page + number)
                 if read.verify(self._checksum(page)):
                     sound.append((read, page))
-            with call.caller as waits:
-                raise_if_cancelled(waits)
+            with call.shield() as active:
+                raise_if_cancelled(active)
                 for read, page in sound:
                     scatter(page, read.buffers)
         return True
@@ -342,8 +342,8 @@ class Reader:
         descriptor = chunk.handle.descriptor
         if self._buffers is None or chunk.cached:
             read_all: ReadAll = read_into if self._buffers is None else read_cached_into
-            with call.caller as waits:
-                raise_if_cancelled(waits)
+            with call.shield() as active:
+                raise_if_cancelled(active)
                 whole = read_all(descriptor, [target], offset)
                 if whole:
                     checksum.update(target)
@@ -354,8 +354,8 @@ class Reader:
             if not read_into(descriptor, [chunks], offset):
                 return False
             checksum.update(chunks)
-            with call.caller as waits:
-                raise_if_cancelled(waits)
+            with call.shield() as active:
+                raise_if_cancelled(active)
                 target[:] = chunks
         return True
 

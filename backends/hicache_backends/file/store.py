@@ -106,8 +106,8 @@ class Store:
             asks_server=asks_server, syncs=config.fsync, abandoned_seconds=config.abandoned_seconds,
         )  # fmt: skip
         self.rewriter = Rewriter(self.feed, self.temp_files, self.descriptors, self.publisher, damaged, syncs=config.fsync)
-        self.may_hang = not mount.is_memory or config.stuck_reads == "buffered"
-        waits = config.stuck_reads == "waits" or not self.may_hang
+        self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"
+        waits = config.hung_reads == "wait" or not self.may_hang
         self.buffers = None if waits else Buffers(READ_BYTES)
         self.reader = self._make_reader(config, threads=threads, direct=direct)
         self.writer = Writer(
@@ -208,7 +208,7 @@ class Store:
         """Number of files with the name of a bundle and other content."""
         return sum(page_index.ignored for page_index in list(self._page_indexes.values()))
 
-    def stuck_reads(self) -> int:
+    def hung_reads(self) -> int:
         """Reads that hang in the file system after their callers have left."""
         return 0 if self.buffers is None else self.buffers.stuck()
 
@@ -252,7 +252,7 @@ class Store:
             threads=threads,
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
             direct=direct,
-            trusts_cache=self.is_local and config.stuck_reads == "auto",
+            trusts_cache=self.is_local and config.hung_reads == "auto",
             verifies=config.verify_checksums,
             retires_bad_sectors=self.is_local,
         )

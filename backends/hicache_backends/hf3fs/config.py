@@ -58,12 +58,12 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "less, on a local disk, and 8 elsewhere."
         ),
     ] = None
-    stuck_reads: Annotated[
-        Literal["auto", "waits", "buffered"],
+    hung_reads: Annotated[
+        Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a read that does not come back before the deadline, engine posix. 'buffered': it "
-            "returns; pages are read into buffers of the driver's own and copied. 'waits': it waits; pages are read straight into "
-            "the host pool. By default 'waits' on a local disk, and 'buffered' elsewhere."
+            description="What a get does about a read that does not come back before the deadline, engine posix. 'bounce_buffer': it "
+            "returns; pages are read into buffers of the driver's own and copied. 'wait': it waits; pages are read straight into "
+            "the host pool. By default 'wait' on a local disk, and 'bounce_buffer' elsewhere."
         ),
     ] = "auto"
     usrbio_rings: Annotated[

@@ -18,7 +18,7 @@ from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.objects.envelope import stored_checksum
-from hicache_storage.spec import Capabilities, Durability, Health, Sharing, StorageUnavailableError, StuckReads
+from hicache_storage.spec import Capabilities, Durability, Health, HungReads, Sharing, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Hf3fsStorage(ObjectStorage):
                 clears=True,
                 evicts=True,
                 networked=remote,
-                stuck_reads=StuckReads.WAITS if config.stuck_reads == "waits" else StuckReads.BUFFERED,
+                hung_reads=HungReads.WAIT if config.hung_reads == "wait" else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -80,7 +80,7 @@ class Hf3fsStorage(ObjectStorage):
         self._capabilities = replace(
             self._capabilities,
             durability=durability,
-            stuck_reads=StuckReads.BUFFERED if store.engine.buffered else StuckReads.WAITS,
+            hung_reads=HungReads.BOUNCE_BUFFER if store.engine.buffered else HungReads.WAIT,
         )
 
     def disconnect(self) -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.spec import Capabilities, Durability, Sharing, StuckReads
+from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 clears=True,
                 evicts=True,
                 networked=True,
-                stuck_reads=StuckReads.BUFFERED,
+                hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
             requires=("aiohttp",),

@@ -123,7 +123,7 @@ class Store:
         return PosixEngine(
             threads=config.threads or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
-            buffered=config.stuck_reads == "buffered" or (config.stuck_reads == "auto" and not self.is_local),
+            buffered=config.hung_reads == "bounce_buffer" or (config.hung_reads == "auto" and not self.is_local),
             verifies=config.verify_checksums,
         )
 

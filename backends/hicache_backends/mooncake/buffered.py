@@ -162,8 +162,8 @@ def _delivered(call: Call, came: Sequence[tuple[ObjectRead, memoryview]]) -> lis
     done, size = list[ObjectRead](), max((len(whole) for _, whole in came), default=1)
     some = max(1, HELD_BYTES // size)
     for start in range(0, len(came), some):
-        with call.caller as waits:
-            if not waits:
+        with call.shield() as active:
+            if not active:
                 break
             for read, whole in came[start : start + some]:
                 _deliver(read, whole)

@@ -94,16 +94,16 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(description="Mooncake's JSON file, with these same names. By default $MOONCAKE_CONFIG_PATH."),
     ] = None
     replica_num: Annotated[int, Meta(ge=1, description="Copies of each page, on as many nodes.")] = 1
-    stuck_reads: Annotated[
-        Literal["auto", "waits", "buffered"],
+    hung_reads: Annotated[
+        Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a transfer that does not come back before the deadline. 'buffered', over tcp: it "
-            "returns; pages come into buffers of the driver's own and are copied. 'waits': it waits for Mooncake's own timeouts; "
-            "pages come straight into the host pool. By default 'buffered' over tcp, and 'waits' elsewhere."
+            description="What a get does about a transfer that does not come back before the deadline. 'bounce_buffer', over tcp: it "
+            "returns; pages come into buffers of the driver's own and are copied. 'wait': it waits for Mooncake's own timeouts; "
+            "pages come straight into the host pool. By default 'bounce_buffer' over tcp, and 'wait' elsewhere."
         ),
     ] = "auto"
     buffer_size: Annotated[
-        int | str, Meta(description="Each of the buffers of stuck_reads 'buffered'; a page has to fit into one.")
+        int | str, Meta(description="Each of the buffers of hung_reads 'bounce_buffer'; a page has to fit into one.")
     ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
@@ -179,12 +179,14 @@ def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None
     Raises:
         ConfigError: it is no size, or the protocol has no use for buffers.
     """
-    if config.stuck_reads == "buffered" and settings.protocol != "tcp":
-        raise ConfigError(f"stuck_reads 'buffered' is for protocol 'tcp', and this is {settings.protocol!r}; leave it at 'auto'")
+    if config.hung_reads == "bounce_buffer" and settings.protocol != "tcp":
+        raise ConfigError(
+            f"hung_reads 'bounce_buffer' is for protocol 'tcp', and this is {settings.protocol!r}; leave it at 'auto'"
+        )
     size = size_of(config.buffer_size, "option 'buffer_size'")
     if not size:
         raise ConfigError("option 'buffer_size' must not be 0")
-    return None if config.stuck_reads == "waits" or settings.protocol != "tcp" else size
+    return None if config.hung_reads == "wait" or settings.protocol != "tcp" else size
 
 
 def _read(path: str) -> dict[str, object]:

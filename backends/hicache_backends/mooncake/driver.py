@@ -22,12 +22,12 @@ from hicache_storage.spec import (
     Capabilities,
     Durability,
     Health,
+    HungReads,
     InvalidPoolError,
     PoolName,
     Sharing,
     StorageTimeoutError,
     StorageUnavailableError,
-    StuckReads,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class MooncakeStorage(ObjectStorage):
                 clears=True,
                 networked=True,
                 lookup_seconds=longest_lookup(self._settings),
-                stuck_reads=StuckReads.WAITS if self._buffer_bytes is None else StuckReads.BUFFERED,
+                hung_reads=HungReads.WAIT if self._buffer_bytes is None else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.spec import Capabilities, Durability, Sharing, StuckReads
+from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 deletes=True,
                 clears=True,
                 networked=True,
-                stuck_reads=StuckReads.BUFFERED,
+                hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             summary="Memory of many nodes, by Mooncake Store, over RDMA or TCP",
             requires=("mooncake-transfer-engine-non-cuda",),

@@ -49,7 +49,7 @@ class Reader(Protocol):
 
 
 class DirectReader:
-    """Straight into the parts of the reads. Waits for what it has begun (`stuck_reads="waits"`).
+    """Straight into the parts of the reads. Waits for what it has begun (`hung_reads="wait"`).
 
     Args:
         crew: for other threads over TCP; None for other protocols. Over TCP objects are looked up first: what is read without that

@@ -55,8 +55,8 @@ def read_steadily(reader: Reader, connection: Connection, reads: Sequence[Object
 
 def _not_verified(reads: set[ObjectRead], call: Call) -> dict[ObjectRead, bytes]:
     """Reads that arrived and are not the page, and a digest of what they are instead."""
-    with call.caller as waits:
-        return {read: _digest(read) for read in reads if not read.verify()} if waits else {}
+    with call.shield() as active:
+        return {read: _digest(read) for read in reads if not read.verify()} if active else {}
 
 
 def _digest(read: ObjectRead) -> bytes:

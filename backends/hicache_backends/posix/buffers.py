@@ -1,4 +1,4 @@
-"""Buffers of the driver's own, for reads that may hang (`stuck_reads=buffered`)."""
+"""Buffers of the driver's own, for reads that may hang (`hung_reads=bounce_buffer`)."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """The file does not exist, or no longer."""
 
 
-def raise_if_cancelled(waits: bool) -> None:
-    """Abort a read whose caller has left; used within `Call.caller`, which returns `waits`.
+def raise_if_cancelled(active: bool) -> None:
+    """Abort a read whose call is cancelled; used within `Call.shield()`, which returns `active`.
 
     Raises:
-        OSError: the caller has left; its buffers may be in use again.
+        OSError: the call is cancelled; the buffers are the caller's again.
     """
-    if not waits:
+    if not active:
         raise OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
 
 

@@ -16,7 +16,7 @@ from hicache_conformance.peers.stage import Stage
 from hicache_conformance.peers.watching import Strike
 from hicache_conformance.violation import Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import PoolName, StuckReads
+from hicache_storage.spec import HungReads, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class Rehearsal:
         """Whether hangs are fair here: not for reads that wait by declaration, nor around methods that cannot hang by declaration."""
         # Asked of an open storage, because a driver may know only then what it stands on.
         promised = self.lab.storage().storage.capabilities
-        return promised.stuck_reads is StuckReads.BUFFERED and (self.ground.name != "objects" or promised.may_hang)
+        return promised.hung_reads is HungReads.BOUNCE_BUFFER and (self.ground.name != "objects" or promised.may_hang)
 
     def has_others(self) -> bool:
         """Whether other engines may be at work in the same store."""

@@ -12,7 +12,7 @@ from hicache_conformance.pages import short
 from hicache_conformance.pending import Pending
 from hicache_conformance.violation import Untestable, Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheStorageExtraInfo, StuckReads
+from hicache_storage.spec import HiCacheStorageExtraInfo, HungReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def hung(ground: Ground, subject: Subject, *operations: str) -> FaultPlan:
 
 def may_wait(subject: Subject) -> bool:
     """Whether a get of this driver may wait for as long as a read below it hangs."""
-    return subject.storage.capabilities.stuck_reads is StuckReads.WAITS
+    return subject.storage.capabilities.hung_reads is HungReads.WAIT
 
 
 def deadline_on(ground: Ground) -> float:

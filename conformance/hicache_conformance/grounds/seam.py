@@ -136,8 +136,8 @@ def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faul
             # A driver may have verified it before, where it was asked twice.
             read.retract()
             read.envelope, read.damaged = stand_in.envelope, stand_in.damaged and not swaps
-            with call.caller as waits:
-                if waits:
+            with call.shield() as active:
+                if active:
                     _damage(read.buffers[-1], None if flip is None else flip.place, cuts=short is not None)
     return answer
 

@@ -27,7 +27,7 @@ from hicache_storage.transfer import (
     PoolPair,
     StreamSimulator,
 )
-from hicache_storage.transfer.cuda import cuda_device
+from hicache_storage.transfer.cuda.device import cuda_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What all device pools of the SDK share: slots, and the check against the host pool that backs them up."""
+"""Base class of the SDK's device pools: slots, and the check against the host pool that backs them up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hicache_storage.pools.device.pages import DevicePages
-from hicache_storage.pools.slots import SlotAllocator
+from hicache_storage.pools.host.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class DevicePoolBase(DevicePages):
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be handed out; an engine
     that wants a padding page counts it into the size. `alloc` and `free` are thread-safe. They know nothing of copies:
-    a page that was freed may be handed out while a copy reads it, so whoever overwrites a page first calls
+    a page that was freed may be handed out while a copy reads it, so that code which overwrites a page first calls
     `before_overwrite` of the transfer engine.
     """
 
@@ -78,7 +78,7 @@ class DevicePoolBase(DevicePages):
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed device memory: what nobody has written must not be NaN to a kernel that reads whole pages.
+    """Allocate zeroed device memory: unwritten slots must not be NaN to a kernel that reads whole pages.
 
     The zeros are there when this returns. They come on the current stream, which no stream of a model or a copy waits for.
 

@@ -13,7 +13,7 @@ from hicache_storage.pools.device.base import DevicePoolBase, device_tensor
 class IndexerDevicePool(DevicePoolBase):
     """Index keys and their scales: each layer is a tensor (pages, page_stride) of bytes of its own.
 
-    It has the slots of the KV pool that it follows; whoever derives its indices from that pool's does not use `alloc`.
+    It has the slots of the KV pool that it follows; indices derived from that pool's need no `alloc`.
     """
 
     HOST_POOL: ClassVar[str] = "IndexerHostPool"
@@ -49,7 +49,8 @@ class IndexerDevicePool(DevicePoolBase):
         check_size(size, page_size)
         check_counts(layer_num=layer_num)
         check_quantization(index_head_dim, quant_block_size)
-        self.index_head_dim, self.quant_block_size = index_head_dim, quant_block_size
+        self.index_head_dim = index_head_dim
+        self.quant_block_size = quant_block_size
         self.page_stride = index_page_bytes(page_size, index_head_dim, quant_block_size)
         shape, place = (size // page_size, self.page_stride), torch.device(device)
         self.index_buffer = [device_tensor(shape, torch.uint8, place) for _ in range(layer_num)]

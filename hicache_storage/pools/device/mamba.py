@@ -58,8 +58,10 @@ class MambaDevicePool(DevicePoolBase):
         dtype_name(temporal_dtype, "temporal_dtype")
         dtype_name(conv_dtype, "conv_dtype")
         check_state_shapes(temporal_shape, conv_shapes)
-        self.temporal_shape, self.conv_shapes = tuple(temporal_shape), tuple(map(tuple, conv_shapes))
-        self.temporal_dtype, self.conv_dtype = temporal_dtype, conv_dtype
+        self.temporal_shape = tuple(temporal_shape)
+        self.conv_shapes = tuple(map(tuple, conv_shapes))
+        self.temporal_dtype = temporal_dtype
+        self.conv_dtype = conv_dtype
         place = torch.device(device)
         self.temporal_buffer = device_tensor((layer_num, size, *temporal_shape), temporal_dtype, place)
         self.conv_buffers = tuple(device_tensor((layer_num, size, *shape), conv_dtype, place) for shape in conv_shapes)

@@ -50,7 +50,10 @@ class MHADevicePool(DevicePoolBase):
         check_size(size, page_size)
         check_counts(layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim)
         dtype_name(dtype)
-        self.dtype, self.head_num, self.head_dim, self.v_head_dim = dtype, head_num, head_dim, v_head_dim
+        self.dtype = dtype
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
         place = torch.device(device)
         self.k_buffer, self.v_buffer = (
             [device_tensor((size, head_num, dim), dtype, place) for _ in range(layer_num)] for dim in (head_dim, v_head_dim)

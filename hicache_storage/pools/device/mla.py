@@ -44,7 +44,8 @@ class MLADevicePool(DevicePoolBase):
         check_size(size, page_size)
         check_counts(layer_num=layer_num, kv_cache_dim=kv_cache_dim)
         dtype_name(dtype)
-        self.dtype, self.kv_cache_dim = dtype, kv_cache_dim
+        self.dtype = dtype
+        self.kv_cache_dim = kv_cache_dim
         place = torch.device(device)
         self.kv_buffer = [device_tensor((size, 1, kv_cache_dim), dtype, place) for _ in range(layer_num)]
         super().__init__([(rows,) for rows in self.kv_buffer], page_size, place)

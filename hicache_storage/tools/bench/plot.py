@@ -1,4 +1,4 @@
-"""A picture of results: SVG that needs nothing else, readable on light and on dark ground."""
+"""Plot of results: a self-contained SVG, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache_storage.tools.bench.settings import Operation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.tools.bench.results import Measure, Report
+    from hicache_storage.tools.bench.results import Measurement, Report
 
 WIDTH, HEIGHT = 340, 260
 LEFT, TOP, RIGHT, BOTTOM = 56, 36, 12, 40
@@ -28,26 +28,29 @@ UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "million keys/s", Ope
 
 
 def plot(report: Report) -> str:
-    """One panel for each operation: rate by page size, a line for each contender and number of lanes, bars from least to greatest."""
-    series = sorted({(measure.label, measure.lanes) for measure in report.measures})
+    """Draw one panel for each operation: rate by page size.
+
+    There is a line for each candidate and number of clients, with bars from the minimum to the maximum of the rounds.
+    """
+    series = sorted({(measure.label, measure.clients) for measure in report.measurements})
     width, height = WIDTH * len(Operation), HEIGHT + LEGEND_LINE * (len(series) + 1)
     svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} {height}", "role": "img"})
-    _draw(svg, "title").text = "hicache bench: " + ", ".join(subject.label for subject in report.subjects)
+    _draw(svg, "title").text = "hicache bench: " + ", ".join(candidate.label for candidate in report.candidates)
     _draw(svg, "style").text = STYLE
     for index, operation in enumerate(Operation):
         panel = _draw(svg, "g", transform=f"translate({index * WIDTH},0)")
-        _panel(panel, operation, [m for m in report.measures if m.operation is operation], series)
-    for index, (label, lanes) in enumerate(series):
+        _panel(panel, operation, [m for m in report.measurements if m.operation is operation], series)
+    for index, (label, clients) in enumerate(series):
         y = HEIGHT + LEGEND_LINE * (index + 1)
         _stroke(_draw(svg, "line", x1=LEFT, x2=LEFT + 24, y1=y - 4, y2=y - 4), index)
-        kind = str(report.lane_kind) if lanes > 1 else str(report.lane_kind).removesuffix("es").removesuffix("s")
-        _text(svg, LEFT + 32, y, f"{label}, {lanes} {kind}")
+        kind = str(report.client_kind) if clients > 1 else str(report.client_kind).removesuffix("es").removesuffix("s")
+        _text(svg, LEFT + 32, y, f"{label}, {clients} {kind}")
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _panel(panel: ET.Element, operation: Operation, measures: Sequence[Measure], series: list[tuple[str, int]]) -> None:
-    sizes = sorted({measure.page_bytes for measure in measures})
-    top = _round_up(max((measure.rates()[2] for measure in measures), default=1.0))
+def _panel(panel: ET.Element, operation: Operation, measurements: Sequence[Measurement], series: list[tuple[str, int]]) -> None:
+    sizes = sorted({measure.page_bytes for measure in measurements})
+    top = _round_up(max((measure.rates()[2] for measure in measurements), default=1.0))
     _text(panel, LEFT, 20, f"{operation}, {UNITS[operation]}", kind="title")
     for step in range(5):
         y = _y(top * step / 4, top)
@@ -56,8 +59,8 @@ def _panel(panel: ET.Element, operation: Operation, measures: Sequence[Measure],
     for size in sizes:
         name = f"{size >> 20} MiB" if not size % (1 << 20) else f"{size >> 10} KiB"
         _text(panel, _x(size, sizes), HEIGHT - BOTTOM + 18, name, anchor="middle")
-    for index, (label, lanes) in enumerate(series):
-        mine = [measure for measure in measures if (measure.label, measure.lanes) == (label, lanes)]
+    for index, (label, clients) in enumerate(series):
+        mine = [measure for measure in measurements if (measure.label, measure.clients) == (label, clients)]
         # Side by side, so that bars of several lines do not cover each other.
         shift = 4 * (index - (len(series) - 1) / 2)
         _line(panel, index, [(_x(m.page_bytes, sizes) + shift, [_y(rate, top) for rate in m.rates()]) for m in mine])
@@ -65,10 +68,10 @@ def _panel(panel: ET.Element, operation: Operation, measures: Sequence[Measure],
 
 
 def _line(panel: ET.Element, index: int, points: list[tuple[float, list[float]]]) -> None:
-    """Points of x and the heights of median, least and greatest."""
+    """Draw points, each of x and the heights of median, minimum and maximum."""
     points = sorted(points)
-    for x, (median, least, greatest) in points:
-        _stroke(_draw(panel, "line", x1=x, x2=x, y1=least, y2=greatest, opacity=0.5), index)
+    for x, (median, minimum, maximum) in points:
+        _stroke(_draw(panel, "line", x1=x, x2=x, y1=minimum, y2=maximum, opacity=0.5), index)
         _draw(panel, "circle", cx=x, cy=median, r=3, fill=COLOURS[index % len(COLOURS)])
     corners = " ".join(f"{x:.1f},{heights[0]:.1f}" for x, heights in points)
     _stroke(_draw(panel, "polyline", points=corners, fill="none"), index)
@@ -83,7 +86,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The end of an axis: 1, 2, 4 or 8 times a power of ten, so that its quarters are short numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, so that quarters of an axis are short numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -102,7 +105,7 @@ def _text(parent: ET.Element, x: float, y: float, text: str, *, kind: str = "", 
 
 
 def _draw(parent: ET.Element, tag: str, *, kind: str = "", **attributes: str | float) -> ET.Element:
-    """An element; `kind` is its CSS class, and underscores stand for hyphens."""
+    """Add an element; `kind` is its CSS class, and underscores stand for hyphens."""
     written = {
         name.replace("_", "-"): f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
         for name, value in attributes.items()

@@ -1,4 +1,4 @@
-"""What to measure."""
+"""Settings of a benchmark: candidates, workloads, limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ BATCH_PAGES: Final = 128
 MIN_PAGE_BYTES: Final = 4096
 
 
-class LaneKind(StrEnum):
-    """What a lane is."""
+class ClientKind(StrEnum):
+    """Implementation of clients."""
 
     THREADS = "threads"
-    """The threads of one process call one storage, as in an engine."""
+    """Threads of one process that call one storage, as in an engine."""
     PROCESSES = "processes"
-    """Each has a process and a storage of its own, as the ranks of an engine do."""
+    """Processes with a storage each, as the ranks of an engine."""
 
 
 class Operation(StrEnum):
-    """The calls that are timed, in their order."""
+    """Timed calls, in the order of a round."""
 
     WRITE = "write"
     EXISTS = "exists"
@@ -29,44 +29,44 @@ class Operation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Candidate:
     """A driver with its options."""
 
     driver: str
     options: dict[str, str] = field(default_factory=dict[str, str])
     label: str = ""
-    """How tables call it."""
+    """Name in tables."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One point of the sweep."""
+class BenchWorkload:
+    """One combination of page size and number of clients."""
 
     page_bytes: int
-    lanes: int
-    lane_kind: LaneKind = LaneKind.THREADS
+    clients: int
+    client_kind: ClientKind = ClientKind.THREADS
     batch_pages: int = BATCH_PAGES
 
     @property
     def batch_bytes(self) -> int:
-        """What one call of one lane moves."""
+        """Bytes that one call of one client moves."""
         return self.page_bytes * self.batch_pages
 
     @property
     def pool_bytes(self) -> int:
-        """Host memory: each lane writes from one batch of pages and reads into another."""
-        return 2 * self.lanes * self.batch_bytes
+        """Bytes of host memory: each client writes from one batch of pages and reads into another."""
+        return 2 * self.clients * self.batch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """All cells, and their limits."""
+    """Candidates and workloads of a benchmark, and its limits."""
 
-    contenders: list[Contender]
-    cells: list[Cell]
+    candidates: list[Candidate]
+    workloads: list[BenchWorkload]
     seconds: float = 3.0
-    """For each cell and contender, warm-up included; the round that runs then is finished."""
-    space_bytes: int = 2 << 30
-    """Most bytes of pages that a contender stores at a time."""
+    """Time for each workload and candidate, warm-up included; the round that runs then is finished."""
+    max_stored_bytes: int = 2 << 30
+    """Limit of the bytes of pages that a candidate stores at a time."""
     keeps_pages: bool = False
-    """Leave the pages of a driver that can neither delete nor clear to its eviction."""
+    """Allow drivers that can neither delete nor clear; only eviction removes their pages."""

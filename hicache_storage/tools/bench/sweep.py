@@ -1,4 +1,4 @@
-"""Runs a sweep: cell by cell, contenders in turn, round by round."""
+"""Execution of a sweep: workload by workload, the rounds of the candidates interleaved."""
 
 from __future__ import annotations
 
@@ -7,125 +7,125 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.bench.crew import assemble
-from hicache_storage.tools.bench.results import Measure, Report, Subject, this_machine
-from hicache_storage.tools.bench.room import check_room
+from hicache_storage.tools.bench.client_pool import open_clients
+from hicache_storage.tools.bench.preflight import check_space
+from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Report, this_machine
 from hicache_storage.tools.bench.settings import Operation
 from hicache_storage.tools.options import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_storage.tools.bench.crew import Crew
-    from hicache_storage.tools.bench.settings import Cell, Sweep
+    from hicache_storage.tools.bench.client_pool import ClientPool
+    from hicache_storage.tools.bench.settings import BenchWorkload, Sweep
 
 ROUNDS: Final = 5
-"""As many a cell is meant to have; slow stores have fewer, at least one."""
+"""Rounds that a workload is planned to have; slow stores have fewer, at least one."""
 
 
 def run_sweep(sweep: Sweep, progress: Callable[[str, float], None] = lambda _text, _share: None) -> Report:
-    """Measure every cell. What was stored is removed, also after an error.
+    """Measure every workload, and remove the stored pages, also after an error.
 
     Args:
-        progress: told what is being done, and the share of the sweep that is done.
+        progress: called with a description of the workload, and the part of the sweep that is done, 0 to 1.
 
     Raises:
-        NoRoomError: the sweep does not fit; nothing has been written.
+        InsufficientSpaceError: the sweep does not fit; nothing has been written.
         WrongAnswerError: a driver answered wrongly.
         HiCacheError: a storage cannot be constructed or opened.
     """
-    check_room(sweep)
+    check_space(sweep)
     report = Report(
-        [Subject(contender.label, contender.driver, redacted(contender.options)) for contender in sweep.contenders],
-        batch_pages=sweep.cells[0].batch_pages,
-        lane_kind=sweep.cells[0].lane_kind,
+        [CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options)) for candidate in sweep.candidates],
+        batch_pages=sweep.workloads[0].batch_pages,
+        client_kind=sweep.workloads[0].client_kind,
         seconds=sweep.seconds,
         machine=this_machine(),
     )
-    for number, cell in enumerate(sweep.cells):
-        text = f"{cell.page_bytes >> 10} KiB, {cell.lanes} {cell.lane_kind}"
-        verifies = _run_cell(sweep, cell, report, lambda share: progress(text, (number + share) / len(sweep.cells)))  # noqa: B023
-        report.subjects = [
-            Subject(subject.label, subject.driver, subject.options, verified)
-            for subject, verified in zip(report.subjects, verifies, strict=True)
+    for number, workload in enumerate(sweep.workloads):
+        text = f"{workload.page_bytes >> 10} KiB, {workload.clients} {workload.client_kind}"
+        verifies = _run_workload(sweep, workload, report, lambda share: progress(text, (number + share) / len(sweep.workloads)))  # noqa: B023
+        report.candidates = [
+            CandidateInfo(candidate.label, candidate.driver, candidate.options, verified)
+            for candidate, verified in zip(report.candidates, verifies, strict=True)
         ]
     return report
 
 
-def _run_cell(sweep: Sweep, cell: Cell, report: Report, progress: Callable[[float], None]) -> list[bool]:
+def _run_workload(sweep: Sweep, workload: BenchWorkload, report: Report, progress: Callable[[float], None]) -> list[bool]:
     with ExitStack() as stack:
-        turns = list[_Turn]()
-        for contender in sweep.contenders:
-            crew = assemble(contender, cell, secrets.token_hex(8))
-            stack.callback(crew.close)
-            turns.append(_Turn(crew, contender.label, cell, sweep))
-        limit = sweep.seconds * len(turns)
+        runs = list[_CandidateRun]()
+        for candidate in sweep.candidates:
+            pool = open_clients(candidate, workload, secrets.token_hex(8))
+            stack.callback(pool.close)
+            runs.append(_CandidateRun(pool, candidate.label, workload, sweep))
+        limit = sweep.seconds * len(runs)
         started = time.monotonic()
-        for turn in turns:
-            turn.warm_up()
+        for each in runs:
+            each.warm_up()
         forwards = True
-        while all(turn.has_space for turn in turns):
-            # Who was last begins, so that nobody always comes after the same one.
-            for turn in turns if forwards else turns[::-1]:
-                turn.round()
+        while all(each.has_space for each in runs):
+            # In alternating order, so that no candidate always runs after the same other one.
+            for each in runs if forwards else runs[::-1]:
+                each.round()
             forwards = not forwards
             share = (time.monotonic() - started) / limit
             progress(min(1.0, share))
             if share >= 1.0:
                 break
-        for turn in turns:
-            report.measures.extend(turn.finish())
-        return [turn.crew.verifies_checksums for turn in turns]
+        for each in runs:
+            report.measurements.extend(each.finish())
+        return [each.pool.verifies_checksums for each in runs]
 
 
-class _Turn:
-    """One contender in one cell."""
+class _CandidateRun:
+    """Rounds of one candidate in one workload."""
 
-    def __init__(self, crew: Crew, label: str, cell: Cell, sweep: Sweep) -> None:
-        self.crew = crew
-        self._left = sweep.space_bytes // (cell.lanes * cell.batch_bytes)
-        """Batches that each lane may still store."""
-        # Where nothing makes room between rounds, they have to share it.
-        self._most = self._left if crew.deletes else max(1, self._left // (ROUNDS + 1))
+    def __init__(self, pool: ClientPool, label: str, workload: BenchWorkload, sweep: Sweep) -> None:
+        self.pool = pool
+        self._free_batches = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
+        """Batches that each client may still store."""
+        # Without deletion, all rounds share the space.
+        self._max_batches = self._free_batches if pool.deletes else max(1, self._free_batches // (ROUNDS + 1))
         self._target_seconds = sweep.seconds / (ROUNDS + 1)
         self._batches = 1
         self._next = 0
-        self._measures = {op: Measure(label, cell.page_bytes, cell.lanes, op) for op in Operation}
+        self._measurements = {op: Measurement(label, workload.page_bytes, workload.clients, op) for op in Operation}
         self._seconds = {op: list[float]() for op in Operation}
 
     @property
     def has_space(self) -> bool:
-        """Whether another round fits beside what could not be removed."""
-        return self._batches <= self._left
+        """True if another round fits beside the pages that could not be removed."""
+        return self._batches <= self._free_batches
 
     def warm_up(self) -> None:
-        """A round that does not count; how long it takes decides how much the others do."""
+        """Run a round that does not count; its duration decides the number of batches of the others."""
         started = time.monotonic()
         self.round()
         seconds = max(1e-3, time.monotonic() - started)
         if not self.has_space:
-            # The only round there is room for.
+            # There is space for this round only, so it counts.
             return
         for operation in Operation:
-            self._measures[operation].rounds.clear()
+            self._measurements[operation].rounds.clear()
             self._seconds[operation].clear()
-        self._batches = max(1, min(self._most, int(self._target_seconds / seconds)))
+        self._batches = max(1, min(self._max_batches, int(self._target_seconds / seconds)))
 
     def round(self) -> None:
-        """Write, look up and read as many batches as decided; then remove them."""
+        """Write, look up and read batches, then remove them."""
         batches = range(self._next, self._next + self._batches)
         self._next = batches.stop
-        self.crew.prepare(batches)
+        self.pool.prepare(batches)
         for operation in Operation:
-            burst = self.crew.run(operation, batches)
-            self._measures[operation].rounds.append(burst.pages / (burst.ended - burst.started))
-            self._seconds[operation] += burst.seconds
-        self.crew.remove()
-        if not self.crew.deletes:
-            self._left -= self._batches
+            sample = self.pool.run(operation, batches)
+            self._measurements[operation].rounds.append(sample.pages / (sample.ended - sample.started))
+            self._seconds[operation] += sample.seconds
+        self.pool.remove()
+        if not self.pool.deletes:
+            self._free_batches -= self._batches
 
-    def finish(self) -> list[Measure]:
-        """The results."""
-        for operation, measure in self._measures.items():
-            measure.take_latencies(self._seconds[operation])
-        return list(self._measures.values())
+    def finish(self) -> list[Measurement]:
+        """Return the measurements."""
+        for operation, measurement in self._measurements.items():
+            measurement.set_latencies(self._seconds[operation])
+        return list(self._measurements.values())

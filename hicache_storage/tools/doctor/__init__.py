@@ -1,6 +1,6 @@
-"""Finds out why a driver does not work, or will not: what `hicache doctor` prints."""
+"""Diagnosis of drivers and their environment, as `hicache doctor` prints it."""
 
-from hicache_storage.tools.doctor.finding import Finding, Patient, Status
-from hicache_storage.tools.doctor.watch import examine
+from hicache_storage.tools.doctor.finding import DoctorTarget, Finding, Status
+from hicache_storage.tools.doctor.supervisor import examine
 
-__all__ = ["Finding", "Patient", "Status", "examine"]
+__all__ = ["DoctorTarget", "Finding", "Status", "examine"]

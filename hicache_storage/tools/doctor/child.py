@@ -1,7 +1,7 @@
-"""The process that examines. A driver can hang it or take it down; `watch` notices.
+"""The process that runs the checks. A driver can hang or crash it; `supervisor` detects that.
 
-It is handed a `Task` on its standard input and writes a `Note` a line to the descriptor that its argument names: its standard
-output belongs to whatever the driver prints.
+It reads a `CheckTask` from its standard input and writes one `Note` a line to the descriptor that its argument names. Its
+standard output is left to the driver, which may print.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hicache_storage.tools.doctor.finding import Finding, Patient  # noqa: TC001 - msgspec reads the annotations
+from hicache_storage.tools.doctor.finding import DoctorTarget, Finding  # noqa: TC001 - msgspec reads the annotations
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Checks to be done, in order."""
+class CheckTask:
+    """Checks to run, in order."""
 
-    patient: Patient
+    target: DoctorTarget
     checks: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A check has begun, has found something, or is done."""
+    """Progress of a check: begun, a finding, or done."""
 
     check: str
     finding: Finding | None = None
@@ -33,14 +33,14 @@ class Note:
 
 
 def main() -> None:
-    """Do the checks of the task."""
+    """Run the checks of the task."""
     from hicache_storage.tools.doctor.plan import CHECKS
 
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckTask)
     notes = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     for check in task.checks:
         notes.write(msgspec.json.encode(Note(check)) + b"\n")
-        for finding in CHECKS[check](task.patient):
+        for finding in CHECKS[check](task.target):
             notes.write(msgspec.json.encode(Note(check, finding)) + b"\n")
         notes.write(msgspec.json.encode(Note(check, done=True)) + b"\n")
 

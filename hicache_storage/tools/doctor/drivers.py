@@ -1,4 +1,4 @@
-"""A driver as it stands in its package: what it declares against what it implements. Nothing is opened."""
+"""Static checks of drivers: declarations against implementation. Nothing is opened."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 
     from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.spec import DriverConfig
-    from hicache_storage.tools.doctor.finding import Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget
 
 SDK: Final = "hicache-storage"
 OPTIONAL: Final = {
     ObjectStorage: {"deletes": "delete_objects", "clears": "clear_namespaces"},
     HiCacheStorage: {"deletes": "delete", "clears": "clear"},
 }
-"""What a declared capability obliges a driver to implement, by the class it is based on."""
+"""Methods that declared capabilities require, by base class."""
 METHODS: Final = {
     ObjectStorage: ("objects_exist", "read_objects", "write_objects", "delete_objects", "clear_namespaces", "discard_objects"),
     HiCacheStorage: (
         "register_mem_host_pool_v2", "batch_exists_v2", "batch_get_v2", "batch_set_v2", "delete", "clear", "get_stats", "health",
     ),
 }  # fmt: skip
-"""Methods that are called with the contract's arguments."""
+"""Methods whose signatures the contract determines, by base class."""
 
 
-def check_drivers(patient: Patient) -> Iterator[Finding]:
-    """Import the driver that was asked about, or all, and compare."""
+def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
+    """Import the target, or all drivers, and check them."""
     found = registry()
     for name in sorted(found.drivers):
-        if name not in found.conflicts and patient.driver in (None, name):
+        if name not in found.conflicts and target.driver in (None, name):
             spec = found.drivers[name]
             yield from check_requirement(name, found.owners[name].partition(":")[0])
-            yield from check_class(spec, named=patient.driver is not None)
-            yield from check_config(spec, named=patient.driver is not None)
+            yield from check_class(spec, named=target.driver is not None)
+            yield from check_config(spec, named=target.driver is not None)
 
 
 def check_requirement(name: str, owner: str) -> Iterator[Finding]:
-    """The contract's version: the distribution says which SDK it was written for."""
+    """Check that the distribution requires a version of the SDK, and that the installed one fits."""
     check, installed = f"{name}: contract", version(SDK)
     if owner == SDK:
         yield ok(check, f"HiCacheStorage v2, part of {SDK} {installed}")
@@ -74,7 +74,7 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
 
 
 def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
-    """The class can be imported, is whole, takes the contract's arguments, and implements what is declared."""
+    """Check that the class can be imported, is complete, has the contract's signatures and declared capabilities."""
     check = f"{spec.name}: class"
     try:
         driver = driver_class(spec)
@@ -87,7 +87,7 @@ def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
 
 
 def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheStorage]) -> Iterator[Finding]:
-    """Declared and not implemented; implemented and not declared; declarations that contradict each other."""
+    """Check declared capabilities against implemented methods, and against each other."""
     check, wrong = f"{name}: capabilities", list[Finding]()
     base = _base(driver)
     for capability, method in OPTIONAL[base].items():
@@ -102,9 +102,7 @@ def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheSt
             )
         if implemented and not getattr(declared, capability):
             wrong.append(
-                warn(
-                    check, f"implements {method}() and does not declare {capability!r}: nobody can call it", f"{capability}=True"
-                )
+                warn(check, f"implements {method}() and does not declare {capability!r}: calls of it raise", f"{capability}=True")
             )
     if declared.networked and not declared.may_hang:
         detail = "declares networked and may_hang=False: a silent server stops the engine, because no deadline is kept for it"
@@ -116,7 +114,7 @@ def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheSt
 
 
 def check_config(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
-    """The model can be imported and is documented; what the spec says of options is true of it."""
+    """Check that the model of options can be imported, is documented, and fits the `DriverSpec`."""
     check = f"{spec.name}: options"
     try:
         model = config_model(spec)
@@ -127,16 +125,16 @@ def check_config(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
     yield from wrong or [ok(check, ", ".join(model.__struct_fields__) or "none")]
 
 
-def wider(instance: Capabilities, declared: Capabilities) -> list[str]:
-    """Names of capabilities of which an instance promises more than its driver declares."""
+def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> list[str]:
+    """Return the capabilities in which an instance exceeds the declaration of its driver."""
     found = list[str]()
     for field in fields(Capabilities):
-        mine, most = getattr(instance, field.name), getattr(declared, field.name)
-        if isinstance(mine, StrEnum) and isinstance(most, StrEnum):
+        mine, limit = getattr(instance, field.name), getattr(declared, field.name)
+        if isinstance(mine, StrEnum) and isinstance(limit, StrEnum):
             order = list(type(mine))
-            exceeds = order.index(mine) > order.index(type(mine)(most))
+            exceeds = order.index(mine) > order.index(type(mine)(limit))
         else:
-            exceeds = isinstance(mine, bool) and mine and not most and field.name != "may_hang"
+            exceeds = isinstance(mine, bool) and mine and not limit and field.name != "may_hang"
         if exceeds:
             found.append(f"{field.name}={mine}")
     return found
@@ -163,14 +161,14 @@ def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> It
 
     info = msgspec.inspect.type_info(model)
     assert isinstance(info, msgspec.inspect.StructType)
-    silent = [
+    undocumented = [
         field.encode_name
         for field in info.fields
         if not (getattr(field.type, "extra_json_schema", None) or {}).get("description")
     ]
-    if silent:
+    if undocumented:
         fix = 'Annotated[..., msgspec.Meta(description="...")]'
-        yield warn(check, f"{', '.join(silent)}: `hicache drivers {spec.name}` has nothing to say about it", fix)
+        yield warn(check, f"{', '.join(undocumented)}: `hicache drivers {spec.name}` has nothing to say about it", fix)
     if not model.__struct_config__.forbid_unknown_fields:
         yield warn(check, "misspelt options are ignored", "leave forbid_unknown_fields as DriverConfig sets it")
     if spec.capacity_option and spec.capacity_option not in model.__struct_fields__:
@@ -189,7 +187,7 @@ def _unavailable(check: str, spec: DriverSpec, error: DriverError, *, named: boo
     fix = (
         f"pip install {' '.join(spec.requires)}" if spec.requires else f"see `python -c 'import {spec.target.partition(':')[0]}'`"
     )
-    # Drivers that nobody wants here may lack what they need.
+    # A driver that is not the target may lack its packages, because it is not used.
     return Finding(check, Status.FAIL if named else Status.WARN, str(error), fix)
 
 

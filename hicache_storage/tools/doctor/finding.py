@@ -1,4 +1,4 @@
-"""What is examined, and what is found."""
+"""Target and findings of a diagnosis."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ class Finding:
     status: Status
     detail: str
     fix: str = ""
-    """What to do about it; empty only where the status is ok."""
+    """Remedy; empty only if the status is ok."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
-    """What is examined."""
+class DoctorTarget:
+    """Target of a diagnosis: a driver with its options, or the environment alone."""
 
     driver: str | None = None
-    """None examines what all drivers have in common, and all drivers without opening them."""
+    """None checks the environment, and all drivers without opening them."""
     options: dict[str, str] = field(default_factory=dict[str, str])
-    """As they would be given to the driver; with none, a throwaway store is opened, where the driver knows how."""
+    """Options of the driver; without any, a throwaway store is opened, if the driver's spec describes one."""
     deadline_seconds: float = 5.0
-    """Of each call into the driver, and of each connection."""
+    """Deadline of each call into the driver, and of each connection."""
     pinned_bytes: int | None = None
-    """Host memory that the engine is going to lock."""
+    """Bytes of host memory that the engine will lock."""
     throwaway: str = ""
-    """An empty directory, removed afterwards."""
+    """Path of an empty directory, removed afterwards."""
 
 
 def ok(check: str, detail: str) -> Finding:
-    """All is well."""
+    """Report a check that has passed."""
     return Finding(check, Status.OK, detail)
 
 
 def warn(check: str, detail: str, fix: str) -> Finding:
-    """It works, and not as well as it could."""
+    """Report a defect that costs performance or safety, and its remedy."""
     return Finding(check, Status.WARN, detail, fix)
 
 
 def fail(check: str, detail: str, fix: str) -> Finding:
-    """It does not work."""
+    """Report a defect that prevents use, and its remedy."""
     return Finding(check, Status.FAIL, detail, fix)

@@ -1,4 +1,4 @@
-"""What a machine and its limits allow, whatever the driver."""
+"""Checks of the machine and its limits, for all drivers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hicache_storage.tools.doctor.finding import fail, ok, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_storage.tools.doctor.finding import Finding, Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 ENOUGH_FILES: Final = 4096
 IO_URING_SETUP: Final = 425
 """The system call's number, the same on every architecture."""
 CAP_IPC_LOCK: Final = 14
 TIME_ERROR: Final = 5
-"""Answer of adjtimex(2) while nothing disciplines the clock."""
+"""Result of adjtimex(2) while the clock is not synchronised."""
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def check_python(patient: Patient) -> Iterator[Finding]:
-    """Which Python, which SDK."""
+def check_python(target: DoctorTarget) -> Iterator[Finding]:
+    """Report the versions of Python and the SDK."""
     yield ok("python", f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract HiCacheStorage v2")
 
 
-def check_torch(patient: Patient) -> Iterator[Finding]:
-    """torch, and whether it reaches the GPU that is there."""
+def check_torch(target: DoctorTarget) -> Iterator[Finding]:
+    """Check torch, and its access to the GPUs."""
     try:
         import torch
     except ImportError as error:
@@ -53,24 +53,27 @@ def check_torch(patient: Patient) -> Iterator[Finding]:
         yield ok("gpu", "none; storing and loading pages needs none")
 
 
-def check_locked_memory(patient: Patient) -> Iterator[Finding]:
-    """RLIMIT_MEMLOCK against what an engine locks: CUDA passes it by, RDMA registration and mlock(2) do not."""
+def check_locked_memory(target: DoctorTarget) -> Iterator[Finding]:
+    """Check RLIMIT_MEMLOCK against the memory that an engine locks.
+
+    It limits RDMA registration and mlock(2), not memory that CUDA locks.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fix = "ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
     elif _has_capability(CAP_IPC_LOCK):
-        yield ok("locked memory", f"limit {size(soft)}, which this process need not keep (CAP_IPC_LOCK)")
-    elif patient.pinned_bytes is not None and soft < patient.pinned_bytes:
-        yield fail("locked memory", f"limit {size(soft)}; {size(patient.pinned_bytes)} of host pools do not fit", fix)
-    elif patient.pinned_bytes is not None:
-        yield ok("locked memory", f"limit {size(soft)}; {size(patient.pinned_bytes)} of host pools fit")
+        yield ok("locked memory", f"limit {size(soft)}, which does not apply to this process (CAP_IPC_LOCK)")
+    elif target.pinned_bytes is not None and soft < target.pinned_bytes:
+        yield fail("locked memory", f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools do not fit", fix)
+    elif target.pinned_bytes is not None:
+        yield ok("locked memory", f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools fit")
     else:
         yield warn("locked memory", f"limit {size(soft)}; host pools beyond it cannot be registered for RDMA", fix)
 
 
-def check_open_files(patient: Patient) -> Iterator[Finding]:
-    """RLIMIT_NOFILE."""
+def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
+    """Check RLIMIT_NOFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         yield ok("open files", f"limit {soft}")
@@ -81,8 +84,8 @@ def check_open_files(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_io_uring(patient: Patient) -> Iterator[Finding]:
-    """Whether the kernel lets this process make a ring. The call itself is tried, because containers filter it."""
+def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that this process can create an io_uring, by the system call itself, because containers filter it."""
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 1, None)
     error = ctypes.get_errno()
@@ -98,8 +101,8 @@ def check_io_uring(patient: Patient) -> Iterator[Finding]:
     yield warn("io_uring", f"not available ({os.strerror(error)}); drivers that can use it fall back to threads", fix)
 
 
-def check_huge_pages(patient: Patient) -> Iterator[Finding]:
-    """Transparent huge pages: host pools ask for them with madvise(2)."""
+def check_huge_pages(target: DoctorTarget) -> Iterator[Finding]:
+    """Check transparent huge pages, which host pools request with madvise(2)."""
     try:
         text = _THP.read_text()
     except OSError:
@@ -113,13 +116,13 @@ def check_huge_pages(patient: Patient) -> Iterator[Finding]:
         yield ok("huge pages", mode)
 
 
-def check_clock(patient: Patient) -> Iterator[Finding]:
-    """Whether something keeps the clock right; nodes that share a store compare times of use."""
+def check_clock(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that the clock is synchronised: nodes that share a store compare times of use."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # struct timex has 208 bytes; all zeros asks and changes nothing.
+    # struct timex has 208 bytes; all zeros read the state and change nothing.
     state = libc.adjtimex(ctypes.create_string_buffer(512))
     if state < 0:
-        yield warn("clock", "nobody may ask whether it is kept right", "check on the host: timedatectl")
+        yield warn("clock", "its state cannot be read in this container", "check on the host: timedatectl")
     elif state == TIME_ERROR:
         yield warn(
             "clock",
@@ -131,7 +134,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 def size(count: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes with a binary unit."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

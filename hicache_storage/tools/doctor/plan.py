@@ -1,17 +1,17 @@
-"""The checks, in the order in which their findings are of use."""
+"""The checks, in the order of the report."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor import drivers, machine, places, plugins, trial
+from hicache_storage.tools.doctor import drivers, endpoints, machine, plugins, round_trip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicache_storage.tools.doctor.finding import Finding, Patient
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
-CHECKS: Final[dict[str, Callable[[Patient], Iterator[Finding]]]] = {
+CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "python": machine.check_python,
     "torch": machine.check_torch,
     "locked memory": machine.check_locked_memory,
@@ -23,15 +23,15 @@ CHECKS: Final[dict[str, Callable[[Patient], Iterator[Finding]]]] = {
     "conformance suite": plugins.check_conformance,
     "registered": plugins.check_registered,
     "drivers": drivers.check_drivers,
-    "options": trial.check_options,
-    "directories": places.check_directories,
-    "servers": places.check_servers,
-    "round trip": trial.check_round_trip,
+    "options": round_trip.check_options,
+    "directories": endpoints.check_directories,
+    "servers": endpoints.check_servers,
+    "round trip": round_trip.check_round_trip,
 }
 
 OF_ONE_DRIVER: Final = frozenset({"registered", "options", "directories", "servers", "round trip"})
 
 
-def planned(patient: Patient) -> list[str]:
-    """Names of the checks for a patient."""
-    return [name for name in CHECKS if patient.driver is not None or name not in OF_ONE_DRIVER]
+def planned(target: DoctorTarget) -> list[str]:
+    """Return the names of the checks for a target."""
+    return [name for name in CHECKS if target.driver is not None or name not in OF_ONE_DRIVER]

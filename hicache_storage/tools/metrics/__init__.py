@@ -1,4 +1,4 @@
-"""What is made of the vocabulary of metrics: a dashboard, alert rules, and the tables of `docs/observability.md`."""
+"""Files generated from the metric definitions: dashboard, alert rules, tables of `docs/observability.md`."""
 
 from hicache_storage.tools.metrics.alerts import ALERTS, Alert, rules
 from hicache_storage.tools.metrics.dashboard import dashboard

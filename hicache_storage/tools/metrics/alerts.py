@@ -1,4 +1,4 @@
-"""Alert rules for Prometheus, each with what it means and what to do."""
+"""Alert rules for Prometheus, each with its meaning and a remedy."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics.queries import grown, now, quantile, rate, selected, share, summed
 
 PAGE: Final = "docs/observability.md"
 TOKEN_SECONDS: Final = 7 * 24 * 3600
-"""So long before a token expires somebody is told."""
+"""Time before the expiry of a token at which the alert fires."""
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
-"""The same of a certificate: what renews them by itself begins a month before the end."""
+"""Time before the expiry of a certificate; automatic renewal starts a month before it."""
 SPARE_SHARE: Final = 32
-"""One of so many slots of a full scope is kept free or quarantined by the server (`hicache_metadata_server.state.scope`)."""
+"""Slots of a full scope for each one that the server keeps free or quarantined (`hicache_metadata_server.state.scope`)."""
 
-MOST_FAILOVERS: Final = 3
-"""More in a quarter of an hour are not one restart of each of several servers. Of three `increase` makes 3.2 where Prometheus looks
-once a minute, hence the half."""
+MAX_FAILOVERS: Final = 3
+"""Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three to 3.2 at one
+scrape a minute; hence the half in the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule. Its section in `docs/observability.md` bears its name."""
+    """A rule, with a section of its name in `docs/observability.md`."""
 
     name: str
     expr: str
     lasts: str
-    """How long it has to be true."""
+    """Time for which the expression has to hold."""
     severity: str
-    """`critical`: somebody has to look now. `warning`: within the day."""
+    """`critical`: to be handled now. `warning`: within the day."""
     summary: str
     """One line, with labels in Go's templates."""
     means: str
@@ -39,7 +39,7 @@ class Alert:
 
     @property
     def anchor(self) -> str:
-        """Of its section."""
+        """Anchor of its section."""
         return self.name.lower()
 
 
@@ -49,14 +49,14 @@ def _hits(window: str) -> str:
 
 
 _WHOLE: Final = '{{ printf "%.0f" $value }}'
-"""What a counter has grown by: Prometheus extrapolates it to its window, and nobody counts 1.07 pages."""
+"""Increase of a counter, rounded: Prometheus extrapolates it to the window, as to 1.07 pages."""
 _FAILED: Final = summed(
     f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""", "route"
 )
-"""A server that drains refuses leases, and its clients ask another: that is meant."""
+"""Failed requests, except of a server that drains: it refuses leases, and its clients use another server."""
 _LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
 _SLOTS: Final = now(v.SLOTS, by=("scope",))
-_RESTING: Final = f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
+_QUARANTINED: Final = f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
 
 ALERTS: Final = (
     Alert(
@@ -122,7 +122,7 @@ ALERTS: Final = (
         "As for [HiCacheLeasesExpire](#hicacheleasesexpire); or there are too few slots for so many writers.",
     ),
     Alert(
-        "HiCacheQuarantineShort", f"{_RESTING} > {_SLOTS} / {SPARE_SHARE}", "10m", "warning",
+        "HiCacheQuarantineShort", f"{_QUARANTINED} > {_SLOTS} / {SPARE_SHARE}", "10m", "warning",
         "{{ $labels.scope }} evicts faster than its slots leave quarantine.",
         f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in the time that a slot is quarantined, so "
         "that sets wait for slots, and some are refused.",
@@ -195,7 +195,7 @@ ALERTS: Final = (
         "As for [HiCacheBreakerOpen](#hicachebreakeropen). `hicache_storage_missed_deadlines_total` tells slow from broken.",
     ),
     Alert(
-        "HiCacheFailovers", f"increase({selected(v.FAILOVERS)}[15m]) > {MOST_FAILOVERS + 0.5}", "0m", "warning",
+        "HiCacheFailovers", f"increase({selected(v.FAILOVERS)}[15m]) > {MAX_FAILOVERS + 0.5}", "0m", "warning",
         f"A client at {{{{ $labels.instance }}}} has left a metadata server {_WHOLE} times in 15 minutes.",
         "A server answers some requests and not others, or several have failed one after another. Calls have gone on elsewhere.",
         "The client's log names the server that was left and why. A single restart is one failover for each client.",
@@ -217,10 +217,10 @@ ALERTS: Final = (
 
 
 def rules(page: str = "") -> str:
-    """A file of rules for Prometheus, in YAML whose texts are quoted as in JSON.
+    """Render a file of rules for Prometheus: YAML, with strings quoted as in JSON.
 
     Args:
-        page: the URL of this project's `observability` page where you publish it; "" for a path in the repository.
+        page: URL of the published page `observability`; "" for a path in the repository.
     """
     lines = ["# Made by `make metrics` out of the declared metrics; docs/observability.md says what each means.", "groups:"]
     lines += ["  - name: hicache", "    rules:"]
@@ -228,7 +228,7 @@ def rules(page: str = "") -> str:
         annotations = {
             "summary": alert.summary,
             "description": f"{alert.means} {alert.do}",
-            # A path is no URL: what shows alerts makes a link of `runbook_url`.
+            # A path is no URL, and user interfaces render `runbook_url` as a link.
             "runbook_url" if page else "runbook": f"{page or PAGE}#{alert.anchor}",
         }
         lines += [

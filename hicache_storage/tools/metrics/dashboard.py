@@ -1,4 +1,4 @@
-"""A dashboard for Grafana: what matters first, then a panel for every declared metric."""
+"""A dashboard for Grafana: an overview, then a panel for every metric."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.observability import vocabulary as v
-from hicache_storage.observability.metric import Kind
+from hicache_storage.observability import metric_defs as v
+from hicache_storage.observability.metric import MetricKind
 from hicache_storage.tools.metrics.queries import now, quantile, rate, selected, share
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class Panel:
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it."""
+    """Render the dashboard as JSON for import into Grafana."""
     panels, y = list[dict[str, object]](), 0
     sections = {"Overview": _overview()} | {
-        ROWS[component]: [_panel(metric) for metric in v.declared(component).values()] for component in v.COMPONENTS
+        ROWS[component]: [_panel(metric) for metric in v.metrics_of(component).values()] for component in v.COMPONENTS
     }
     for title, graphs in sections.items():
         panels.append({"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": _place(y, 0, 24, 1)})
@@ -70,7 +70,7 @@ def dashboard() -> str:
 
 
 def _overview() -> list[Panel]:
-    """What tells whether the cache is of use, and whether something is wrong."""
+    """Panels of the cache's benefit, and of failures."""
     by = ("driver", "pool")
     used, every = now(v.SLOTS, JOB, 'state!="free"', by=("scope",)), now(v.SLOTS, JOB, by=("scope",))
     full = f"topk(5, {used} / {every})"
@@ -104,16 +104,16 @@ def _overview() -> list[Panel]:
 
 
 def _panel(metric: Metric) -> Panel:
-    """The plain graph of one metric."""
+    """Make the panel of one metric."""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or "{{instance}}"
     by = metric.labels or ("instance",)
     title = metric.family.removeprefix("hicache_").replace("_", " ")
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return Panel(title, {legend: rate(metric, WINDOW, JOB, by=by)}, RATES[metric.unit], f"{metric.name}: {metric.help}")
-    if metric.kind is Kind.GAUGE and metric.name.endswith("_timestamp_seconds"):
+    if metric.kind is MetricKind.GAUGE and metric.name.endswith("_timestamp_seconds"):
         series = {legend: f"min by ({', '.join(by)}) ({selected(metric, JOB)})"}
         return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return Panel(title, {legend: now(metric, JOB, by=by)}, UNITS[metric.unit], f"{metric.name}: {metric.help}")
     series = {f"p{percent} {legend}": quantile(percent / 100, metric, WINDOW, JOB, by=by) for percent in (50, 99)}
     return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
@@ -141,7 +141,7 @@ def _place(y: int, x: int, width: int, height: int) -> dict[str, int]:
 
 
 def _variables() -> list[dict[str, object]]:
-    """The data source, and which scrape jobs are shown."""
+    """Return the variables of the dashboard: data source, and scrape jobs."""
     jobs = 'label_values({__name__=~"hicache_.+"}, job)'
     return [
         {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"},

@@ -1,17 +1,17 @@
-"""The parts of `docs/observability.md` that are made of the vocabulary and the alerts."""
+"""Generated parts of `docs/observability.md`: tables of metrics and alerts."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics.alerts import ALERTS
 
 EXPORTERS: Final = {
-    "storage": "Drivers: `hicache_storage.layers.prometheus.StorageCollector`",
-    "controller": "Hybrid controller: `hicache_storage.hybrid.prometheus.ControllerCollector`",
-    "cache": "Radix cache: `hicache_storage.hybrid.prometheus.CacheCollector`",
+    "storage": "Drivers: `hicache_storage.observability.prometheus.StorageCollector`",
+    "controller": "Hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`",
+    "cache": "Radix cache: `hicache_storage.observability.prometheus.CacheCollector`",
     "server": "Metadata server: `GET /metrics`",
     "process": "Metadata server's process: `GET /metrics`, on Linux",
 }
@@ -23,7 +23,7 @@ def metric_table() -> str:
     parts = list[str]()
     for component, title in EXPORTERS.items():
         parts += [f"### {title}\n", "| metric | kind | labels | |", "|---|---|---|---|"]
-        for metric in v.declared(component).values():
+        for metric in v.metrics_of(component).values():
             labels = ", ".join(f"`{label}`" for label in metric.labels)
             parts.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
         parts.append("")
@@ -31,7 +31,7 @@ def metric_table() -> str:
 
 
 def alert_sections() -> str:
-    """A section for each alert."""
+    """Render a section for each alert."""
     parts = list[str]()
     for alert in ALERTS:
         lasts = f"for {alert.lasts}" if alert.lasts != "0m" else "at once"
@@ -40,10 +40,10 @@ def alert_sections() -> str:
 
 
 def with_generated_parts(page: str) -> str:
-    """A page with its generated parts made anew.
+    """Regenerate the generated parts of a page.
 
     Raises:
-        KeyError: there is a part of another name.
+        KeyError: the page has a part of an unknown name.
     """
     made = {"metrics": metric_table, "alerts": alert_sections}
     return _PART.sub(lambda match: f"{match[1]}\n{made[match[2]]()}\n{match[3]}", page)

@@ -1,20 +1,20 @@
-"""PromQL made of declared metrics, so that no expression names one that is not there."""
+"""Builders of PromQL from metric definitions, so that no expression names an unknown metric."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_storage.observability.metric import Kind
+from hicache_storage.observability.metric import MetricKind
 
 if TYPE_CHECKING:
     from hicache_storage.observability.metric import Metric
 
 
 def selected(metric: Metric, *matchers: str, suffix: str = "") -> str:
-    """The series of a metric, such as `name{state="live"}`.
+    """Select the series of a metric, such as `name{state="live"}`.
 
     Raises:
-        ValueError: a matcher is about a label that it has not.
+        ValueError: a matcher names a label that the metric does not have.
     """
     for matcher in matchers:
         label = matcher.partition("=")[0].rstrip("!~")
@@ -24,12 +24,12 @@ def selected(metric: Metric, *matchers: str, suffix: str = "") -> str:
 
 
 def summed(expression: str, *by: str) -> str:
-    """One series for each combination of labels; one alone for none."""
+    """Sum an expression into one series for each combination of labels."""
     return f"sum by ({', '.join(by)}) ({expression})" if by else f"sum({expression})"
 
 
 def total(metric: Metric, expression: str, *by: str) -> str:
-    """The sum over an expression of a metric's series, in which what several servers of one store tell counts once."""
+    """Sum an expression of a metric's series; equal series of several servers of one store count once."""
     if not metric.of_store:
         return summed(expression, *by)
     once = f"max by ({', '.join(metric.labels)}) ({expression})"
@@ -37,30 +37,30 @@ def total(metric: Metric, expression: str, *by: str) -> str:
 
 
 def now(metric: Metric, *matchers: str, by: tuple[str, ...] = ()) -> str:
-    """A gauge's value."""
-    assert metric.kind is Kind.GAUGE, metric.name
+    """Query a gauge's value."""
+    assert metric.kind is MetricKind.GAUGE, metric.name
     return total(metric, selected(metric, *matchers), *by)
 
 
 def rate(metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
-    """A counter's growth in a second."""
-    assert metric.kind is Kind.COUNTER, metric.name
+    """Query a counter's increase a second."""
+    assert metric.kind is MetricKind.COUNTER, metric.name
     return total(metric, f"rate({selected(metric, *matchers)}[{window}])", *by)
 
 
 def grown(metric: Metric, window: str, by: tuple[str, ...] = ()) -> str:
-    """A counter's growth in a window."""
-    assert metric.kind is Kind.COUNTER, metric.name
+    """Query a counter's increase in a window."""
+    assert metric.kind is MetricKind.COUNTER, metric.name
     return total(metric, f"increase({selected(metric)}[{window}])", *by)
 
 
 def quantile(share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
-    """A histogram's quantile."""
-    assert metric.kind is Kind.HISTOGRAM, metric.name
+    """Query a histogram's quantile."""
+    assert metric.kind is MetricKind.HISTOGRAM, metric.name
     buckets = summed(f"rate({selected(metric, *matchers, suffix='_bucket')}[{window}])", "le", *by)
     return f"histogram_quantile({share}, {buckets})"
 
 
 def share(part: str, *others: str) -> str:
-    """`part` of itself and all others."""
+    """Query the fraction of `part` in the sum of itself and all others."""
     return f"{part} / ({' + '.join((part, *others))})"

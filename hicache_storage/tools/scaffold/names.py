@@ -16,11 +16,11 @@ class PackageNames:
     """Fills the placeholders of the templates."""
 
     driver: str
-    """What users write: `create_storage("acme")`."""
+    """Name of the driver, as in `create_storage("acme")`."""
     distribution: str
-    """What pip installs, a name as PEP 508 wants it."""
+    """Name of the distribution (PEP 508)."""
     package: str
-    """What Python imports."""
+    """Name of the package."""
     prefix: str
     """Beginning of the class names."""
     repository: str

@@ -1,7 +1,6 @@
 """Streams without a GPU: queues run by threads, with a detector of races that does not depend on timing."""
 
 from hicache_storage.transfer.simulator.races import Access, Race
-from hicache_storage.transfer.simulator.simulator import Hold, StreamSimulator
-from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
+from hicache_storage.transfer.simulator.simulator import Hold, SimulatedEvent, SimulatedStream, StreamSimulator
 
 __all__ = ["Access", "Hold", "Race", "SimulatedEvent", "SimulatedStream", "StreamSimulator"]

@@ -9,7 +9,7 @@ HOST: Final = 0
 
 
 class Clock:
-    """How far each actor is known to have come."""
+    """A vector clock: the last known step of each actor."""
 
     __slots__ = ("_times",)
 
@@ -28,7 +28,7 @@ class Clock:
                 self._times[actor] = time
 
     def knows(self, actor: int, time: int) -> bool:
-        """Whether the actor's step of that time is ordered before this."""
+        """Return True if a step of an actor happened before this clock."""
         return self._times.get(actor, 0) >= time
 
     def copy(self) -> Clock:

@@ -1,4 +1,4 @@
-"""What a simulated stream holds in its queue."""
+"""Operations in the queue of a simulated stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_storage.transfer.rows import gather_rows, move_rows, scatter_rows
+from hicache_storage.transfer.regions.rows import gather_rows, move_rows, scatter_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 MAX_PIECES = 4
 
 
-class Operation(Protocol):
+class StreamOperation(Protocol):
     """Something that a stream's thread runs."""
 
     def run(self, random: Random) -> None: ...
 
 
 class Place:
-    """Where a recorded event stands in a stream. `error` is what had failed by then."""
+    """Position of a recorded event in a stream. `error` is the failure of an earlier operation."""
 
     __slots__ = ("_reached", "error")
 
@@ -34,12 +34,12 @@ class Place:
         self.error: BaseException | None = None
 
     def reach(self, error: BaseException | None) -> None:
-        """Let everybody go on who waits."""
+        """Wake all waiting threads."""
         self.error = error
         self._reached.set()
 
     def reached(self) -> bool:
-        """Whether the stream has come here."""
+        """Return True if the stream has reached the position."""
         return self._reached.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -57,8 +57,8 @@ class Wait:
         self._place.wait()
 
 
-class Pieces:
-    """An operation that takes effect piece by piece with pauses in between, so that whoever does not wait finds it half done.
+class PiecewiseOperation:
+    """An operation that takes effect piece by piece with pauses in between, so that a missing wait exposes a partial copy.
 
     Args:
         pause_seconds: the longest pause.
@@ -85,14 +85,15 @@ class Pieces:
             time.sleep(random.random() * self._pause_seconds)
 
 
-class Copy(Pieces):
+class Copy(PiecewiseOperation):
     """Copies between tensors of one shape."""
 
     def __init__(
         self, destination: torch.Tensor, source: torch.Tensor, pause_seconds: float, admitted: Callable[[], None]
     ) -> None:
         super().__init__(pause_seconds, admitted)
-        self._destination, self._source = destination, source
+        self._destination = destination
+        self._source = source
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         axis = _longest_axis(self._destination)
@@ -100,7 +101,7 @@ class Copy(Pieces):
         return (partial(destination.copy_, source) for destination, source in pairs)
 
 
-class Gather(Pieces):
+class Gather(PiecewiseOperation):
     """Copies numbered rows of a tensor to adjacent rows of another."""
 
     def __init__(
@@ -112,14 +113,16 @@ class Gather(Pieces):
         admitted: Callable[[], None],
     ) -> None:
         super().__init__(pause_seconds, admitted)
-        self._destination, self._source, self._rows = destination, source, rows
+        self._destination = destination
+        self._source = source
+        self._rows = rows
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._destination.tensor_split(count), self._rows.tensor_split(count), strict=True)
         return (partial(gather_rows, destination, self._source, rows) for destination, rows in pairs if len(rows))
 
 
-class Scatter(Pieces):
+class Scatter(PiecewiseOperation):
     """Copies adjacent rows of a tensor to numbered rows of another."""
 
     def __init__(
@@ -131,14 +134,16 @@ class Scatter(Pieces):
         admitted: Callable[[], None],
     ) -> None:
         super().__init__(pause_seconds, admitted)
-        self._destination, self._rows, self._source = destination, rows, source
+        self._destination = destination
+        self._rows = rows
+        self._source = source
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._rows.tensor_split(count), self._source.tensor_split(count), strict=True)
         return (partial(scatter_rows, self._destination, rows, source) for rows, source in pairs if len(rows))
 
 
-class Move(Pieces):
+class Move(PiecewiseOperation):
     """Copies numbered rows of a tensor to numbered rows of another."""
 
     def __init__(
@@ -151,8 +156,10 @@ class Move(Pieces):
         admitted: Callable[[], None],
     ) -> None:
         super().__init__(pause_seconds, admitted)
-        self._destination, self._destination_rows = destination, destination_rows
-        self._source, self._source_rows = source, source_rows
+        self._destination = destination
+        self._destination_rows = destination_rows
+        self._source = source
+        self._source_rows = source_rows
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._destination_rows.tensor_split(count), self._source_rows.tensor_split(count), strict=True)

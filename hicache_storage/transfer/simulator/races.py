@@ -1,4 +1,4 @@
-"""Which accesses to memory conflict although nothing orders them."""
+"""Race detector: conflicting accesses to memory without an order."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Access:
     """One operation, as the detector sees it."""
 
     what: str
-    """What the one who enqueued it calls it."""
+    """Description given by the code that enqueued it."""
     where: str
     """Name of its stream, or `host`."""
     actor: int
     time: int
     clock: Clock
-    """What is ordered before it, and itself."""
+    """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
-        """Whether `other` is ordered before this, by the order of a stream, by events, or by the host."""
+        """Return True if `other` happened before this access, by the order of a stream, by events, or by the host."""
         return self.clock.knows(other.actor, other.time)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Race:
     first_writes: bool
     second_writes: bool
     memory: str
-    """Which bytes."""
+    """Description of the bytes."""
 
     def __str__(self) -> str:
         deeds = ("reads", "writes")
@@ -67,7 +67,7 @@ class _Cell:
 
 
 class ShadowMemory:
-    """Remembers who touched which bytes. Not thread-safe.
+    """Shadow memory: the last accesses to each byte. Not thread-safe.
 
     All addresses are covered by cells; a cell is split where an access begins or ends within it.
     """
@@ -78,7 +78,7 @@ class ShadowMemory:
         self._names: list[tuple[int, int, str]] = []
 
     def name(self, start: int, end: int, name: str) -> None:
-        """What messages call a range of addresses."""
+        """Return the name of a range of addresses, for messages."""
         self._names.append((start, end, name))
 
     def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:

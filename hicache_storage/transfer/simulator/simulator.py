@@ -1,4 +1,4 @@
-"""The simulator: makes streams and events, and judges what nothing orders."""
+"""Stream simulator: streams and events on the CPU, with a race detector."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import threading
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from random import Random
 from typing import TYPE_CHECKING, Self
 
-from hicache_storage.transfer.rows import rows_of
+from hicache_storage.transfer.regions.rows import rows_of
 from hicache_storage.transfer.simulator.clocks import HOST, Clock
-from hicache_storage.transfer.simulator.operations import Copy, Gather, Move, Scatter
+from hicache_storage.transfer.simulator.operations import Copy, Gather, Move, Place, Scatter, Wait
 from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
-from hicache_storage.transfer.simulator.streams import SimulatedEvent, SimulatedStream
+from hicache_storage.transfer.streams import Rows, StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.runs import RowRuns
-    from hicache_storage.transfer.simulator.operations import Operation, Place
-    from hicache_storage.transfer.streams import Rows, Stream
+    from hicache_storage.transfer.regions.runs import RowRuns
+    from hicache_storage.transfer.simulator.operations import StreamOperation
+    from hicache_storage.transfer.streams import Event, Stream
 
 PAUSE_SECONDS = 0.001
+MAX_WAIT_SECONDS = 120.0
+"""Limit of a wait: what a test enqueues takes a small part of it."""
 POISON = 0xA5
-"""What every byte of new scratch memory is, so that reading what nobody wrote shows."""
+"""Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +40,7 @@ class Hold:
     runs: Sequence[tuple[int, int]]
     seconds: float
     expired: bool = False
-    """Whether it was given up before it was released."""
+    """True if the time limit has passed before the release."""
     _over: threading.Event = field(default_factory=threading.Event)
 
     def release(self) -> None:
@@ -45,7 +48,7 @@ class Hold:
         self._over.set()
 
     def concerns(self, runs: Sequence[tuple[int, int]]) -> bool:
-        """Whether one of the ranges is among those held."""
+        """Return True if one of the ranges overlaps those held."""
         return any(start < other_end and other < end for start, end in self.runs for other, other_end in runs)
 
     def wait(self) -> None:
@@ -63,7 +66,7 @@ class StreamSimulator:
     the same bytes, one of them writing, that neither a stream's order nor an event nor a wait of the host puts in order.
     It depends on what was enqueued, in which order, and not on when it ran.
 
-    The host is one actor: whoever calls from several threads has to put those calls in order.
+    The host is one actor: calls from several threads have to be ordered by the caller.
 
     Args:
         seed: of pauses and pieces.
@@ -74,8 +77,9 @@ class StreamSimulator:
     def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True) -> None:
         self.moves_rows = moves_rows
         self.races: list[Race] = []
-        """What was found so far, in the order in which it was enqueued."""
-        self._seed, self._pause_seconds = seed, pause_seconds
+        """Races found so far, in the order of enqueueing."""
+        self._seed = seed
+        self._pause_seconds = pause_seconds
         self._lock = threading.Lock()
         self._host = Clock()
         self._shadow = ShadowMemory()
@@ -112,7 +116,7 @@ class StreamSimulator:
         return memory
 
     def is_locked(self, memory: torch.Tensor) -> bool:
-        """Always: no copy is made by who enqueues it."""
+        """Return True: copies never run in the enqueueing thread."""
         return True
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
@@ -214,7 +218,7 @@ class StreamSimulator:
         self,
         stream: SimulatedStream,
         what: str,
-        operation: Callable[[float, Callable[[], None]], Operation],
+        operation: Callable[[float, Callable[[], None]], StreamOperation],
         *,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
@@ -242,3 +246,119 @@ class StreamSimulator:
                 hold.wait()
 
         return wait
+
+
+class SimulatedStream:
+    """A queue and the thread that runs it. Made by `StreamSimulator.stream`."""
+
+    def __init__(self, simulator: StreamSimulator, name: str, actor: int, random: Random) -> None:
+        self.name = name
+        self.actor = actor
+        self.clock = Clock()
+        """Clock of the next operation; guarded by the simulator's lock."""
+        self._simulator = simulator
+        self._random = random
+        self._queue = SimpleQueue[tuple["StreamOperation | None", Place]]()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    def wait_event(self, event: Event) -> None:
+        if not isinstance(event, SimulatedEvent):
+            raise TypeError(f"a simulated stream waits for simulated events, not for {type(event).__name__}")
+        place = self._simulator.order_behind(self, event)
+        if place is not None:
+            self.enqueue(Wait(place))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        self._simulator.copy(self, destination, source, what)
+
+    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str) -> None:
+        self._simulator.copy_rows(self, destination, source, rows, what)
+
+    def upload(self, rows: torch.Tensor) -> Rows:
+        host = rows.clone()
+        # What is read before it has come names no row.
+        uploaded = Rows(host, host.new_full(host.shape, -1))
+        self._simulator.copy(self, uploaded.device, host, "upload of row numbers")
+        return uploaded
+
+    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+        self._simulator.gather(self, destination, source, rows, what)
+
+    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+        self._simulator.scatter(self, destination, rows, source, what)
+
+    def move_rows(
+        self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
+    ) -> None:
+        self._simulator.move_rows(self, destination, destination_rows, source, source_rows, what)
+
+    def synchronize(self) -> None:
+        event = SimulatedEvent(self._simulator)
+        event.record(self)
+        event.synchronize()
+
+    def enqueue(self, operation: StreamOperation | None) -> Place:
+        """Run an operation behind all others, or none; the place behind it."""
+        place = Place()
+        self._queue.put((operation, place))
+        return place
+
+    def end(self) -> None:
+        """Run what is enqueued, then end the thread."""
+        self._queue.put((None, _END))
+        self._thread.join(MAX_WAIT_SECONDS)
+
+    def _serve(self) -> None:
+        while True:
+            operation, place = self._queue.get()
+            if place is _END:
+                return
+            # As on a GPU, a stream that has failed runs nothing more.
+            if operation is not None and self._error is None:
+                try:
+                    operation.run(self._random)
+                except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for it
+                    self._error = error
+            place.reach(self._error)
+
+
+class SimulatedEvent:
+    """A place in a simulated stream. Made by `StreamSimulator.event`."""
+
+    def __init__(self, simulator: StreamSimulator) -> None:
+        self._simulator = simulator
+        self.place: Place | None = None
+        """None where it was never recorded."""
+        self.clock = Clock()
+        """Clock at the position."""
+
+    def record(self, stream: Stream) -> None:
+        if not isinstance(stream, SimulatedStream):
+            raise TypeError(f"a simulated event is recorded on a simulated stream, not on {type(stream).__name__}")
+        self._simulator.record(self, stream)
+
+    def query(self) -> bool:
+        if self.place is None:
+            return True
+        if not self.place.reached():
+            return False
+        self._passed(self.place)
+        return True
+
+    def synchronize(self) -> None:
+        place = self.place
+        if place is None:
+            return
+        if not place.wait(MAX_WAIT_SECONDS):
+            raise StreamFailedError(f"an event was not reached within {MAX_WAIT_SECONDS:.0f} s")
+        self._passed(place)
+
+    def _passed(self, place: Place) -> None:
+        if place.error is not None:
+            raise StreamFailedError(f"an operation failed: {place.error!r}") from place.error
+        self._simulator.order_host_behind(self)
+
+
+_END = Place()

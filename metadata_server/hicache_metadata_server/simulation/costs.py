@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
-from hicache_storage.observability import vocabulary as v
+from hicache_storage.observability import metric_defs as v
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

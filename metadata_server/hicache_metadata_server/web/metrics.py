@@ -13,8 +13,8 @@ from prometheus_client.process_collector import ProcessCollector
 
 from hicache_metadata_server.protocol import SlotState
 from hicache_metadata_server.web.history import Answered
-from hicache_storage.observability import vocabulary as v
-from hicache_storage.observability.families import add_latency, histogram, scalar, scalars
+from hicache_storage.observability import metric_defs as v
+from hicache_storage.observability.prometheus import add_latency, histogram, scalar, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +122,7 @@ class Metrics:
 
     def _label(self, status: ScopeStatus) -> str:
         if status.scope not in self._scopes:
-            if len(self._scopes) == v.MOST_SCOPES:
+            if len(self._scopes) == v.MAX_SCOPE_SERIES:
                 return v.OTHER_SCOPES
             self._scopes.add(status.scope)
         return status.scope

@@ -14,8 +14,8 @@ from hicache_metadata_server.web.rates import Rates
 from hicache_metadata_server.web.reloads import Reloads, Watched
 from hicache_metadata_server.web.tls import ServerTls
 from hicache_metadata_server.web.tokens import Tokens
-from hicache_storage.observability import vocabulary as v
-from hicache_storage.observability.families import scalar, scalars
+from hicache_storage.observability import metric_defs as v
+from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
     import ssl

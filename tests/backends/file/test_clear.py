@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from hicache_storage.objects import Call
-from hicache_storage.spec import Caller, StorageUnavailableError
+from hicache_storage.spec import CancellationToken, StorageUnavailableError
 from tests.backends.file.harness import chain
 
 KEYS = chain("clear", 6)
 
 
-def test_it_stops_once_its_caller_has_left(rig, monkeypatch):
+def test_it_stops_once_the_call_is_cancelled(rig, monkeypatch):
     one, other = rig(), rig()
     for key in KEYS:
         assert all(one.put([key]))
-    caller, publisher = Caller(), one.store.publisher
-    call, remove = Call(caller=caller), publisher.remove
+    token, publisher = CancellationToken(), one.store.publisher
+    call, remove = Call(cancellation=token), publisher.remove
 
     def slow(bundle_set, bundle):
         removed = remove(bundle_set, bundle)
         # The deadline passes here, and the caller stores pages anew.
-        caller.leave()
+        token.cancel()
         return removed
 
     monkeypatch.setattr(publisher, "remove", slow)

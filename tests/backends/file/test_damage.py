@@ -187,9 +187,9 @@ def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
     assert rig().holds(keys, version=1)
 
 
-@pytest.mark.parametrize("stuck_reads", ["waits", "buffered"])
-def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, stuck_reads):
-    a, keys = rig(stuck_reads=stuck_reads), chain("a", 4)
+@pytest.mark.parametrize("hung_reads", ["wait", "bounce_buffer"])
+def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, hung_reads):
+    a, keys = rig(hung_reads=hung_reads), chain("a", 4)
     a.put(keys)
     misread_once(monkeypatch, reader_module)
     before = a.bundles()

@@ -28,7 +28,7 @@ class Disk:
 
     def __init__(self, monkeypatch):
         self.cached = True
-        self.asked, self.thawed = 0, 0
+        self.operations, self.thawed = 0, 0
         self._stalls, self._thaw = False, threading.Event()
         monkeypatch.setattr(store, "mount_of", lambda path: Mount("ext4"))
         monkeypatch.setattr(reader, "is_cached", lambda *args: self.cached)
@@ -50,7 +50,7 @@ class Disk:
 
     def _waiting(self, real, *args, **kwargs):
         if self._stalls:
-            self.asked += 1
+            self.operations += 1
             self._thaw.wait(HUNG_SECONDS)
             self.thawed += 1
         return real(*args, **kwargs)
@@ -114,7 +114,7 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     # A clear may say that it did not happen.
     with contextlib.suppress(HiCacheError):
         CALLS[name](a, keys)
-    assert disk.asked
+    assert disk.operations
     assert not disk.thawed
 
 
@@ -128,7 +128,7 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     disk.stall()
     assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
     assert set(threads) == {threading.current_thread()}
-    assert not disk.asked
+    assert not disk.operations
 
 
 def test_a_lookup_that_needs_the_disk_ends_at_its_deadline(guarded, rig, disk):
@@ -169,7 +169,7 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     a.bare.read_objects = None
     assert a.holds(keys)
     assert set(threads) == {threading.current_thread()}
-    assert not disk.asked
+    assert not disk.operations
     assert a.stats().pages_read == 16
 
 

@@ -229,9 +229,9 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
 
 
 def test_pages_longer_than_a_piece(rig):
-    for stuck_reads in ("waits", "buffered"):
-        one = rig(components=(300_001, 700_000, 64), pages=3, stuck_reads=stuck_reads, file_size="8MiB")
-        keys = chain(stuck_reads, 3)
+    for hung_reads in ("wait", "bounce_buffer"):
+        one = rig(components=(300_001, 700_000, 64), pages=3, hung_reads=hung_reads, file_size="8MiB")
+        keys = chain(hung_reads, 3)
         assert all(one.put(keys))
         one.expect(keys)
         one.overwrite(one.slot(keys[1]), b"\xff" * 8, 999_990)

@@ -12,9 +12,9 @@ from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES
 from tests.backends.hf3fs.harness import chain, content
 
 
-@pytest.fixture(params=["waits", "buffered"])
+@pytest.fixture(params=["wait", "bounce_buffer"])
 def one(request, rig):
-    return rig(stuck_reads=request.param, components=(30_000, 35_536), pages=24, file_size="4MiB")
+    return rig(hung_reads=request.param, components=(30_000, 35_536), pages=24, file_size="4MiB")
 
 
 class Requests:

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_backends.mooncake.client.shared import connections
 from hicache_storage.objects import Call
-from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError, StuckReads
+from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 
 
@@ -40,15 +40,15 @@ def test_a_library_that_is_missing_is_named(cluster):
 
 
 @pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
-@pytest.mark.parametrize("way", ["waits", "buffered"])
+@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_pages_come_back(rig, way, components):
-    one = rig(stuck_reads=way, components=components)
+    one = rig(hung_reads=way, components=components)
     keys = chain(f"back {way}", 12)
     assert one.hits(keys) == 0
     assert one.put(keys) == [True] * 12
     assert one.hits(keys) == 12
     one.expect(keys)
-    assert one.driver.capabilities.stuck_reads is StuckReads(way)
+    assert one.driver.capabilities.hung_reads is HungReads(way)
     assert one.storage.delete(keys[3:5]) == [True, True]
     assert one.storage.delete(keys[3:5]) == [False, False]
     assert one.hits(keys) == 3
@@ -83,7 +83,7 @@ def test_more_pages_than_one_request_takes(rig):
     assert one.put(keys) == [True] * 600
     one.expect(keys)
     # Pages that go through a buffer which holds three of them.
-    small = rig(pages=600, components=(64,), stuck_reads="buffered", buffer_size=3 * 128)
+    small = rig(pages=600, components=(64,), hung_reads="bounce_buffer", buffer_size=3 * 128)
     small.expect(keys)
     # More than are gathered for one request.
     large = rig(pages=70, components=(250_000,))
@@ -138,10 +138,10 @@ def test_threads_that_write_one_page(rig):
     rigs[0].expect(keys)
 
 
-@pytest.mark.parametrize("way", ["waits", "buffered"])
+@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_threads_that_read_one_page(rig, way):
     """The library remembers one lookup of a name in a client: they take turns, and all of them are served."""
-    rigs = [rig(components=(200_000, 100_003), stuck_reads=way) for _ in range(4)]
+    rigs = [rig(components=(200_000, 100_003), hung_reads=way) for _ in range(4)]
     keys, told = chain(f"readers {way}", 8), [None] * 4
     assert rigs[0].put(keys) == [True] * 8
     together = threading.Barrier(4)

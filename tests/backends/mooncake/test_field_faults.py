@@ -10,7 +10,7 @@ from tests.backends.mooncake.harness import UNTOUCHED, StrangersClient, chain, c
 HALF, WHOLE = (512, 512), (1024, 1024)
 
 
-@pytest.fixture(params=["waits", "buffered"])
+@pytest.fixture(params=["wait", "bounce_buffer"])
 def way(request):
     return request.param
 
@@ -61,7 +61,7 @@ def test_pages_of_one_length_and_other_ranks(rig, one, other):
 @pytest.mark.parametrize("length", ["half", "longer", "empty envelope"])
 def test_an_object_of_another_length(rig, stranger, way, length):
     """It is no page, is counted as damaged once, and the next set repairs it."""
-    one = rig(stuck_reads=way)
+    one = rig(hung_reads=way)
     keys = chain(f"length {length} {way}", 3)
     assert one.put(keys) == [True] * 3
     stranger.remove(one.name(keys[1]))
@@ -100,7 +100,7 @@ def test_clear_is_this_namespaces(rig, cluster, stranger):
 
 def test_half_a_page_is_no_page(rig, stranger, way):
     """Components lie in one object, so that there is no half; neighbours of a missing page are not touched."""
-    one = rig(stuck_reads=way)
+    one = rig(hung_reads=way)
     keys = chain(f"half {way}", 3)
     one.put([keys[0], keys[2]])
     found = one.get(keys)
@@ -121,7 +121,7 @@ def test_empty_batches(rig):
 
 def test_one_object_asked_for_twice(rig, way):
     """The library fills one destination for a name; both are delivered all the same."""
-    one = rig(stuck_reads=way)
+    one = rig(hung_reads=way)
     [key, other] = chain(f"twice {way}", 2)
     assert one.put([key, other, key]) == [True] * 3
     wanted = [content(k, 0, one.page_bytes) for k in (key, other, key)]
@@ -130,7 +130,7 @@ def test_one_object_asked_for_twice(rig, way):
 
 def test_damage_is_repaired(rig, stranger, way):
     """Other bytes of the right length: a miss, once counted, and gone for everybody until it is set again."""
-    one, other = rig(stuck_reads=way), rig()
+    one, other = rig(hung_reads=way), rig()
     keys = chain(f"damage {way}", 2)
     one.put(keys)
     stranger.remove(one.name(keys[0]))

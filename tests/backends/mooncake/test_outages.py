@@ -168,7 +168,7 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
     with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
-        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(1 << 20, 64 << 10), pages=8, stuck_reads="waits")
+        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(1 << 20, 64 << 10), pages=8, hung_reads="wait")
         keys, later = chain("late", 8), chain("later", 1)
         assert rig.put(keys) == [True] * 8
         rig.expect(keys)
@@ -208,11 +208,11 @@ def test_a_write_that_could_not_be_given_up():
         rig.storage.close()
 
 
-@pytest.mark.parametrize("way", ["waits", "buffered"])
+@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_four_times_more_pages_than_memory(way):
     """Each batch is stored in part at least, what is read is right, and the last ones are there."""
     with DevCluster(1, 16 << 20, lease_milliseconds=50) as cluster:
-        rig = Rig(cluster.options, components=(32 << 10, 32 << 10), pages=16, deadline=10.0, stuck_reads=way)
+        rig = Rig(cluster.options, components=(32 << 10, 32 << 10), pages=16, deadline=10.0, hung_reads=way)
         stored = 0
         for batch in range(64):
             keys = chain(f"over {batch}", 16)

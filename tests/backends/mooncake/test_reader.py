@@ -16,7 +16,7 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.reader import DirectReader, rounds
 from hicache_storage.objects import Call, Namespace, ObjectRead
-from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
+from hicache_storage.spec import CancellationToken, PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.mooncake.harness import identity
 
 LENGTH = 100 + 64
@@ -27,7 +27,7 @@ class Scripted:
     """Stands for a connection: answers codes, in the order in which it is asked, and lengths where it is asked for one."""
 
     def __init__(self, codes, lengths=(), found=None):
-        self.codes, self.lengths, self.found, self.asked = list(codes), list(lengths), found, 0
+        self.codes, self.lengths, self.found, self.operations = list(codes), list(lengths), found, 0
         self.by_name, self.by_lookup, self.lookups = [], [], []
 
     def read(self, names, addresses, sizes):
@@ -44,7 +44,7 @@ class Scripted:
         return [self.codes.pop(0) for _ in names]
 
     def size(self, name):
-        self.asked += 1
+        self.operations += 1
         length = self.lengths.pop(0)
         if isinstance(length, Exception):
             raise length
@@ -62,11 +62,11 @@ def alone():
     return crew
 
 
-@pytest.fixture(params=["waits", "waits, tcp", "buffered"])
+@pytest.fixture(params=["wait", "wait, tcp", "bounce_buffer"])
 def ways(request, alone):
-    if request.param == "buffered":
+    if request.param == "bounce_buffer":
         return BufferedReader(1 << 16, alone)
-    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "waits, tcp" else None)
+    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "wait, tcp" else None)
 
 
 def test_answers(ways):
@@ -88,7 +88,7 @@ def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     connection = Scripted([library.TRANSFER_FAILED] * 5, [50, answer])
     some = reads(5)
     outcome = ways.read(connection, some, Call())
-    assert connection.asked == 2
+    assert connection.operations == 2
     assert len(outcome.faults) == 4
     assert [read.damaged for read in some] == [True, False, False, False, False]
 
@@ -181,22 +181,14 @@ def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
     assert by_buffers._buffers._spare
 
 
-def test_nothing_is_delivered_to_who_has_left(alone):
-    class Gone:
-        gone = True
-
-        def __enter__(self):
-            return False
-
-        def __exit__(self, *_):
-            return None
-
+def test_nothing_is_delivered_to_a_cancelled_call(alone):
     class Late(Scripted):
         def read_ranges(self, names, addresses, sizes):
-            call._caller = Gone()
+            token.cancel()
             return [LENGTH]
 
-    call = Call()
+    token = CancellationToken()
+    call = Call(cancellation=token)
     some = [ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)]
     assert BufferedReader(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from control_files import BETWEEN_PROCESSES, SharedFiles
 
-from hicache_storage.spec import StuckReads
+from hicache_storage.spec import HungReads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_ANY_MOUNT = replace(BETWEEN_PROCESSES, may_hang=True)
-BUFFERED = replace(ON_ANY_MOUNT, stuck_reads=StuckReads.BUFFERED)
+BUFFERED = replace(ON_ANY_MOUNT, hung_reads=HungReads.BOUNCE_BUFFER)
 
 
 class SteadyFiles(SharedFiles):

@@ -15,7 +15,7 @@ from control_faults import SteadyFiles
 from control_files import PAGE
 from control_slots import SLOT_BYTES, Medium, Place, Slots, SlotsConfig
 
-from hicache_storage.spec import Capabilities, PoolTransferResult, StorageUnavailableError, StuckReads
+from hicache_storage.spec import Capabilities, HungReads, PoolTransferResult, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,7 +178,7 @@ class FileMedium(Medium):
 class FileSlots(Slots):
     """Right: places of a file. What a writer was given stays its own until it has written, whatever others do meanwhile."""
 
-    promises: ClassVar[Capabilities] = replace(Slots.promises, may_hang=True, stuck_reads=StuckReads.BUFFERED)
+    promises: ClassVar[Capabilities] = replace(Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
     media: ClassVar[dict[str, Medium]] = {}
     medium: FileMedium
 

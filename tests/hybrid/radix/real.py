@@ -19,9 +19,9 @@ from hicache_storage.pools import (
     MLAHostPool,
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity
+from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import LayerMap, PageTransfers
 from hicache_storage.transfer.simulator import StreamSimulator
-from tests.conftest import DictStorage
 
 KV, MAMBA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.INDEXER
 LAYERS = 2
@@ -148,7 +148,7 @@ class RealController:
     def attach(self, *, empty=False):
         if empty:
             self.objects = {}
-        self.storage = DictStorage(self._identity, self.objects)
+        self.storage = MemoryStorage(self._identity, self.objects)
         self.storage.before = self._before
         self.controller.attach(self.storage)
 

@@ -113,8 +113,8 @@ class PosixEngine(SlotEngine):
         for job, page in zip(run, pages, strict=True):
             job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
             job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
-        with call.caller as waits:
-            raise_if_cancelled(waits)
+        with call.shield() as active:
+            raise_if_cancelled(active)
             for job, page in zip(run, pages, strict=True):
                 if job.read.verify():
                     scatter(page, job.read.buffers)
@@ -145,8 +145,8 @@ class PosixEngine(SlotEngine):
         call: Call,
     ) -> bool:
         if self._buffers is None:
-            with call.caller as waits:
-                raise_if_cancelled(waits)
+            with call.shield() as active:
+                raise_if_cancelled(active)
                 if not read_into(descriptor, targets, offset):
                     return False
                 if digest is not None:
@@ -159,8 +159,8 @@ class PosixEngine(SlotEngine):
                 return False
             if digest is not None:
                 digest.update(some[: sum(map(len, pages))])
-            with call.caller as waits:
-                raise_if_cancelled(waits)
+            with call.shield() as active:
+                raise_if_cancelled(active)
                 scatter(some, targets)
         return True
 
@@ -172,8 +172,8 @@ def _fill_in_place(run: Sequence[SlotRead], descriptor: int, call: Call) -> bool
         job.read.envelope = bytearray(ENVELOPE_BYTES)
         targets += job.read.parts
         targets.append(gap)
-    with call.caller as waits:
-        raise_if_cancelled(waits)
+    with call.shield() as active:
+        raise_if_cancelled(active)
         if not read_into(descriptor, targets[:-1], file.offset(run[0].slot)):
             return False
         for job in run:

@@ -417,8 +417,8 @@ class _Turn:
         if self._verifies:
             checksum.update(page[:length])
         if read.verify(checksum.intdigest() if self._verifies else None):
-            with self._call.caller as waits:
-                if not waits:
+            with self._call.shield() as active:
+                if not active:
                     job.fault = OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
                     return
                 start = 0

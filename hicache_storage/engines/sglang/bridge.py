@@ -1,0 +1,479 @@
+"""The storage backend that SGLang loads."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
+from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
+from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_model, get_parallel, get_serving
+
+from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
+from hicache_storage.engines.placeholder_pool import PlaceholderPool
+from hicache_storage.engines.sglang.identity import (
+    bridge_config,
+    check_engine,
+    is_logical,
+    model_variant,
+    rank_labels,
+    rank_number,
+    storage_identity,
+    unserved_reason,
+)
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.observability.exporter import Exporter, check_exporter_available
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import (
+    HiCacheError,
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    InvalidPoolError,
+    InvalidTransferError,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageUnavailableError,
+    UnknownPoolError,
+    UnsupportedOperationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as EngineConfig
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo as EngineExtraInfo
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer as EngineTransfer
+
+logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
+
+
+class SGLangBridge(EngineStorage):
+    """Adapter: serves SGLang's calls from a storage of this project.
+
+    Attaching fails, cleanly and before SGLang has started its threads, where the configuration or the KV pool cannot be
+    served. After that nothing is raised into the engine: a call that cannot be served is answered with `False` or 0,
+    logged once for each reason, and counted in `refused_calls`.
+
+    A side pool that cannot be served is no error either, because SGLang does not undo an attach that fails at that point:
+    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it is 0.
+
+    A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for each page, written when
+    SGLang backs the page up, after its side pools. Reading it is `True` at once, as there is nothing to deliver.
+
+    SGLang's oldest interface (`get`, `set` and their batches, of copies) is refused.
+
+    Args:
+        storage_config: SGLang's `HiCacheStorageConfig`.
+        kwargs: what SGLang passes to dynamic backends; nothing so far.
+
+    Raises:
+        ConfigError: the configuration cannot be served; the message says what to change.
+    """
+
+    def __init__(self, storage_config: EngineConfig, kwargs: dict[str, object] | None = None) -> None:
+        self._engine = storage_config
+        self._config = bridge_config(storage_config.extra_config)
+        check_engine(storage_config)
+        if self._config.metrics_port:
+            check_exporter_available()
+        self._storage: HiCacheStorage | None = None
+        self._exporter: Exporter | None = None
+        self._anchor: object = None
+        self._logical = False
+        self._unserved: dict[str, str] = {}
+        self._weights = ""
+        self._uncleared = ""
+        """Reason why the last clear failed; empty after one that succeeded."""
+        self._meter = BandwidthMeter(enabled=storage_config.enable_storage_metrics)
+        self._refusals = RefusedCalls("SGLang")
+
+    @property
+    def storage(self) -> HiCacheStorage | None:
+        """The storage behind the bridge; None before the KV pool is registered."""
+        return self._storage
+
+    @property
+    def refused_calls(self) -> int:
+        """Number of calls, or of pools in them, answered with `False` or 0 because they could not be served."""
+        return self._refusals.count
+
+    # Attaching and detaching -------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: object) -> None:
+        """Create the storage: the KV pool has the geometry of the pages.
+
+        An unreachable store is no error: the storage retries, and answers misses until then. With an error, one rank
+        would be attached and another not.
+
+        Raises:
+            ConfigError: the driver refuses its configuration.
+            InvalidPoolError: the KV pool cannot be served.
+        """
+        weights = _weight_version()
+        identity = storage_identity(
+            self._engine,
+            self._config,
+            mem_pool_host,
+            engine_kv_dtype=_engine_kv_dtype(),
+            weight_version=weights,
+            variant=_model_variant(),
+        )
+        options = StorageOptions(
+            deadline_seconds=self._config.deadline_seconds,
+            metrics=self._engine.enable_storage_metrics or bool(self._config.metrics_port),
+            traces=self._config.traces,
+        )
+        storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
+        logical = is_logical(mem_pool_host)
+        try:
+            storage.register_mem_host_pool_v2(_placeholders(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
+            storage.open()
+        except StorageUnavailableError as error:
+            logger.error("hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error)
+        except BaseException:
+            storage.close()
+            raise
+        previous = self._storage
+        self._storage = storage
+        self._anchor = mem_pool_host
+        self._logical = logical
+        self._unserved = {}
+        self._weights = weights
+        self._uncleared = ""
+        self._export(storage)
+        if previous is not None:
+            previous.close()
+
+    def _export(self, storage: HiCacheStorage) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._config.metrics_port:
+            replica = _replica()
+            port = self._config.metrics_port + rank_number(self._engine, replica)
+            self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine, replica))
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        """Register a side pool. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
+        name = _text(host_pool_name)
+        if name == PoolName.KV and host_pool is self._anchor:
+            return
+        try:
+            storage = self._attached()
+            reason = unserved_reason(self._engine, host_pool, name, storage.identity)
+            if not reason:
+                storage.register_mem_host_pool_v2(host_pool, name)
+                self._unserved.pop(name, None)
+                return
+        except HiCacheError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("hicache bridge: registering pool %r failed", name)
+            reason = repr(error)
+        self._unserved[name] = reason
+        kind = type(host_pool).__name__
+        logger.error("hicache bridge: pool %r (%s) is not served, and no hit that needs it is: %s", name, kind, reason)
+
+    def on_host_pools_registered(self) -> None:
+        """Forward the call. Never raises: SGLang does not undo an attach that fails here."""
+        self._answer("on_host_pools_registered", lambda storage: storage.on_host_pools_registered(), None)
+
+    def clear(self) -> None:
+        """Remove all pages of this identity's registered pools.
+
+        SGLang 0.5.23 logs what is raised here and answers its own caller with success all the same. So after a clear that
+        may not have happened nothing is served until one has, or until the storage is attached anew: the pages that should
+        be gone are no hits.
+
+        Raises:
+            UnsupportedOperationError: the driver does not implement it; stored pages are served as before.
+            StorageUnavailableError: the clear failed, or its outcome is unknown.
+            InvalidPoolError: the KV pool has not been registered.
+        """
+        if self._storage is None:
+            raise InvalidPoolError("the KV pool has not been registered")
+        try:
+            self._storage.clear()
+        except UnsupportedOperationError:
+            raise
+        except BaseException as error:
+            self._uncleared = f"{type(error).__name__}: {error}"
+            logger.error("hicache bridge: not cleared; nothing is served until a clear has succeeded: %s", error)
+            raise
+        self._uncleared = ""
+
+    def close(self) -> None:
+        """Close the storage. Idempotent; calls that come later are answered with `False` and 0."""
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._storage is not None:
+            self._storage.close()
+
+    def get_stats(self) -> StorageMetrics:
+        """Return pages and GB/s of each KV batch since the last call; empty without `enable_storage_metrics`."""
+        metrics = StorageMetrics()
+        reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
+        metrics.prefetch_pgs = [batch.pages for batch in reads]
+        metrics.prefetch_bandwidth = [batch.gigabytes_per_second for batch in reads]
+        metrics.backup_pgs = [batch.pages for batch in writes]
+        metrics.backup_bandwidth = [batch.gigabytes_per_second for batch in writes]
+        return metrics
+
+    # KV ----------------------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
+        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side pools would decide."""
+        return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
+        """Read KV pages; one answer for each key."""
+        if self._logical:
+            return [True] * len(keys)
+        return self._move_kv("batch_get_v1", keys, host_indices, extra_info, writes=False)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
+        """Store KV pages; one answer for each key."""
+        return self._move_kv("batch_set_v1", keys, host_indices, extra_info, writes=True)
+
+    # Several pools -----------------------------------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[EngineTransfer] | None = None,
+        extra_info: EngineExtraInfo | None = None,
+    ) -> EngineResult:
+        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the call has a verdict, if only 0."""
+        asked = pool_transfers or []
+        result = self._exists("batch_exists_v2", keys, asked, extra_info)
+        # SGLang takes a pool without a verdict for unknown.
+        verdicts = {_engine_name(name): 0 for name in (PoolName.KV, *(_text(transfer.name) for transfer in asked))}
+        verdicts |= {_engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()}
+        return EngineResult(result.kv_hit_pages, verdicts, result.restorable_prefix_pages)
+
+    def batch_get_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
+        """Read pages of side pools; one answer for each key of each pool."""
+        return self._move_pools("batch_get_v2", transfers, extra_info, writes=False)
+
+    def batch_set_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
+        """Store pages of side pools; one answer for each key of each pool."""
+        return self._move_pools("batch_set_v2", transfers, extra_info, writes=True)
+
+    # The oldest interface ----------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Return True if one KV page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
+        """Refused; always None."""
+        return self._refuse_oldest("get", None)
+
+    def batch_get(
+        self, keys: list[str], target_locations: object = None, target_sizes: object = None
+    ) -> list[torch.Tensor | None]:
+        """Refused; None for each key."""
+        return self._refuse_oldest("batch_get", [None] * len(keys))
+
+    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
+        """Refused; always `False`."""
+        return self._refuse_oldest("set", False)
+
+    def batch_set(
+        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
+    ) -> bool:
+        """Refused; always `False`."""
+        return self._refuse_oldest("batch_set", False)
+
+    # Implementation ----------------------------------------------------------------------------------------------
+
+    def _attached(self) -> HiCacheStorage:
+        if self._storage is None:
+            raise InvalidPoolError("the KV pool has not been registered")
+        # SGLang flushes what it holds itself when its weights are updated, and leaves its storage as it is.
+        if (weights := _weight_version()) != self._weights:
+            raise StorageUnavailableError(
+                f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by now; detach and attach the storage"
+            )
+        if self._uncleared:
+            raise StorageUnavailableError(
+                f"the last clear did not happen ({self._uncleared}); clear again, or detach and attach the storage"
+            )
+        return self._storage
+
+    def _answer(self, call: str, ask: Callable[[HiCacheStorage], AnswerT], otherwise: AnswerT, pool: str = "") -> AnswerT:
+        """Call the storage. No failure may end the engine's thread, not even a driver's `sys.exit`."""
+        try:
+            return ask(self._attached())
+        except HiCacheError as error:
+            self._refusals.note(call, pool, error)
+        except (Exception, SystemExit) as error:
+            self._refusals.note(call, pool, error)
+            logger.debug("hicache bridge: %s failed", call, exc_info=error)
+        return otherwise
+
+    def _refuse_oldest(self, call: str, answer: AnswerT) -> AnswerT:
+        reason = 'the bridge does not serve copies; set "interface_v1": 1 in the storage backend\'s extra config'
+        self._refusals.note(call, PoolName.KV, UnsupportedOperationError(reason))
+        return answer
+
+    def _exists(
+        self, call: str, keys: list[str], asked: Sequence[EngineTransfer], extra_info: EngineExtraInfo | None
+    ) -> PoolTransferResult:
+        def ask(storage: HiCacheStorage) -> PoolTransferResult:
+            if self._logical and not asked:
+                return PoolTransferResult(0)
+            result = storage.batch_exists_v2(keys, [_converted(transfer) for transfer in asked], _extra(extra_info))
+            if result.kv_hit_pages > len(keys):
+                # SGLang would allocate memory for a hit that is longer than its list of keys.
+                raise InvalidTransferError(f"{result.kv_hit_pages} pages were reported for {len(keys)} keys")
+            return result
+
+        return self._answer(call, ask, PoolTransferResult(0))
+
+    def _move_kv(
+        self, call: str, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None, *, writes: bool
+    ) -> list[bool]:
+        def ask(storage: HiCacheStorage) -> list[bool]:
+            transfers = [PoolTransfer(PoolName.KV, host_indices, keys=keys)]
+            with self._meter.measured(storage, writes=writes):
+                answers = _move(storage, transfers, extra_info, writes=writes)
+            return _fitting(answers, PoolName.KV, len(keys))
+
+        return self._answer(call, ask, [False] * len(keys), PoolName.KV)
+
+    def _move_pools(
+        self, call: str, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
+    ) -> dict[str, list[bool]]:
+        shares: dict[str, list[EngineTransfer]] = {}
+        for transfer in transfers:
+            shares.setdefault(_text(transfer.name), []).append(transfer)
+        pages = {name: sum(len(transfer.keys or ()) for transfer in share) for name, share in shares.items()}
+
+        def ask(storage: HiCacheStorage, names: Sequence[str]) -> dict[str, list[bool]]:
+            converted = [_converted(transfer) for name in names for transfer in shares[name]]
+            answers = _move(storage, converted, extra_info, writes=writes)
+            return {name: _fitting(answers, name, pages[name]) for name in names}
+
+        def ask_all(storage: HiCacheStorage) -> dict[str, list[bool]]:
+            try:
+                return ask(storage, served)
+            except InvalidTransferError:
+                if len(served) == 1:
+                    raise
+            # The error precedes any I/O: one pool's transfers are invalid, and the others are served by themselves.
+            answers = dict[str, list[bool]]()
+            for name in served:
+                answers |= self._answer(call, partial(ask, names=[name]), dict[str, list[bool]](), name)
+            return answers
+
+        answers = {name: [False] * pages[name] for name in shares}
+        served = [name for name in shares if name not in self._unserved]
+        for name in shares.keys() - served:
+            self._refusals.note(call, name, UnknownPoolError(self._unserved[name]))
+        if served:
+            answers |= self._answer(call, ask_all, dict[str, list[bool]](), ", ".join(served))
+        return {_engine_name(name): answer for name, answer in answers.items()}
+
+
+def _move(
+    storage: HiCacheStorage, transfers: Sequence[PoolTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
+) -> dict[PoolName, list[bool]]:
+    move = storage.batch_set_v2 if writes else storage.batch_get_v2
+    return move(transfers, _extra(extra_info))
+
+
+def _fitting(answers: dict[PoolName, list[bool]], name: str, pages: int) -> list[bool]:
+    """Return a pool's answers, and check their number: SGLang reads one for each of its keys."""
+    answer = list(answers[PoolName(name)])
+    if len(answer) != pages:
+        raise InvalidTransferError(f"{len(answer)} answers for {pages} keys of pool {name!r}")
+    return answer
+
+
+def _converted(transfer: EngineTransfer) -> PoolTransfer:
+    source = transfer.indices_from_pool
+    return PoolTransfer(
+        PoolName(_text(transfer.name)),
+        transfer.host_indices,
+        keys=transfer.keys,
+        hit_policy=PoolHitPolicy(_text(transfer.hit_policy)),
+        indices_from_pool=None if source is None else PoolName(_text(source)),
+        block_pages=transfer.block_pages,
+        group_pages=transfer.group_pages,
+    )
+
+
+def _extra(extra_info: EngineExtraInfo | None) -> HiCacheStorageExtraInfo | None:
+    if extra_info is None:
+        return None
+    session = (extra_info.extra_info or {}).get("session_id")
+    return HiCacheStorageExtraInfo(extra_info.prefix_keys, request_id=session if isinstance(session, str) else None)
+
+
+def _text(name: str) -> str:
+    """Return the value of SGLang's enum members, whose `str()` is another text."""
+    return str.__str__(name)
+
+
+def _engine_name(name: str) -> str:
+    try:
+        return EnginePoolName(_text(name))
+    except ValueError:
+        return name
+
+
+def _placeholders(anchor: object) -> PlaceholderPool:
+    return PlaceholderPool(
+        layout=str(getattr(anchor, "layout", "")),
+        page_size=int(getattr(anchor, "page_size", 0)),
+        size=int(getattr(anchor, "size", 0)),
+    )
+
+
+def _weight_version() -> str:
+    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if unknown."""
+    try:
+        return get_serving().weight_version
+    except ValueError:
+        return ""
+
+
+def _engine_kv_dtype() -> str:
+    """Return the engine's `--kv-cache-dtype`; empty if unknown or ambiguous."""
+    if torch.version.hip:
+        # On ROCm the same name stands for two encodings, depending on the card.
+        return ""
+    try:
+        return get_model().kv_cache_dtype
+    except ValueError:
+        return ""
+
+
+def _model_variant() -> dict[str, str]:
+    """Return the engine's options that change the model's KV; empty if unknown.
+
+    Raises:
+        ConfigError: the file of scales cannot be read.
+    """
+    try:
+        model = get_model()
+    except ValueError:
+        return {}
+    return model_variant(model)
+
+
+def _replica() -> int:
+    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all of them."""
+    try:
+        return int(get_parallel().dp_rank or 0)
+    except RuntimeError:
+        # SGLang has not set up its parallel groups, as in tests.
+        return 0

@@ -1,0 +1,175 @@
+"""Metrics of storages, controllers and caches for `prometheus_client` (rule OB-1). Needs `hicache-storage[metrics]`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from hicache_storage.observability import metric_defs as v
+from hicache_storage.observability.metric import Metric, MetricKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from prometheus_client.core import Metric as Family
+
+    from hicache_storage.spec import HiCacheStorage, StorageStats
+    from hicache_storage.spec.stats import Latency
+
+POOL_COUNTERS = tuple(metric for metric in v.STORAGE if metric.source and "pool" in metric.labels)
+STORAGE_SCALARS = tuple(metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels)
+
+
+class StorageCollector(Collector):
+    """Collector of a storage's counters, under the same names for every driver; register it with a `CollectorRegistry`.
+
+    Args:
+        storage: the result of `create_storage`.
+        labels: constant labels, such as `{"tp_rank": "0"}`.
+    """
+
+    def __init__(self, storage: HiCacheStorage, labels: Mapping[str, str] | None = None) -> None:
+        self._storage = storage
+        self._labels = dict(labels or {})
+
+    def describe(self) -> list[Family]:
+        """Return no families: a storage has no statistics before it is open."""
+        return []
+
+    def collect(self) -> Iterable[Family]:
+        """Yield the families of `metric_defs.STORAGE`."""
+        stats = self._storage.get_stats()
+        yield from self._pool_counters(stats)
+        yield from self._scalars(stats)
+        yield self._latencies(stats)
+
+    def _pool_counters(self, stats: StorageStats) -> Iterable[Family]:
+        for metric in POOL_COUNTERS:
+            family = scalars(metric, self._labels)
+            for pool, pool_stats in stats.pools.items():
+                family.add_metric([stats.driver, pool, *self._labels.values()], getattr(pool_stats, metric.source))
+            yield family
+
+    def _scalars(self, stats: StorageStats) -> Iterable[Family]:
+        values = [(metric, float(getattr(stats, metric.source))) for metric in STORAGE_SCALARS]
+        values.append((v.BREAKER_OPEN, float(stats.breaker_state != "closed")))
+        values.append((v.CHECKSUMS_OFF, float(not stats.verifies_checksums)))
+        for metric, value in values:
+            family = scalars(metric, self._labels)
+            family.add_metric([stats.driver, *self._labels.values()], value)
+            yield family
+
+    def _latencies(self, stats: StorageStats) -> Family:
+        family = histogram(v.CALL_SECONDS, self._labels)
+        for pool, pool_stats in stats.pools.items():
+            for operation, latency in pool_stats.latency.items():
+                labels = [stats.driver, pool, operation, *self._labels.values()]
+                add_latency(family, v.CALL_SECONDS, labels, latency)
+        return family
+
+
+class HasStats(Protocol):
+    """A controller, such as `HybridCacheController`."""
+
+    def stats(self) -> object:
+        """Return a snapshot with the fields that `metric_defs.CONTROLLER` names."""
+        ...
+
+
+class HasUsage(Protocol):
+    """A cache, such as `HiMambaRadixCache`."""
+
+    def usage(self) -> object:
+        """Return a snapshot with the fields that `metric_defs.CACHE` names."""
+        ...
+
+
+class ControllerCollector(Collector):
+    """Collector of a hybrid controller's counters. Prometheus may collect in any thread.
+
+    Args:
+        controller: the controller of this rank.
+        labels: constant labels, such as `{"tp_rank": "0"}`.
+    """
+
+    def __init__(self, controller: HasStats, labels: Mapping[str, str] | None = None) -> None:
+        self._controller = controller
+        self._labels = dict(labels or {})
+
+    def describe(self) -> list[Family]:
+        """Return no families in advance."""
+        return []
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families of `metric_defs.CONTROLLER`."""
+        return of_fields(v.CONTROLLER, self._controller.stats(), self._labels)
+
+
+class CacheCollector(Collector):
+    """Collector of a radix cache's usage, as of the last `refresh`.
+
+    A cache belongs to its scheduler's thread, and Prometheus collects in another one: `refresh` takes the snapshot there.
+
+    Args:
+        cache: the cache of this rank.
+        labels: constant labels, such as `{"tp_rank": "0"}`.
+    """
+
+    def __init__(self, cache: HasUsage, labels: Mapping[str, str] | None = None) -> None:
+        self._cache = cache
+        self._labels = dict(labels or {})
+        self._usage = cache.usage()
+
+    def refresh(self) -> None:
+        """Take a snapshot of the usage; to be called in the scheduler's thread, such as once in each of its reports."""
+        self._usage = self._cache.usage()
+
+    def describe(self) -> list[Family]:
+        """Return no families in advance."""
+        return []
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families of `metric_defs.CACHE`."""
+        return of_fields(v.CACHE, self._usage, self._labels)
+
+
+def scalars(metric: Metric, constant: Mapping[str, str] | None = None) -> CounterMetricFamily | GaugeMetricFamily:
+    """Make an empty family of a counter or a gauge; `constant` are labels of all its samples, after its own."""
+    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+    return make(metric.family, metric.help, labels=[*metric.labels, *(constant or {})])
+
+
+def scalar(metric: Metric, value: float) -> CounterMetricFamily | GaugeMetricFamily:
+    """Make a family of one sample without labels."""
+    family = scalars(metric)
+    family.add_metric([], value)
+    return family
+
+
+def histogram(metric: Metric, constant: Mapping[str, str] | None = None) -> HistogramMetricFamily:
+    """Make an empty family of a histogram."""
+    return HistogramMetricFamily(metric.family, metric.help, labels=[*metric.labels, *(constant or {})])
+
+
+def add_latency(family: HistogramMetricFamily, metric: Metric, labels: Sequence[str], latency: Latency) -> None:
+    """Add the counts of a `Latency`, whose buckets are those of `metric`."""
+    bounds = [*map(str, metric.buckets), "+Inf"]
+    total, buckets = 0, list[tuple[str, float]]()
+    for bound, calls in zip(bounds, latency.buckets, strict=True):
+        total += calls
+        buckets.append((bound, total))
+    family.add_metric(labels, buckets, latency.seconds)
+
+
+def of_fields(metrics: Iterable[Metric], statistics: object, constant: Mapping[str, str] | None = None) -> Iterable[Family]:
+    """Make the families of metrics from the fields of `statistics` that they name; metrics of one name share a family."""
+    found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
+    for metric in metrics:
+        family = found.get(metric.name)
+        if family is None:
+            family = found[metric.name] = scalars(metric, constant)
+        labels = [metric.tag[1]] if metric.tag[0] else []
+        family.add_metric([*labels, *(constant or {}).values()], getattr(statistics, metric.source))
+    return found.values()

@@ -1,0 +1,1 @@
+"""Host pools of the SDK, in SGLang's layouts."""

@@ -1,0 +1,185 @@
+"""One client: its pages, its keys, its calls."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.tools.bench.settings import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.tools.bench.settings import BenchWorkload
+
+PAGE_SIZE: Final = 64
+"""Tokens in a page; the results depend on its bytes only."""
+LOOKUPS: Final = 10
+"""Lookups of each batch: a single one is too short to be measured well."""
+STAMP: Final = struct.Struct("<qq")
+
+
+class WrongAnswerError(Exception):
+    """A page was not stored, not found, not delivered, or has other bytes; the measurement is void."""
+
+
+@dataclass(slots=True)
+class CallSample:
+    """Durations of calls of one kind, one after the other.
+
+    Times are those of `time.perf_counter()`, the same in all processes.
+    """
+
+    started: float
+    ended: float
+    seconds: list[float] = field(default_factory=list[float])
+    """Duration of each call."""
+    pages: int = 0
+
+    @classmethod
+    def merged(cls, samples: Sequence[CallSample]) -> CallSample:
+        """Merge the samples that several clients took at the same time."""
+        return cls(
+            min(sample.started for sample in samples),
+            max(sample.ended for sample in samples),
+            [seconds for sample in samples for seconds in sample.seconds],
+            sum(sample.pages for sample in samples),
+        )
+
+
+def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
+    """Make a host pool for some clients, filled, so that no call is charged for the page faults of its memory.
+
+    Raises:
+        InvalidPoolError: there is not enough memory.
+    """
+    import torch
+
+    from hicache_storage.pools import MHAHostPool
+
+    pool = MHAHostPool(
+        size=2 * clients * workload.batch_pages * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=1, head_num=1,
+        head_dim=workload.page_bytes // (2 * PAGE_SIZE), dtype=torch.uint8,
+    )  # fmt: skip
+    for buffer in pool.buffers:
+        # Eight bytes at a time: random bytes one by one take longer than the benchmark.
+        buffer.view(-1).view(torch.int64).random_()
+    return pool
+
+
+class Client:
+    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next ones.
+
+    Args:
+        run: prefix of the keys of this run, different from those of all others.
+        number: number of the client, part of its keys.
+        place: index of the client's part of the pool.
+    """
+
+    def __init__(
+        self, storage: HiCacheStorage, pool: MHAHostPool, workload: BenchWorkload, *, run: str, number: int, place: int
+    ) -> None:
+        self._storage = storage
+        self._pool = pool
+        self._run = run
+        self._number = number
+        self._pages = workload.batch_pages
+        start = 2 * place * workload.batch_pages * PAGE_SIZE
+        self._source = range(start, start + workload.batch_pages * PAGE_SIZE)
+        self._target = range(self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE)
+        self._keys = dict[int, list[str]]()
+
+    def prepare(self, batches: range) -> None:
+        """Prepare the keys of batches that are to be written."""
+        for batch in batches:
+            self._keys[batch] = [self._key(batch, page) for page in range(self._pages)]
+
+    def run(self, operation: Operation, batches: range) -> CallSample:
+        """Run one kind of call for each batch.
+
+        Raises:
+            WrongAnswerError: an answer is wrong.
+        """
+        calls = {Operation.WRITE: self._write, Operation.EXISTS: self._exists, Operation.READ: self._read}
+        repeats = LOOKUPS if operation is Operation.EXISTS else 1
+        sample = CallSample(time.perf_counter(), 0.0)
+        for batch in batches:
+            if operation is Operation.WRITE:
+                self._stamp(batch)
+            for _ in range(repeats):
+                sample.seconds.append(calls[operation](batch))
+        sample.ended = time.perf_counter()
+        sample.pages = len(sample.seconds) * self._pages
+        if operation is Operation.READ and batches:
+            self._verify(batches[-1])
+        return sample
+
+    def remove(self) -> None:
+        """Delete the written pages, if the driver implements it."""
+        if self._storage.capabilities.deletes:
+            for keys in self._keys.values():
+                self._storage.delete(keys)
+        self._keys.clear()
+
+    def _write(self, batch: int) -> float:
+        transfer = PoolTransfer(PoolName.KV, _indices(self._source), keys=self._keys[batch])
+        started = time.perf_counter()
+        answer = self._storage.batch_set_v2([transfer])
+        seconds = time.perf_counter() - started
+        self._expect_all("set", answer[PoolName.KV])
+        return seconds
+
+    def _read(self, batch: int) -> float:
+        transfer = PoolTransfer(PoolName.KV, _indices(self._target), keys=self._keys[batch])
+        started = time.perf_counter()
+        answer = self._storage.batch_get_v2([transfer])
+        seconds = time.perf_counter() - started
+        self._expect_all("get", answer[PoolName.KV])
+        return seconds
+
+    def _exists(self, batch: int) -> float:
+        started = time.perf_counter()
+        found = self._storage.batch_exists_v2(self._keys[batch]).kv_hit_pages
+        seconds = time.perf_counter() - started
+        if found != self._pages:
+            raise WrongAnswerError(f"{self._pages} pages were stored, and exists finds {found}")
+        return seconds
+
+    def _expect_all(self, call: str, answer: list[bool]) -> None:
+        if answer != [True] * self._pages:
+            raise WrongAnswerError(f"a {call} of {self._pages} pages answered False for {answer.count(False)} of them")
+
+    def _stamp(self, batch: int) -> None:
+        """Write the number of a batch into the first bytes of the source pages."""
+        import torch
+
+        stamp = torch.frombuffer(bytearray(STAMP.pack(self._number, batch)), dtype=torch.uint8)
+        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+            buffer[self._source.start : self._source.stop : PAGE_SIZE, 0, 0, : STAMP.size] = stamp
+
+    def _verify(self, batch: int) -> None:
+        """Compare every byte of the batch that was read last."""
+        import torch
+
+        self._stamp(batch)
+        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+            sent, came = (buffer[span.start : span.stop] for span in (self._source, self._target))
+            if not torch.equal(sent, came):
+                raise WrongAnswerError("a get answered True and delivered other bytes than were stored")
+
+    def _key(self, batch: int, page: int) -> str:
+        return hashlib.sha256(f"{self._run}/{self._number}/{batch}/{page}".encode()).hexdigest()
+
+
+def _indices(slots: range) -> torch.Tensor:
+    import torch
+
+    return torch.arange(slots.start, slots.stop)

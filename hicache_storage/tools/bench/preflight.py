@@ -1,0 +1,100 @@
+"""Preflight check: memory and disk space for a sweep, before the first page is written."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.plugins import config_model, registry
+from hicache_storage.spec import parse_bytes, parse_config
+from hicache_storage.tools.bench.settings import MIN_PAGE_BYTES
+from hicache_storage.tools.options import directories, nearest_directory
+
+if TYPE_CHECKING:
+    from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, Sweep
+
+HEADROOM: Final = 1.25
+"""Factor for indexes of drivers, and for space of deleted pages that is not free yet."""
+
+
+class InsufficientSpaceError(Exception):
+    """The sweep does not fit; the message names a smaller one."""
+
+
+def check_space(sweep: Sweep) -> None:
+    """Check host memory, free disk space, and capacities of the drivers.
+
+    Raises:
+        InsufficientSpaceError: memory, disk space or a capacity does not suffice.
+        DriverError: a driver is unknown, or refuses its options.
+    """
+    for workload in sweep.workloads:
+        _check_workload(workload, sweep.max_stored_bytes)
+    memory = len(sweep.candidates) * max(workload.pool_bytes for workload in sweep.workloads)
+    disks = defaultdict[int, int](int)
+    places = dict[int, Path]()
+    for candidate in sweep.candidates:
+        options = _check_candidate(candidate, sweep)
+        found = [nearest_directory(path) for path in directories(options).values()]
+        for place in found[:1]:
+            device = place.stat().st_dev
+            disks[device] += int(HEADROOM * sweep.max_stored_bytes)
+            places[device] = place
+        if not found:
+            memory += sweep.max_stored_bytes
+    for device, needed in disks.items():
+        free = shutil.disk_usage(places[device]).free
+        if needed > free:
+            raise InsufficientSpaceError(
+                f"{places[device]} has {_gib(free)} free and {_gib(needed)} may be needed; give a smaller --max-stored"
+            )
+    available = _available_memory()
+    if memory > 0.8 * available:
+        raise InsufficientSpaceError(
+            f"{_gib(memory)} of memory may be needed and {_gib(available)} is available; give a smaller --concurrency, smaller --pages, "
+            "or a smaller --max-stored"
+        )
+
+
+def _check_workload(workload: BenchWorkload, space: int) -> None:
+    if workload.page_bytes < MIN_PAGE_BYTES or workload.page_bytes % MIN_PAGE_BYTES:
+        raise InsufficientSpaceError(
+            f"pages of {workload.page_bytes} bytes cannot be measured; give multiples of {MIN_PAGE_BYTES}"
+        )
+    required = workload.clients * workload.batch_bytes
+    if required > space:
+        raise InsufficientSpaceError(
+            f"{workload.clients} clients with {workload.batch_pages} pages of {workload.page_bytes} bytes store {_gib(required)} at a time, more than "
+            f"--max-stored {_gib(space)}"
+        )
+
+
+def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
+    spec = registry().get(candidate.driver)
+    model = config_model(spec)
+    config = parse_config(model, candidate.options)
+    options = {name: getattr(config, name) for name in model.__struct_fields__}
+    if not (spec.capabilities.deletes or spec.capabilities.clears or sweep.keeps_pages):
+        raise InsufficientSpaceError(
+            f"driver {spec.name!r} can neither delete nor clear, so that its pages would stay; allow that with --keep-pages"
+        )
+    capacity = options.get(spec.capacity_option) if spec.capacity_option else None
+    if isinstance(capacity, (int, str)) and parse_bytes(capacity) < HEADROOM * sweep.max_stored_bytes:
+        raise InsufficientSpaceError(
+            f"driver {spec.name!r} would evict pages before they are read: its {spec.capacity_option} is {capacity}, and "
+            f"{_gib(HEADROOM * sweep.max_stored_bytes)} may be needed; give a smaller --max-stored"
+        )
+    return options
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _gib(count: float) -> str:
+    return f"{count / (1 << 30):.2g} GiB"

@@ -1,0 +1,157 @@
+"""Checks of the endpoints that a driver's options name: directories and servers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hicache_storage.plugins import registry
+from hicache_storage.spec import parse_bytes
+from hicache_storage.tools.doctor.finding import fail, ok, warn
+from hicache_storage.tools.doctor.machine import size
+from hicache_storage.tools.doctor.round_trip import UnusableOptionsError, usable_options
+from hicache_storage.tools.options import directories, nearest_directory, servers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
+
+LITTLE_SPACE_BYTES: Final = 1 << 30
+MAX_CLOCK_SKEW_SECONDS: Final = 2.0
+
+
+def check_directories(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that each directory exists and is writable, its free space, and its file system."""
+    try:
+        options = usable_options(target)
+    except UnusableOptionsError:
+        return
+    for option, path in directories(options).items():
+        check = f"{target.driver}: {option}"
+        place = nearest_directory(path)
+        if not path.is_dir() and path.exists():
+            yield fail(check, f"{path} is no directory", f"choose another {option}")
+        elif not path.parent.is_dir():
+            # Drivers do not create it either: a missing mount must not be replaced by an empty directory.
+            yield fail(check, f"{path.parent} does not exist", "mount the file system that belongs there, or make the directory")
+        elif not os.access(place, os.W_OK | os.X_OK):
+            yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
+        else:
+            yield from _space(check, place, _capacity(target, options))
+            yield from _file_system(check, place)
+
+
+def check_servers(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that each server named by an option, as URL or `host:port`, accepts connections."""
+    try:
+        options = usable_options(target)
+    except UnusableOptionsError:
+        return
+    for option, addresses in servers(options).items():
+        for host, port in addresses:
+            check = f"{target.driver}: {option}"
+            started = time.perf_counter()
+            try:
+                socket.create_connection((host, port), timeout=target.deadline_seconds).close()
+            except OSError as error:
+                fix = f"start the server, open the firewall, or correct {option}"
+                yield fail(check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix)
+            else:
+                yield ok(check, f"{host}:{port} accepts connections ({(time.perf_counter() - started) * 1e3:.1f} ms)")
+
+
+def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
+    usage, inodes = shutil.disk_usage(place), os.statvfs(place)
+    if inodes.f_files and not inodes.f_favail:
+        yield fail(check, f"{place}: no inode is free", "remove files, or choose another file system")
+    if capacity is not None and capacity > usage.total:
+        fix = "a smaller capacity, or a larger file system"
+        yield fail(check, f"capacity {size(capacity)} on a file system of {size(usage.total)}", fix)
+    elif usage.free < LITTLE_SPACE_BYTES:
+        yield warn(
+            check, f"{place}: {size(usage.free)} free of {size(usage.total)}", "free some space, or choose another directory"
+        )
+    else:
+        yield ok(check, f"{place}: {size(usage.free)} free of {size(usage.total)}")
+
+
+def _file_system(check: str, place: Path) -> Iterator[Finding]:
+    try:
+        direct, skew = _probe_file_system(place)
+    except OSError as error:
+        yield fail(check, f"cannot write in {place}: {error.strerror or error}", "mount it writable, or choose another directory")
+        return
+    kind = _kind(place)
+    if direct:
+        yield ok(check, f"{kind}, takes O_DIRECT")
+    else:
+        fix = "use a local file system such as ext4 or xfs where cold reads matter"
+        yield warn(check, f"{kind}, refuses O_DIRECT: reads go through the page cache", fix)
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        yield warn(
+            check,
+            f"the file system's clock is {skew:+.1f} s off",
+            "synchronise the clocks of this machine and of the file server",
+        )
+
+
+def _probe_file_system(place: Path) -> tuple[bool, float]:
+    """Return if O_DIRECT is supported, and the skew of the file system's clock in seconds.
+
+    The file has no name, or loses it at once.
+    """
+    with _unnamed(place, 0) as descriptor:
+        os.write(descriptor, b"\0")
+        skew = os.fstat(descriptor).st_mtime - time.time()
+    try:
+        with _unnamed(place, os.O_DIRECT):
+            return True, skew
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False, skew
+
+
+@contextlib.contextmanager
+def _unnamed(place: Path, flags: int) -> Generator[int]:
+    try:
+        descriptor = os.open(place, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+    except OSError as error:
+        # Network file systems have no files without a name; EINVAL may mean O_TMPFILE or O_DIRECT.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+            raise
+        name = place / f".hicache-doctor-{secrets.token_hex(8)}"
+        try:
+            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags, 0o600)
+        finally:
+            # Some file systems create the file before they refuse the flag.
+            name.unlink(missing_ok=True)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _kind(place: Path) -> str:
+    """Return the type of a file system, as in /proc/self/mountinfo."""
+    best, kind = "", "unknown file system"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4].encode().decode("unicode_escape")
+        if (place == Path(mount) or Path(mount) in place.parents) and len(mount) >= len(best):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
+def _capacity(target: DoctorTarget, options: Mapping[str, object]) -> int | None:
+    spec = registry().get(target.driver or "")
+    value = options.get(spec.capacity_option) if spec.capacity_option else None
+    return parse_bytes(value) if isinstance(value, (int, str)) else None

@@ -1,0 +1,1 @@
+"""I/O backends: implementations of the copies of a transfer."""

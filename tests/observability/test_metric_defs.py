@@ -1,0 +1,247 @@
+"""Exported and defined metrics are the same, for every component in real use."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.service.tenants import Quota, Quotas
+from hicache_metadata_server.token_file import record_of
+from hicache_metadata_server.web.metrics import Metrics
+from hicache_metadata_server.web.reloads import Watched
+from hicache_metadata_server.web.security import Security
+from hicache_metadata_server.web.tls import ServerTls
+from hicache_storage.hybrid import page_hashes
+from hicache_storage.hybrid.stats import ControllerStats
+from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
+from hicache_storage.observability.metric import Metric, MetricKind
+from hicache_storage.observability.metric_defs import COMPONENTS, MAX_SCOPE_SERIES, OTHER_SCOPES, metrics_of
+from hicache_storage.observability.prometheus import CacheCollector, ControllerCollector, StorageCollector
+from tests.hybrid.radix.standin import StandInController
+from tests.hybrid.radix.world import SIZES, World
+from tests.hybrid.stack import Stack, tokens
+from tests.metadata_server.certificates import Authority
+from tests.metadata_server.http_calls import SlowStore, run, running
+
+ROOT = Path(__file__).parents[2]
+
+
+def exported(text, constant=()):
+    """Name, kind and labels of every series in an exposition, without the labels that are on all of them."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = frozenset(sample.labels) - {"le"} - set(constant)
+            found[sample.name] = (family.type, labels, family.documentation)
+    return found
+
+
+def expected(component):
+    return {
+        series: (str(metric.kind), frozenset(metric.labels), metric.help)
+        for metric in metrics_of(component).values()
+        for series in metric.series
+    }
+
+
+def exposition(collector):
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry).decode()
+
+
+def test_a_storage_exports_what_is_defined(kit):
+    driver, pool = kit.memory_storage()
+    storage = wrap(driver, StorageOptions())
+    storage.register_mem_host_pool_v2(pool, "kv")
+    storage.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    assert exported(exposition(StorageCollector(storage, {"tp_rank": "0"})), ["tp_rank"]) == expected("storage")
+
+
+def test_a_foreign_storage_exports_the_same(kit):
+    """One that does not count itself is counted from outside."""
+    driver, pool = kit.memory_storage()
+    storage = MetricsLayer(driver)
+    storage.register_mem_host_pool_v2(pool, "kv")
+    storage.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    storage.batch_exists_v2(["a", "x"])
+    assert exported(exposition(StorageCollector(storage))) == expected("storage")
+    counted = storage.get_stats().pools["kv"]
+    assert (counted.pages_hit, counted.pages_absent, counted.pages_written) == (1, 1, 1)
+
+
+def test_a_controller_exports_what_is_defined():
+    with closing(Stack()) as stack:
+        span = stack.take("device", 2)
+        stack.fill("device", span, page_hashes(tokens(2), 4))
+        assert stack.controller.write(span, 1) is not None
+        stack.controller.start_writing()
+        text = exposition(ControllerCollector(stack.controller, {"tp_rank": "0"}))
+        told = stack.controller.stats().tokens_written_back
+    assert exported(text, ["tp_rank"]) == expected("controller")
+    assert f'hicache_controller_written_back_tokens_total{{tp_rank="0"}} {told}.0' in text
+
+
+def test_a_cache_exports_what_is_defined():
+    world = World(StandInController(SIZES, 2, states=True))
+    collector = CacheCollector(world.cache)
+    world.start(tuple(range(10, 27)))
+    assert 'hicache_cache_tokens{tier="device"} 0.0' in exposition(collector)
+    collector.refresh()
+    text = exposition(collector)
+    assert exported(text) == expected("cache")
+    assert f'hicache_cache_tokens{{tier="device"}} {world.cache.usage().device_tokens}.0' in text
+    assert world.cache.usage().device_tokens > 0
+
+
+def test_a_server_exports_what_is_defined(tmp_path):
+    store = SlowStore()
+    store.sizes = lambda: {"log": 1}
+    service = MetadataService(durability=store.durability)
+    security = Security(service)
+    security.tls = ServerTls(*Authority(tmp_path).sign("server"))
+    security.tokens.take(
+        [
+            record_of("root", "admin", name="root", expires=datetime.now(UTC) + timedelta(days=1)),
+            record_of("acme", "write", name="acme", tenant="acme"),
+        ]
+    )
+    service.tenants.quotas = Quotas({"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)})
+    security.reloads.watched.append(Watched("tokens", [tmp_path], lambda: None))
+    root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
+
+    async def scenario():
+        async with running(store, service, security=security, slow_seconds=1e-9) as caller:
+            await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme)
+            await caller.store("0:kv", ["a", "b"], headers=root)
+            await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
+            while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
+                pass
+            return exported((await caller.send("GET", "/metrics", headers=root)).body.decode())
+
+    assert run(scenario()) == expected("server") | expected("process")
+
+
+def test_a_server_without_a_store_has_no_transactions():
+    async def scenario():
+        async with running() as caller:
+            return exported((await caller.send("GET", "/metrics")).body.decode())
+
+    names = run(scenario())
+    assert "hicache_metadata_ready" in names
+    assert not [name for name in names if "transaction" in name or "store" in name]
+
+
+def test_leases_that_end_by_themselves_are_counted():
+    service, now = MetadataService(), 100.0
+    service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]), now)
+    leases = service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b", "c"])], lease_seconds=1.0), now)
+    [given] = leases.scopes
+    service.commit(p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=given.leases[:1], lengths=[1], checksums=[1])]), now)
+    service.settle(now + 5.0, 1024)
+    assert service.list_scopes().scopes[0].expired_leases == 2
+    assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in Metrics(service).text()
+
+
+def test_the_model_of_a_scope_is_a_label():
+    service = MetadataService()
+    for name in ("0:kv", "0:unnamed"):
+        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
+    for model in ("before", 'a "quoted" \\ name{}'):
+        service.describe(p.Describe(scope="0:kv", model=model), 1.0)
+    [family] = [
+        family
+        for family in text_string_to_metric_families(Metrics(service).text().decode())
+        if family.name == "hicache_metadata_scope_info"
+    ]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [({"scope": "0:kv", "model": model}, 1.0)]
+
+
+def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
+    service = MetadataService()
+    for number in range(MAX_SCOPE_SERIES):
+        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0)
+    metrics = Metrics(service)
+    metrics.text()
+    # Sorted before all others, and still not one that is named.
+    for name in ("0:a", "0:b"):
+        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
+        service.describe(p.Describe(scope=name, model="m"), 1.0)
+    for _ in range(2):
+        text = metrics.text().decode()
+        assert '{scope="0:' not in text
+        assert 'model="m"' not in text
+        assert f'hicache_metadata_slots{{scope="{OTHER_SCOPES}",state="free"}} 16.0' in text
+        assert text.count('state="live"') == MAX_SCOPE_SERIES + 1
+
+
+def test_every_number_of_a_controller_is_exported():
+    assert {metric.source for metric in COMPONENTS["controller"]} == {field.name for field in fields(ControllerStats)}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_metrics_of_one_name_are_alike_and_stand_together(component):
+    names = [metric.name for metric in COMPONENTS[component]]
+    assert [name for name, _ in itertools.groupby(names)] == list(metrics_of(component))
+    for metric in COMPONENTS[component]:
+        first = metrics_of(component)[metric.name]
+        assert (metric.kind, metric.labels, metric.help) == (first.kind, first.labels, first.help)
+        assert metric.help.endswith(".")
+        assert not metric.tag[0] or metric.tag[0] in metric.labels
+
+
+def test_no_name_is_declared_twice():
+    names = [name for component in COMPONENTS for name in metrics_of(component)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rest"),
+    [
+        ("a", MetricKind.COUNTER, {}),
+        ("a_total", MetricKind.GAUGE, {}),
+        ("a_total", MetricKind.COUNTER, {"unit": "seconds"}),
+        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds"}),
+        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds", "buckets": (2.0, 1.0)}),
+        ("a", MetricKind.GAUGE, {"buckets": (1.0,)}),
+    ],
+)
+def test_what_is_no_metric_cannot_be_declared(name, kind, rest):
+    with pytest.raises(ValueError, match=r"^a"):
+        Metric(name, kind, "Nothing.", **rest)
+
+
+def test_no_metric_is_named_anywhere_else():
+    """Names as literals drift apart; only metric_defs.py has them."""
+    names = tuple(name for component in COMPONENTS for name in metrics_of(component))
+    found = []
+    for folder in ("hicache_storage", "backends", "metadata_server"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name == "metric_defs.py":
+                continue
+            literals = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            found += [f"{path}: {text}" for text in literals if isinstance(text, str) and text.startswith(names)]
+    assert not found
+
+
+def test_the_definitions_are_light():
+    code = (
+        "import sys, hicache_storage.observability.metric_defs\n"
+        "heavy = {'torch', 'prometheus_client', 'opentelemetry', 'typer', 'rich'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

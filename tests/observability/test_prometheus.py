@@ -1,0 +1,30 @@
+"""The exported text has the documented names and adds up."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from hicache_storage.observability.prometheus import POOL_COUNTERS, StorageCollector
+
+
+def test_exported_text(kit):
+    storage, pool = kit.memory_storage()
+    storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
+    storage.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])])
+    storage.batch_exists_v2(["a", "x", "y"])
+    registry = CollectorRegistry()
+    registry.register(StorageCollector(storage, {"tp_rank": "3"}))
+    text = generate_latest(registry).decode()
+    labels = '{driver="memory",pool="kv",tp_rank="3"}'
+    for metric in POOL_COUNTERS:
+        assert f"{metric.name}{labels}" in text
+    assert f"hicache_storage_written_pages_total{labels} 2.0" in text
+    assert f"hicache_storage_written_bytes_total{labels} {2 * pool.geometry.page_bytes}.0" in text
+    assert f"hicache_storage_missed_pages_total{labels} 1.0" in text
+    assert f"hicache_storage_hit_pages_total{labels} 1.0" in text
+    assert f"hicache_storage_absent_pages_total{labels} 2.0" in text
+    assert 'hicache_storage_faults_total{driver="memory",tp_rank="3"} 0.0' in text
+    assert 'hicache_storage_failovers_total{driver="memory",tp_rank="3"} 0.0' in text
+    assert 'hicache_storage_breaker_open{driver="memory",tp_rank="3"} 0.0' in text
+    infinite = 'hicache_storage_call_seconds_bucket{driver="memory",le="+Inf",operation="get",pool="kv",tp_rank="3"} 1.0'
+    assert infinite in text
