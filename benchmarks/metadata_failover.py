@@ -22,8 +22,8 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from hicache_backends.hf3fs.client.remote import RemoteDirectory
-from hicache_conformance.grounds.services import Services, stand_still
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.injectors.servers import Services, stand_still
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote, RemoteError
 from hicache_storage.objects import Call

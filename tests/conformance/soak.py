@@ -36,13 +36,13 @@ APART = tuple(
     ROOT / name
     for name in (
         "conformance/hicache_conformance/cli.py",
-        "conformance/hicache_conformance/preflight.py",
-        "conformance/hicache_conformance/replay.py",
-        "conformance/hicache_conformance/repro.py",
-        "conformance/hicache_conformance/runner.py",
-        "conformance/hicache_conformance/foreign",
-        "conformance/hicache_conformance/metadata",
+        "conformance/hicache_conformance/interfaces",
+        "conformance/hicache_conformance/protocol",
         "conformance/hicache_conformance/report",
+        "conformance/hicache_conformance/runner/child_process.py",
+        "conformance/hicache_conformance/runner/preflight.py",
+        "conformance/hicache_conformance/runner/replay.py",
+        "conformance/hicache_conformance/runner/repro.py",
         "hicache_storage/cli",
         "hicache_storage/tools",
     )
@@ -53,7 +53,7 @@ sys.path[:0] = [str(CONTROLS_HOME), str(CONTROLS_HOME.parent)]
 from conftest import Site
 from control_plugin import CONTROLS
 
-from hicache_conformance.manifest import rules
+from hicache_conformance.model.rules import rules
 
 SEED_SECONDS = 1800
 DRIVERS = {

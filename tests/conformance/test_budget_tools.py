@@ -7,10 +7,10 @@ import mmap
 import pytest
 import torch
 
-from hicache_conformance import memory_peak
-from hicache_conformance.driver_calls import counted, has_steps
-from hicache_conformance.memory_peak import transient_bytes
-from hicache_conformance.stopwatch import ROUNDS, least_cpu_seconds, seconds, surely_slower
+from hicache_conformance.harness import memory_peak
+from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.memory_peak import transient_bytes
+from hicache_conformance.harness.timing import ROUNDS, least_cpu_seconds, seconds, surely_slower
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, StorageIdentity
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hicache_conformance.manifest import rules
+from hicache_conformance.model.rules import rules
 
 RUN = ("conformance", "run")
 SMOKE = ("--profile", "smoke", "--seed", "5")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.manifest import rules
+from hicache_conformance.model.rules import rules
 
 # All controls run in the first test's fixture.
 pytestmark = pytest.mark.timeout(900)

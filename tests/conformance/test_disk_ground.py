@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.faults.drawing import MENU
-from hicache_conformance.faults.plan import FaultKind
-from hicache_conformance.grounds import disk as disk_module
-from hicache_conformance.grounds.disk import DiskGround, missing_for_disk
-from hicache_conformance.violation import Untestable
+from hicache_conformance.injectors import disk as disk_module
+from hicache_conformance.injectors.disk import DiskGround, missing_for_disk
+from hicache_conformance.injectors.random_plan import MENU
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.violation import Untestable
 from tests.conformance.trouble import CONTENT, MOST_SECONDS, background, bits_that_differ, eventually, struck
 
 needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
@@ -263,7 +263,7 @@ def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
 
 @needs_fuse
 def test_a_disk_goes_with_a_suite_that_is_killed():
-    code = "from hicache_conformance.grounds.disk import DiskGround; g = DiskGround(); print(g.tmp, flush=True); input()"
+    code = "from hicache_conformance.injectors.disk import DiskGround; g = DiskGround(); print(g.tmp, flush=True); input()"
     suite = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     tmp = Path(suite.stdout.readline().strip())
     assert is_mounted(tmp.parent)

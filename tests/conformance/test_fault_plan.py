@@ -12,16 +12,15 @@ from random import Random
 
 import pytest
 
-from hicache_conformance.faults.drawing import KILLED_ENGINE, MENU, drawn_plan
-from hicache_conformance.faults.plan import UNTIMED, Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.rehearsal import HEAL, STRIKE, Rehearsal, drawn_steps
-from hicache_conformance.faults.shrinking import least
-from hicache_conformance.faults.strike import Strike
-from hicache_conformance.faults.troubles import AWAY, HUNG, TROUBLES
-from hicache_conformance.grounds.seam import ObjectsGround
+from hicache_conformance.fixtures.context import Lab
+from hicache_conformance.fixtures.random_run import HEAL, STRIKE, Rehearsal, drawn_steps, least
 from hicache_conformance.history.events import Call
-from hicache_conformance.lab import Lab
-from hicache_conformance.profiles import PROFILES
+from hicache_conformance.injectors.active_faults import Strike
+from hicache_conformance.injectors.driver_methods import ObjectsGround
+from hicache_conformance.injectors.named_faults import AWAY, HUNG, TROUBLES
+from hicache_conformance.injectors.random_plan import KILLED_ENGINE, MENU, drawn_plan
+from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
+from hicache_conformance.model.profiles import PROFILES
 from hicache_storage.spec import Capabilities, Sharing
 
 KEYS = ["a", "b", "c", "d"]

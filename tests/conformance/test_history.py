@@ -8,11 +8,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from hicache_conformance.harness.page_patterns import Page, PageBook
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Story
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder, operations
 from hicache_conformance.history.findings import Finding, Kind
-from hicache_conformance.history.story import Story
-from hicache_conformance.pages import Page, PageBook
 from hicache_storage.spec import StorageIdentity
 
 IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")

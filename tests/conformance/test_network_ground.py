@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.faults.plan import FaultKind
-from hicache_conformance.grounds.network import NetworkGround
-from hicache_conformance.grounds.network_apart import NetworkApart
+from hicache_conformance.injectors.tcp_proxy import NetworkGround
+from hicache_conformance.injectors.tcp_proxy_process import NetworkApart
+from hicache_conformance.model.fault_plan import FaultKind
 from tests.conformance.trouble import CONTENT, MOST_SECONDS, bits_that_differ, eventually, struck
 
 
@@ -141,7 +141,7 @@ def test_a_network_whose_process_has_ended_says_so_and_closes():
 
 def test_the_process_of_a_network_ends_with_the_one_that_started_it():
     source = (
-        "from hicache_conformance.grounds.network_apart import NetworkApart\n"
+        "from hicache_conformance.injectors.tcp_proxy_process import NetworkApart\n"
         "import os, signal\n"
         "print(NetworkApart({'nobody': 1})._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

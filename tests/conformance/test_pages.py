@@ -7,13 +7,13 @@ from itertools import product
 
 import pytest
 
-from hicache_conformance.memory import EnginePool, GuardedPool
-from hicache_conformance.oracle import Asked, check
-from hicache_conformance.pages import Page, PageBook, canary, spent
-from hicache_conformance.redact import redacted
-from hicache_conformance.subject import all_pages, block_groups, trailing
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.oracle import Asked, check
+from hicache_conformance.harness.page_patterns import Page, PageBook, canary, spent
+from hicache_conformance.harness.pools import EnginePool, GuardedPool
+from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
+from hicache_storage.tools.options import redacted
 
 IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
 

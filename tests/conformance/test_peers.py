@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.footprint import Footprint
+from hicache_conformance.harness.disk_usage import Footprint
 from hicache_conformance.history.events import Begun, Call
 from hicache_conformance.history.workload import Workload
-from hicache_conformance.peers import peer as peers
-from hicache_conformance.peers.channel import Channel
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.peer import Peer
-from hicache_conformance.peers.watching import Strike, watch
-from hicache_conformance.violation import Untestable, Violation
+from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.processes import worker as workers
+from hicache_conformance.processes.channel import Channel
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.supervisor import Strike, watch
+from hicache_conformance.processes.worker import Peer
 from hicache_storage.spec import StorageIdentity
 
 CONTROLS = Path(__file__).with_name("controls")
@@ -160,7 +160,7 @@ def test_a_call_that_hangs_is_ended(start, monkeypatch):
     # It is the nursery's child, which waits for it.
     while set(threads_of(one.pid)) != {"T"}:
         time.sleep(0.001)
-    monkeypatch.setattr(peers, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "SILENCE_SECONDS", 0.5)
     with pytest.raises(Violation, match=r"^FT-3: process p0 has not come back from"):
         one.get(KEYS)
     assert is_gone(one)
@@ -168,14 +168,14 @@ def test_a_call_that_hangs_is_ended(start, monkeypatch):
 
 def test_the_nursery_is_replaced_when_it_dies(start):
     start()
-    peers._nursery()._process.kill()
-    peers._nursery()._process.wait()
+    workers._nursery()._process.kill()
+    workers._nursery()._process.wait()
     assert start().set(KEYS, 1) == [True] * 8
 
 
 def test_a_nursery_takes_its_peers_with_it(start):
     one = start()
-    peers._nursery()._process.kill()
+    workers._nursery()._process.kill()
     limit = time.monotonic() + 60
     while not is_gone(one) and time.monotonic() < limit:
         time.sleep(0.01)
@@ -187,10 +187,10 @@ def test_a_nursery_takes_its_peers_with_it(start):
 def test_forks_know_nothing_of_this_project_beforehand(start):
     # Each fork draws the first generation of its envelopes when it imports them; a nursery that had would share it.
     one, two = start(), start()
-    script = Path(f"/proc/{peers._nursery()._process.pid}/maps").read_text()
+    script = Path(f"/proc/{workers._nursery()._process.pid}/maps").read_text()
     assert "torch" in script
     assert one.pid != two.pid
-    source = Path(peers.__file__).with_name("nursery.py").read_text()
+    source = Path(workers.__file__).with_name("fork_server.py").read_text()
     outside = [line for line in source.splitlines() if line.startswith(("from hicache", "import hicache"))]
     assert outside == []
 

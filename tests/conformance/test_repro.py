@@ -14,11 +14,11 @@ from random import Random
 import msgspec
 import pytest
 
-from hicache_conformance.faults.drawing import drawn_plan
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.outcomes import CaseOutcome, Outcome, Replay
-from hicache_conformance.replay import Record, RecordedCase, Repetition
+from hicache_conformance.injectors.random_plan import drawn_plan
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, Replay
 from hicache_conformance.report.results import store_is_fresh
+from hicache_conformance.runner.replay import Record, RecordedCase, Repetition
 
 RUN, REPRO = ("conformance", "run"), ("conformance", "repro")
 CASE = "test_random_faults[objects]"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.faults.plan import FaultKind
-from hicache_conformance.grounds import services as services_module
-from hicache_conformance.grounds.services import Services, ServicesGround
-from hicache_conformance.grounds.standing import commands_of
-from hicache_conformance.ports import accepts
-from hicache_conformance.violation import Untestable
+from hicache_conformance.fixtures.environment import commands_of
+from hicache_conformance.harness.ports import accepts
+from hicache_conformance.injectors import servers as servers_module
+from hicache_conformance.injectors.servers import Services, ServicesGround
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.violation import Untestable
 from tests.conformance.trouble import MOST_SECONDS, background, eventually, struck
 
 SERVER = """
@@ -130,7 +130,7 @@ def test_a_server_that_does_not_start_is_quoted(words, told):
 
 
 def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(services_module, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(servers_module, "STOP_SECONDS", 0.2)
     script = tmp_path / "stubborn.py"
     script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER)
     services = Services([[sys.executable, "-S", str(script), "{port:memory}", "{tmp}/memory"]])
@@ -145,7 +145,7 @@ def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeyp
 
 def test_servers_go_with_a_suite_that_is_killed(command):
     code = (
-        "import sys; from hicache_conformance.grounds.services import Services; s = Services([sys.argv[1:]]); s.start(); "
+        "import sys; from hicache_conformance.injectors.servers import Services; s = Services([sys.argv[1:]]); s.start(); "
         "print(s.ports['memory'], flush=True); input()"
     )
     suite = subprocess.Popen([sys.executable, "-c", code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

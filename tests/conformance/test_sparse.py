@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hicache_conformance.faults.decay import Decay, let_rot
-from hicache_conformance.sparse import PIECE_BYTES, copy_file, extents, find_all
+from hicache_conformance.harness.corruption import Decay, let_rot
+from hicache_conformance.harness.sparse_files import PIECE_BYTES, copy_file, extents, find_all
 
 HUGE = 1 << 40
 PLACES = (0, 7 << 20, HUGE - 10_000)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hicache_conformance.catalogue import Case
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import CaseOutcome, Header, Outcome, Stream, StreamWriter
-from hicache_conformance.verdict import Verdict, judge
+from hicache_conformance.model.case import Case
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Stream, StreamWriter
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import Verdict, judge
 
 CORE = [Level.CORE]
 
@@ -38,7 +38,7 @@ def rule(judgement, name):
 
 
 def all_core_pass():
-    from hicache_conformance.manifest import rules
+    from hicache_conformance.model.rules import rules
 
     return [ended(f"test_{name}", name) for name, known in rules().items() if Level.CORE in known.levels]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from hicache_conformance.faults.plan import Fault, FaultPlan
+from hicache_conformance.model.fault_plan import Fault, FaultPlan
 
 CONTENT = bytes(range(256)) * 64
 MOST_SECONDS = 30.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import closing, contextmanager
 
-from hicache_conformance.metadata.native import NativeClient
-from hicache_conformance.metadata.server import Served
-from hicache_conformance.metadata.wire import Wire
+from hicache_conformance.protocol.http_client import Wire
+from hicache_conformance.protocol.server import Served
+from hicache_conformance.protocol.v2_client import NativeClient
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'

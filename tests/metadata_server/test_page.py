@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from hicache_conformance.metadata.native import NativeScope
+from hicache_conformance.protocol.v2_client import NativeScope
 from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Scopes
 from hicache_metadata_server.web.page.assets import read_assets
 from tests.metadata_server.browser import browser

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hicache_conformance.metadata.native import NativeScope
+from hicache_conformance.protocol.v2_client import NativeScope
 from tests.conformance.metadata.judging import broken, conforms_entirely, errors, judged
 from tests.metadata_server.servers import DURABLE, SERVE, Served, served
 from tests.metadata_server.token_files import write_tokens
@@ -56,7 +56,7 @@ def test_sigterm_answers_what_was_accepted_and_keeps_it():
 def test_a_second_server_on_the_same_store_says_so(tmp_path):
     command = f"{SERVE} --store sqlite:///{tmp_path}/m.db"
     with served(command):
-        from hicache_conformance.metadata.server import CannotStartError
+        from hicache_conformance.protocol.server import CannotStartError
 
         with pytest.raises(CannotStartError, match="another server has this store"), Served(command=command):
             pass

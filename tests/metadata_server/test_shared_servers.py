@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from hicache_conformance.metadata.native import NativeClient, NativeScope
-from hicache_conformance.metadata.wire import Wire
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.protocol.http_client import Wire
+from hicache_conformance.protocol.v2_client import NativeClient, NativeScope
 from tests.conformance.metadata.judging import conforms_entirely, judged
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import SERVE, Served

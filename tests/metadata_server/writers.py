@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 
-from hicache_conformance.metadata.native import NativeClient, NativeScope
-from hicache_conformance.metadata.wire import Unanswered, Wire
+from hicache_conformance.protocol.http_client import Unanswered, Wire
+from hicache_conformance.protocol.v2_client import NativeClient, NativeScope
 from hicache_metadata_server.protocol import Checked, Fsck, Reserved
 
 # So many that nothing is evicted.

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
-from hicache_conformance.manifest import Level
-from hicache_conformance.needs import declares
-from hicache_conformance.pages import short
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures.fault_calls import UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.requirements import declares
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
+    from hicache_conformance.injectors.injector import Ground
 
 FAULTS: Final = (Level.FAULTS,)
 MUTATING: Final = {

@@ -6,26 +6,26 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, cast
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.driver_calls import counted, has_steps
-from hicache_conformance.grounds.network import NetworkGround
-from hicache_conformance.grounds.standing import ground_names
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.subject import Share, all_pages, trailing
-from hicache_conformance.violation import Untestable, Violation
-from hicache_conformance.whole_batches import BATCH
+from hicache_conformance.fixtures.environment import ground_names
+from hicache_conformance.fixtures.large_batches import BATCH
+from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import Share, all_pages, trailing
+from hicache_conformance.injectors.tcp_proxy import NetworkGround
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Untestable, Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.memory import PoolMemory
-    from hicache_conformance.subject import Subject
-    from hicache_conformance.target import DriverTarget
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.fixtures.target import DriverTarget
+    from hicache_conformance.harness.pools import PoolMemory
+    from hicache_conformance.harness.storage_under_test import Subject
+    from hicache_conformance.injectors.injector import Ground
     from hicache_storage.spec import PoolTransferResult
 
 BUDGET: Final = [Level.BUDGET]

@@ -6,20 +6,20 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Story
 from hicache_conformance.history.events import Call, Recorder
-from hicache_conformance.history.story import Story
 from hicache_conformance.history.workload import Lane, Workload
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.threads import together
+from hicache_conformance.model.case import covers
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
     from hicache_storage.spec import StorageIdentity
 
 THREADS: Final = 8

@@ -8,9 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     DEADLINE_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
@@ -22,20 +20,22 @@ from hicache_conformance.faults.scene import (
     wait_until_serving,
     working,
 )
-from hicache_conformance.manifest import Level
-from hicache_conformance.pages import canary, short, spent
-from hicache_conformance.pending import Pending
-from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share, Subject
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.leak_check import Residue
+from hicache_conformance.harness.page_patterns import canary, short, spent
+from hicache_conformance.harness.storage_under_test import Share, Subject
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.injectors.injector import Ground
 
 AnswerT = TypeVar("AnswerT")
 

@@ -7,22 +7,22 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance import crowding
-from hicache_conformance.bench import DIRECTORY
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import BATCH, capacity_of
-from hicache_conformance.faults.scene import UNGUARDED
-from hicache_conformance.manifest import Level
-from hicache_conformance.needs import declares
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures import small_store
+from hicache_conformance.fixtures.fault_calls import UNGUARDED
+from hicache_conformance.fixtures.open_context import DIRECTORY
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.requirements import declares
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
     from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
@@ -72,7 +72,7 @@ class DirectoryCases:
 
 
 def _joined(lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None) -> Subject:
-    return lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)
+    return lab.storage(identity, pools=small_store.pool(), config=config, options=UNGUARDED)
 
 
 def _shared(lab: Lab, config: Mapping[str, object], identity: StorageIdentity) -> list[Subject]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.bench import CAPACITY
-from hicache_conformance.catalogue import covers
-from hicache_conformance.footprint import Footprint
+from hicache_conformance.fixtures.open_context import CAPACITY
+from hicache_conformance.fixtures.process_group import Stage
+from hicache_conformance.harness.disk_usage import Footprint
+from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.events import Call
 from hicache_conformance.history.findings import Kind
-from hicache_conformance.manifest import Level
-from hicache_conformance.needs import declares
-from hicache_conformance.pages import short
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.stage import Stage
-from hicache_conformance.peers.watching import Strike
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.requirements import declares
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.supervisor import Strike
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.peers.peer import Peer
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.processes.worker import Peer
 
 DURABLE: Final = [Level.DURABLE]
 SURVIVING: Final = ("durability>=process",)

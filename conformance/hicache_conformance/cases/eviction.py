@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance import crowding
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import (
+from hicache_conformance.fixtures import small_store
+from hicache_conformance.fixtures.small_store import (
     BATCH,
     PAGE_BYTES,
     capacity_of,
@@ -21,19 +20,20 @@ from hicache_conformance.crowding import (
     press,
     shares,
 )
-from hicache_conformance.footprint import Footprint
-from hicache_conformance.manifest import Level
-from hicache_conformance.oracle import drawn
-from hicache_conformance.pages import short
-from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.disk_usage import Footprint
+from hicache_conformance.harness.oracle import drawn
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 FAULTS: Final = (Level.FAULTS,)
 SETTLE_SECONDS: Final = 2.0
@@ -200,7 +200,7 @@ def _lanes(lab: Lab, subject: Subject) -> list[Subject]:
 def _write_chain(lab: Lab, subject: Subject, chain: Sequence[str], manner: str) -> None:
     if manner == "several-calls":
         for start in range(0, CHAIN, 2):
-            crowding.set_behind(subject, chain[:start], chain[start : start + 2])
+            small_store.set_behind(subject, chain[:start], chain[start : start + 2])
             if start == CHAIN // 2:
                 press(lab, subject, 1)
         return

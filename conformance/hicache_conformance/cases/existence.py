@@ -5,18 +5,18 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.oracle import Asked, check
-from hicache_conformance.subject import Subject, all_pages, block_groups, trailing
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.oracle import Asked, check
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import Subject, all_pages, block_groups, trailing
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import Lab
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"

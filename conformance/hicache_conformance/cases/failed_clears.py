@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     PATIENCE_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
@@ -15,17 +13,19 @@ from hicache_conformance.faults.scene import (
     wait_until_serving,
     working,
 )
-from hicache_conformance.faults.troubles import AWAY
-from hicache_conformance.manifest import Level
-from hicache_conformance.pending import Pending
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.injectors.named_faults import AWAY
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
+    from hicache_conformance.injectors.injector import Ground
 
 FAULTS: Final = (Level.FAULTS,)
 CLEARING_SECONDS: Final = 0.6

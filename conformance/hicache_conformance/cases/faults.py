@@ -9,9 +9,7 @@ import resource
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
     bounded,
     check_hits,
@@ -22,23 +20,25 @@ from hicache_conformance.faults.scene import (
     wait_until_serving,
     working,
 )
-from hicache_conformance.faults.troubles import AWAY, TROUBLES
-from hicache_conformance.grounds.disk import DiskGround
-from hicache_conformance.grounds.seam import ObjectsGround
-from hicache_conformance.logs import records_above_debug
-from hicache_conformance.manifest import Level
-from hicache_conformance.residue import Residue
-from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.leak_check import Residue
+from hicache_conformance.harness.log_records import records_above_debug
+from hicache_conformance.injectors.disk import DiskGround
+from hicache_conformance.injectors.driver_methods import ObjectsGround
+from hicache_conformance.injectors.named_faults import AWAY, TROUBLES
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
+    from hicache_conformance.injectors.injector import Ground
 
 FAULTS: Final = (Level.FAULTS,)
 

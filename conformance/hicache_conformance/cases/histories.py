@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.machine import check_histories
-from hicache_conformance.manifest import Level
+from hicache_conformance.fixtures.state_machine import check_histories
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import Lab
 
 
 class HistoryCases:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.memory import EnginePool, GuardedPool, LentMemory
-from hicache_conformance.subject import Share
-from hicache_conformance.unusual import POOLS, FailingPool, ReadOnlyPool, StridedPool, WrongLengthPool
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.edge_case_pools import POOLS, FailingPool, ReadOnlyPool, StridedPool, WrongLengthPool
+from hicache_conformance.harness.pools import EnginePool, GuardedPool, LentMemory
+from hicache_conformance.harness.storage_under_test import Share
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import HiCacheError, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.memory import PoolMemory
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_storage.spec import HostPool
 
 

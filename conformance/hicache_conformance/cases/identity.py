@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 from hicache_storage.spec import IDENTITY_FIELDS, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 IDENTITY = [Level.IDENTITY]
 

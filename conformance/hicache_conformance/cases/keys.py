@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import MAX_KEY_BYTES, PoolName
 
 if TYPE_CHECKING:
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import Lab
 
 KEYS: Final = (
     "", " ", ".", "..", "...", "/", "//", "a", "A", "a ", " a", "a.", "a/", "/a", "./a", "a/.", "a//b", "a/b", "a-b", "a_b", "a b",

@@ -11,24 +11,24 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.bystanders import watched
-from hicache_conformance.catalogue import covers
-from hicache_conformance.forked import ask_in_child
-from hicache_conformance.memory import GuardedPool, slots_of
-from hicache_conformance.needs import beyond
-from hicache_conformance.probe import probe
-from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share
-from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.global_state import watched
+from hicache_conformance.harness.import_probe import probe
+from hicache_conformance.harness.leak_check import Residue
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.storage_under_test import Share
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.requirements import beyond
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.forked_child import ask_in_child
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 
 CALLERS: Final = 4

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.driver_calls import has_steps
-from hicache_conformance.manifest import Level
-from hicache_conformance.stopwatch import least_cpu_seconds, seconds, surely_slower
-from hicache_conformance.violation import Violation
-from hicache_conformance.whole_batches import BATCH, move, whole_batches
+from hicache_conformance.fixtures.large_batches import BATCH, move, whole_batches
+from hicache_conformance.harness.driver_calls import has_steps
+from hicache_conformance.harness.timing import least_cpu_seconds, seconds, surely_slower
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions, innermost
 from hicache_storage.spec import PoolName, PoolStats, PoolTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 PAGE_BYTES: Final = 64 << 10
 METRICS_SHARE: Final = 0.02

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.memory import GuardedPool, slots_of
-from hicache_conformance.pages import canary
-from hicache_conformance.subject import Share, block_groups
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import canary
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.storage_under_test import Share, block_groups
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, PoolTransfer, UnsupportedOperationError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 PAGES: Final = (5, 2, 9)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.drawing import drawn_plan
-from hicache_conformance.faults.rehearsal import Rehearsal, Step, drawn_steps
-from hicache_conformance.faults.shrinking import least
-from hicache_conformance.manifest import Level
+from hicache_conformance.fixtures.random_run import Rehearsal, Step, drawn_steps, least
+from hicache_conformance.injectors.random_plan import drawn_plan
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
-    from hicache_conformance.faults.plan import FaultPlan
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.violation import Violation
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.injectors.injector import Ground
+    from hicache_conformance.model.fault_plan import FaultPlan
+    from hicache_conformance.model.violation import Violation
 
 FAULTS: Final = (Level.FAULTS,)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.subject import Share
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import Share
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.memory import PoolMemory
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.pools import PoolMemory
+    from hicache_conformance.harness.storage_under_test import Subject
 
 LEVELS = [Level.POOLS, Level.IDENTITY]
 

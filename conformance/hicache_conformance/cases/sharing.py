@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.damage import Damage
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.stage import Stage
-from hicache_conformance.violation import Untestable, Violation
+from hicache_conformance.fixtures.process_group import Stage
+from hicache_conformance.harness.corruption import Damage
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.processes.messages import PoolShape
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.peers.peer import Peer
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.processes.worker import Peer
 
 SHARED: Final = [Level.SHARED]
 ALSO_SHARED: Final = [Level.CORE, Level.SHARED]

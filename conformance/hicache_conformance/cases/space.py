@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import BATCH, capacity_of, crowded, held, press
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.subject import Share
-from hicache_conformance.violation import Untestable, Violation
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of, crowded, held, press
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import Share
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Untestable, Violation
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
@@ -23,8 +23,8 @@ from hicache_storage.spec import PoolName
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
     from hicache_storage.objects import Call
 
 FAULTS: Final = (Level.FAULTS,)

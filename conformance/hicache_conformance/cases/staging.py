@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory_peak import transient_bytes
-from hicache_conformance.violation import NotPromised, Violation
-from hicache_conformance.whole_batches import BATCH, move, whole_batches
+from hicache_conformance.fixtures.large_batches import BATCH, move, whole_batches
+from hicache_conformance.harness.memory_peak import transient_bytes
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import NotPromised, Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 PAGE_BYTES: Final = 256 << 10
 MOST_PAGES: Final = BATCH // 4

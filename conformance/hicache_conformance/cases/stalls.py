@@ -6,24 +6,24 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance import crowding
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import BATCH, capacity_of, shares
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, check_hits
-from hicache_conformance.manifest import Level
-from hicache_conformance.pages import short
-from hicache_conformance.pending import Pending
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures import small_store
+from hicache_conformance.fixtures.fault_calls import PATIENCE_SECONDS, UNGUARDED, check_hits
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of, shares
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
+    from hicache_conformance.injectors.injector import Ground
     from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
@@ -159,7 +159,7 @@ def _check_right(reader: Subject, stored: Sequence[str], plan: FaultPlan, *, kee
 def _joined(
     lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None, *, options: StorageOptions = UNGUARDED
 ) -> Subject:
-    return lab.storage(identity, pools=crowding.pool(), config=config, options=options)
+    return lab.storage(identity, pools=small_store.pool(), config=config, options=options)
 
 
 def _delete(lab: Lab, other: Subject, keys: Sequence[str]) -> None:

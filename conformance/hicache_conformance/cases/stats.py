@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 from hicache_storage.spec.stats import OPERATIONS
 
 if TYPE_CHECKING:
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import Lab
+    from hicache_conformance.harness.storage_under_test import Subject
 
 
 class StatsCases:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.pipeline import LAYERS, Pipeline, wait_for
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures.pipeline import LAYERS, Pipeline, wait_for
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
     import torch
 
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import Lab
     from hicache_storage.transfer import Acknowledgement
     from hicache_storage.transfer.simulator import Access, Hold
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hicache_conformance.harness.page_patterns import Page
 from hicache_conformance.history.events import Begun, Call, Ended
-from hicache_conformance.pages import Page
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     import itertools
     from collections.abc import Callable
 
-    from hicache_conformance.pages import PageBook
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.harness.page_patterns import PageBook
+    from hicache_conformance.harness.storage_under_test import Subject
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

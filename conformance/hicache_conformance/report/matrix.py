@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.foreign.setup import known
-from hicache_conformance.outcomes import Outcome, failing_cases
+from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

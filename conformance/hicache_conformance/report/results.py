@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.grounds.placeholders import mentions_tmp, port_names
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import Outcome
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.placeholders import mentions_tmp, port_names
+from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.outcomes import CaseOutcome, Header
-    from hicache_conformance.verdict import Judgement, RuleResult
+    from hicache_conformance.model.outcomes import CaseOutcome, Header
+    from hicache_conformance.model.verdict import Judgement, RuleResult
 
 SCHEMA: Final = 1
 """Raised when a field changes its meaning or goes; new fields do not raise it."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hicache_conformance.harness.page_patterns import Page, PageBook
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Story
 from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event
-from hicache_conformance.history.story import Story
 from hicache_conformance.history.workload import Workload
-from hicache_conformance.pages import Page, PageBook
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.peer import Peer
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.worker import Peer
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
 

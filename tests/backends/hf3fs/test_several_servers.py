@@ -17,7 +17,7 @@ import pytest
 from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_conformance.history.findings import Kind
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote
 from tests.backends.hf3fs.conftest import SERVE

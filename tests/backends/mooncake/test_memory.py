@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_backends.mooncake.client.attachment import Attachment
-from hicache_conformance.memory import EnginePool
+from hicache_conformance.harness.pools import EnginePool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from tests.backends.file.harness import ScratchPool
 from tests.backends.mooncake.harness import COMPONENTS, Rig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from control_plugin import CONTROLS
 
-from hicache_conformance.catalogue import MARK
-from hicache_conformance.phases import VIOLATION_PROPERTY
+from hicache_conformance.model.case import MARK
+from hicache_conformance.model.pytest_keys import VIOLATION_PROPERTY
 
 if TYPE_CHECKING:
     from control import Control

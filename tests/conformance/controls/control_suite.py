@@ -13,8 +13,8 @@ from control import Control
 from control_plugin import CONTROLS
 
 from hicache_conformance import DriverConformance
-from hicache_conformance.catalogue import MARK
-from hicache_conformance.target import DriverTarget
+from hicache_conformance.fixtures.target import DriverTarget
+from hicache_conformance.model.case import MARK
 
 _CASES = {base.__name__: base for base in DriverConformance.__bases__}
 _OWN = ("file", "memory")

@@ -7,19 +7,20 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.metadata.book import Part, protocol_cases
-from hicache_conformance.metadata.run import Order, judge_run, run
-from hicache_conformance.metadata.server import Remote, Served
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.settings import Settings
-from hicache_conformance.verdict import Verdict
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.protocol.rules import Part
+from hicache_conformance.protocol.runner import Order, judge_run, run
+from hicache_conformance.protocol.server import Remote, Served
+from hicache_conformance.protocol.suite import protocol_cases
 from tests.conformance.metadata.faulty import FAULTS, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.model.verdict import Judgement
 
 
 @contextmanager

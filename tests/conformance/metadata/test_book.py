@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hicache_conformance.metadata import suite
-from hicache_conformance.metadata.book import (
+from hicache_conformance.protocol import suite
+from hicache_conformance.protocol.rules import (
     LEVELS,
     Need,
     Part,

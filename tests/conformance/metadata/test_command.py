@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_conformance.cli import app
-from hicache_conformance.metadata.server import CannotStartError, Served
-from hicache_conformance.metadata.wire import Unanswered, Wire
+from hicache_conformance.protocol.http_client import Unanswered, Wire
+from hicache_conformance.protocol.server import CannotStartError, Served
 from tests.conformance.metadata.judging import listening
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,83 @@
+"""A plan at work: counts operations and says which faults strike each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.model.fault_plan import FaultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_conformance.model.fault_plan import Fault
+
+LONGEST_HANG_SECONDS: Final = 60.0
+"""A hang ends after this long even if nobody heals it, so that no process is stuck for good where the suite was killed."""
+
+
+class Strike:
+    """Faults on some operations. Thread-safe."""
+
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self._faults = tuple(faults)
+        self._passed = [0] * len(self._faults)
+        self._lock = threading.Lock()
+        self._healed = threading.Event()
+        self.struck = 0
+        """Operations that a fault has struck."""
+
+    def at(self, operation: str) -> list[Fault]:
+        """The faults that strike the operation that begins now."""
+        if not self._faults or self._healed.is_set():
+            return []
+        found: list[Fault] = []
+        with self._lock:
+            for index, fault in enumerate(self._faults):
+                if fault.operations and operation not in fault.operations:
+                    continue
+                number, self._passed[index] = self._passed[index], self._passed[index] + 1
+                if number >= fault.first and (not fault.count or number < fault.first + fault.count):
+                    found.append(fault)
+            self.struck += bool(found)
+        return found
+
+    def hold_up(self, faults: Iterable[Fault]) -> None:
+        """Wait as long as delays and hangs ask for, and then fail as errors ask for.
+
+        Raises:
+            OSError: one of the faults is an error.
+        """
+        for fault in faults:
+            if fault.kind is FaultKind.DELAY:
+                self._healed.wait(fault.seconds)
+            elif fault.kind is FaultKind.HANG:
+                self._healed.wait(LONGEST_HANG_SECONDS)
+        for fault in faults:
+            if fault.kind is FaultKind.ERROR:
+                raise failure(fault.error)
+
+    def heal(self) -> None:
+        """No more faults; what hangs goes on."""
+        self._healed.set()
+
+
+def failure(name: str) -> OSError:
+    """The error of this `errno`."""
+    number: int = getattr(errno, name)
+    return OSError(number, os.strerror(number))
+
+
+def struck(faults: Iterable[Fault], kind: FaultKind) -> Fault | None:
+    """The fault of a kind among those that strike an operation."""
+    return next((fault for fault in faults if fault.kind is kind), None)
+
+
+def flipped(content: bytes | bytearray | memoryview, place: float) -> bytes:
+    """The bytes with one bit changed at a fraction of their length."""
+    changed = bytearray(content)
+    if changed:
+        changed[min(int(place * len(changed)), len(changed) - 1)] ^= 1
+    return bytes(changed)

@@ -1,0 +1,63 @@
+"""What all grounds have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hicache_conformance.model.fault_plan import FaultPlan
+    from hicache_storage.spec import HiCacheStorage
+
+
+class Ground(ABC):
+    """Something under a driver that can be made to fail. One strike at a time; healed before the next."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.plans: list[FaultPlan] = []
+        """Plans that have begun, each once, in their order; for the report of the case."""
+
+    @property
+    def tmp(self) -> Path | None:
+        """The directory that `{tmp}` stands for on this ground; None where it does not matter."""
+        return None
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports that `{port:NAME}` stands for on this ground; those of the servers themselves if empty."""
+        return {}
+
+    def attach(self, storage: HiCacheStorage) -> None:
+        """Get under a storage that was just constructed."""
+        return
+
+    def strike(self, plan: FaultPlan) -> None:
+        """Let a plan begin."""
+        if plan.faults and plan not in self.plans:
+            self.plans.append(plan)
+        self.apply(plan)
+
+    @abstractmethod
+    def apply(self, plan: FaultPlan) -> None:
+        """Let a plan begin, without a record of it."""
+
+    @abstractmethod
+    def heal(self) -> None:
+        """End all faults, and let go what hangs. Harmless where nothing was struck."""
+
+    @abstractmethod
+    def requests(self) -> int:
+        """Requests that have reached the ground so far."""
+
+    @abstractmethod
+    def struck(self) -> int:
+        """Requests of the present or last strike that a fault has struck."""
+
+    def close(self) -> None:
+        """Heal, and leave nothing behind."""
+        self.heal()

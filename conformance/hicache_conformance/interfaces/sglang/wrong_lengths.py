@@ -1,0 +1,44 @@
+"""Pages of a wrong length, put there by another rank of the driver whose pages are shorter or longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from hicache_conformance.harness.corruption import Damage
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.interfaces.sglang.storage import EngineStorage
+from hicache_storage.layers import innermost
+from hicache_storage.spec import PoolName, PoolTransfer
+
+if TYPE_CHECKING:
+    from hicache_storage.spec import HiCacheStorage
+
+FACTORS: Final = {Damage.SHORT: (1, 2), Damage.LONG: (2, 1)}
+"""Of the page's length, as numerator and denominator."""
+
+
+def is_foreign(storage: HiCacheStorage) -> bool:
+    """Whether `tamper_with_lengths` knows a way to this storage's pages."""
+    return isinstance(innermost(storage), EngineStorage)
+
+
+def tamper_with_lengths(storage: HiCacheStorage, pool: str, key: str, damage: Damage) -> bool:
+    """Let a rank of equal identity store the page with half its bytes, or twice as many.
+
+    Returns:
+        Whether that rank's set was answered with `True`. A driver that has the length in its names keeps such a page
+        elsewhere, and then there is none in this one's place.
+    """
+    own = innermost(storage)
+    if damage not in FACTORS or not isinstance(own, EngineStorage):
+        return False
+    more, less = FACTORS[damage]
+    geometry = own.geometry(pool)
+    other = GuardedPool(
+        pages=4, page_size=geometry.page_size, components=[part * more // less for part in geometry.component_bytes]
+    )
+    other.write(0, b"\x5a" * other.page_bytes)
+    rank = own.companion()
+    rank.register_mem_host_pool_v2(other, pool)
+    transfer = PoolTransfer(PoolName(pool), slots_of([0], other.page_size), keys=[key])
+    return rank.batch_set_v2([transfer])[PoolName(pool)] == [True]

@@ -1,0 +1,179 @@
+"""The process that peers are born of, and that buries them.
+
+It has loaded what takes long to load and knows nothing of drivers, nor of this project: a fork of it that goes on as
+`peers.child` imports the driver as a new interpreter would, in a tenth of the time. What differs between interpreters and
+not between forks is the hash seed alone; a case that is about such things asks for a fresh interpreter.
+
+No process is waited for until the suite says so, so that its number stays its own as long as it may be killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any, Final
+
+MESSAGE_BYTES: Final = 1 << 20
+BURIAL_SECONDS: Final = 10.0
+"""A killed process that is still there after this long waits in the kernel for a store that does not answer."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Nursery:
+    """The suite's side. One for a process; not for several threads at once."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Environments are long; a message has to fit.
+        for side in (ours, theirs):
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hicache_conformance.processes.fork_server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self._control = ours
+        self.owner = os.getpid()
+
+    def alive(self) -> bool:
+        """Whether it can be asked; a fork of the suite cannot."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def bear(self, *, fresh: bool) -> tuple[int, socket.socket]:
+        """Start a peer in a session of its own; its number, and the socket that it listens to."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = _environment()
+            if fresh:
+                # A fixed hash seed would make two interpreters as alike as two forks.
+                environment.pop("PYTHONHASHSEED", None)
+            order = {"fresh": fresh, "environment": environment, "path": sys.path}
+            try:
+                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
+                return int(self._answer()), ours
+            except BaseException:
+                ours.close()
+                raise
+
+    def bury(self, pid: int) -> int | None:
+        """Kill a peer and everything in its session, and wait for it.
+
+        Returns:
+            What `os.waitpid` says; None if it does not die.
+        """
+        try:
+            self._control.send(json.dumps({"bury": pid}).encode())
+            status = self._answer()
+        except OSError:
+            # It has died, and its children were killed with it.
+            return int(signal.SIGKILL)
+        return None if status is None else int(status)
+
+    def close(self) -> None:
+        """End it, and all peers with it."""
+        self._control.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        answer = self._control.recv(MESSAGE_BYTES)
+        if not answer:
+            raise ConnectionResetError("the process that starts peers has died")
+        return json.loads(answer)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent()
+    _load_what_takes_long()
+    living = set[int]()
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
+        if not order:
+            break
+        asked = json.loads(order)
+        if "bury" in asked:
+            status = _bury(asked["bury"])
+            if status is not None:
+                living.discard(asked["bury"])
+            control.send(json.dumps(status).encode())
+            continue
+        pid = os.fork()
+        if not pid:
+            control.close()
+            _grow_up(asked, descriptors[0])
+        os.close(descriptors[0])
+        living.add(pid)
+        control.send(json.dumps(pid).encode())
+    for pid in living:
+        _bury(pid)
+
+
+def _grow_up(asked: dict[str, Any], descriptor: int) -> None:
+    """Become a peer; never returns."""
+    status = 1
+    try:
+        os.setsid()
+        # Holds across execve, so for a fresh interpreter too.
+        die_with_parent()
+        os.set_inheritable(descriptor, True)
+        if asked["fresh"]:
+            command = [sys.executable, "-P", "-m", "hicache_conformance.processes.worker_main", str(descriptor)]
+            os.execve(sys.executable, command, asked["environment"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        sys.path[:] = asked["path"]
+        from hicache_conformance.processes.worker_main import serve
+
+        serve(descriptor)
+        status = 0
+    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second nursery
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _bury(pid: int) -> int | None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        # Not in its own session yet.
+        os.kill(pid, signal.SIGKILL)
+    limit = time.monotonic() + BURIAL_SECONDS
+    while time.monotonic() < limit:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.0005)
+    return None
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends; nothing outlives the suite."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _load_what_takes_long() -> None:
+    # Nothing of this project, and nothing that draws random numbers when it is imported.
+    import msgspec
+    import pytest
+    import torch
+    import xxhash
+
+    _ = msgspec, pytest, torch, xxhash
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,265 @@
+"""A storage of the driver under test in a process of its own, driven from a case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Final, Self
+
+from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
+from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.processes.channel import Channel
+from hicache_conformance.processes.fork_server import Nursery
+from hicache_conformance.processes.messages import Answer, Ask, Broken, Count, Counted, Open, Run, Shut, Unusable, Violated
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_conformance.history.workload import Workload
+    from hicache_conformance.processes.messages import PoolShape, Request
+    from hicache_storage.layers import StorageOptions
+    from hicache_storage.spec import PoolStats, StorageIdentity
+
+SILENCE_SECONDS: Final = 90.0
+"""A process that has said nothing for this long hangs: three times the deadline that a call has by itself."""
+
+
+class Peer:
+    """A process with one open storage. For one thread of the suite.
+
+    Everything it does is in its `recorder`. It can be told to do one thing at a time; while it runs a workload it is to be
+    listened to with `watching.watch`.
+    """
+
+    def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
+        self.name, self.identity = name, identity
+        self.recorder = Recorder()
+        self._nursery = _nursery()
+        self.pid, connection = self._nursery.bear(fresh=fresh)
+        self.channel = Channel[Answer](connection, Answer)
+        self.busy = False
+        """Whether it has been told to do something and has not yet done it."""
+        self.ended = False
+        self._died = ""
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        driver: str,
+        config: Mapping[str, object],
+        identity: StorageIdentity,
+        *,
+        pools: Mapping[str, PoolShape],
+        options: StorageOptions | None,
+        seed: str,
+        fresh: bool,
+        clock: float = 0.0,
+    ) -> Self:
+        """Start a process and open a storage in it.
+
+        Raises:
+            Untestable: the driver cannot be found, or made, in another process.
+            Violation: opening raised, or ended the process.
+        """
+        peer = cls(name, identity, fresh=fresh)
+        try:
+            peer.tell(
+                Open(
+                    name=name,
+                    driver=driver,
+                    config=dict(config),
+                    identity=identity,
+                    pools=dict(pools),
+                    options=options,
+                    seed=seed,
+                    clock=clock,
+                )
+            )
+            peer.wait()
+        except BaseException:
+            peer.kill()
+            raise
+        return peer
+
+    @property
+    def events(self) -> list[Event]:
+        """All its calls so far; one that it was killed in has no end."""
+        return self.recorder.events()
+
+    def set(self, keys: Sequence[str], value: int, pool: str = PoolName.KV) -> list[bool]:
+        """Store pages that hold `value`; the answer, one for each key."""
+        return list(self._ask(Call.SET, keys, pool, value).done)
+
+    def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int | bytes | None]:
+        """Read pages; for each key its value, None where nothing was delivered, or the bytes of what is no whole page of it."""
+        return list(self._ask(Call.GET, keys, pool).found)
+
+    def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> int:
+        """How many of the keys, from the first, are there."""
+        return self._ask(Call.EXISTS, keys, pool).hit
+
+    def delete(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        """Remove pages."""
+        return list(self._ask(Call.DELETE, keys, pool).done)
+
+    def clear(self) -> None:
+        """Remove all pages of the identity, of a store that works.
+
+        Raises:
+            Violation: LC-4, the clear raised.
+        """
+        raised = self._ask(Call.CLEAR, [], PoolName.KV).raised
+        if raised:
+            raise Violation("LC-4", f"a clear of an idle store raised {raised} (process {self.name})")
+
+    def stats(self, pool: str = PoolName.KV) -> PoolStats:
+        """A pool's counters."""
+        self.tell(Count(pool=pool))
+        counted = self._heard()
+        assert isinstance(counted, Counted)
+        self.busy = False
+        return counted.stats
+
+    def start(self, work: Workload) -> None:
+        """Begin a workload; `watching.watch` waits for its end."""
+        self.tell(Run(work=work))
+
+    def close(self) -> None:
+        """Close the storage, and end the process.
+
+        Raises:
+            Violation: closing raised, or did not come to its end.
+        """
+        if self.ended:
+            return
+        try:
+            if not self.busy:
+                self.tell(Shut())
+                self.wait()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, whatever it does, and hear what it had still said.
+
+        Raises:
+            Violation: FT-3, it cannot be killed, because it waits in the kernel.
+        """
+        if self.ended:
+            return
+        self.ended, self.busy = True, False
+        status = self._nursery.bury(self.pid)
+        try:
+            with contextlib.suppress(EOFError):
+                while status is not None:
+                    self.note(self.channel.receive())
+        finally:
+            self.channel.close()
+        if status is None:
+            raise Violation("FT-3", f"process {self.name} was killed in {self._doing()}, and does not end")
+        self._died = _cause(status)
+
+    def tell(self, request: Request) -> None:
+        """Send it something to do."""
+        if self.busy or self.ended:
+            raise RuntimeError(f"process {self.name} is {'busy' if self.busy else 'dead'}")
+        self.busy = True
+        with contextlib.suppress(ConnectionError):  # it has died, which reading will tell
+            self.channel.send(request)
+
+    def wait(self) -> None:
+        """Wait until it has done what it was told.
+
+        Raises:
+            Violation: it broke a rule, died, or hangs (FT-3).
+            Untestable: the driver cannot be made there.
+        """
+        while self.busy:
+            self.note(self._heard())
+
+    def note(self, message: Answer) -> None:
+        """Take what it has said.
+
+        Raises:
+            Violation: it broke a rule.
+            Untestable: the driver cannot be made there.
+            RuntimeError: the suite itself broke there.
+        """
+        match message:
+            case Begun() | Ended():
+                self.recorder.note(message)
+            case Violated():
+                raise Violation(message.rule, f"{message.message} (process {self.name})")
+            case Unusable():
+                raise Untestable(f"a process of its own cannot use the driver: {message.reason}")
+            case Broken():
+                raise RuntimeError(f"the suite broke in process {self.name}:\n{message.traceback}")
+            case _:
+                self.busy = False
+
+    def mourn(self) -> Violation:
+        """What to say of a process that ended without having been told to."""
+        doing = self._doing()
+        self.kill()
+        return Violation("", f"process {self.name} {self._died} in {doing}")
+
+    def hangs(self) -> Violation:
+        """What to say of a process that says nothing any more; it is killed."""
+        doing = self._doing()
+        self.kill()
+        return Violation("FT-3", f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s")
+
+    def _ask(self, call: Call, keys: Sequence[str], pool: str, value: int = 0) -> Ended:
+        self.tell(Ask(call=call, keys=list(keys), pool=pool, value=value))
+        answer: Ended | None = None
+        while self.busy:
+            message = self._heard()
+            self.note(message)
+            if isinstance(message, Ended):
+                answer = message
+        assert answer is not None
+        return answer
+
+    def _heard(self) -> Answer:
+        try:
+            return self.channel.receive(SILENCE_SECONDS)
+        except EOFError:
+            raise self.mourn() from None
+        except TimeoutError:
+            raise self.hangs() from None
+
+    def _doing(self) -> str:
+        running = self.recorder.running()
+        if running is None:
+            return "opening or closing its storage"
+        seconds = (time.monotonic_ns() - running.at) / 1e9
+        return f"a {running.call} of {len(running.keys)} pages that had begun {seconds:.1f} s before"
+
+
+def _nursery() -> Nursery:
+    nursery = _started(os.getpid())
+    if not nursery.alive():
+        nursery.close()
+        _started.cache_clear()
+        nursery = _started(os.getpid())
+    return nursery
+
+
+@cache
+def _started(pid: int) -> Nursery:
+    import atexit
+
+    nursery = Nursery()
+    atexit.register(lambda: nursery.close() if os.getpid() == pid else None)
+    return nursery
+
+
+def _cause(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with status {os.WEXITSTATUS(status)}"

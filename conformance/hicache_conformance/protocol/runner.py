@@ -1,0 +1,163 @@
+"""Runs the cases against one server, one after the other, and writes down what became of each."""
+
+from __future__ import annotations
+
+import platform
+import time
+import traceback
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Stream
+from hicache_conformance.model.profiles import PROFILES
+from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.protocol.context import ServerLab
+from hicache_conformance.protocol.http_client import Wire
+from hicache_conformance.protocol.rules import LEVELS, Need, Part, protocol_version, rules_of
+from hicache_conformance.protocol.server import CannotStartError
+from hicache_conformance.protocol.server_info import CannotBeginError, look
+from hicache_conformance.protocol.suite import MetadataConformance, cases_of_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_conformance.model.case import Case
+    from hicache_conformance.model.settings import Settings
+    from hicache_conformance.model.verdict import Judgement
+    from hicache_conformance.protocol.server import Remote
+    from hicache_conformance.protocol.server_info import Offer
+
+DETAIL_LIMIT = 12_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to judge, and how."""
+
+    server: Remote
+    settings: Settings
+    parts: tuple[Part, ...] = tuple(Part)
+    tokens: dict[str, str] = field(default_factory=dict[str, str])
+    """By what they permit; `admin` is the one that the suite works with."""
+    lease_seconds: float | None = None
+    """How long reservations of a server without a native part last; None where they last for ever."""
+    patience: float = 15.0
+    """Seconds that a case may wait for the server's own clock."""
+    again: str = "hicache conformance metadata"
+    """Command that begins such a run again."""
+    cases: Sequence[str] = ()
+    """Names that a case must contain one of; empty for all."""
+
+
+def run(order: Order, progress: Callable[[Stream], None] = lambda stream: None) -> Stream:
+    """Run the cases of the order's parts and levels; the server is there already."""
+    wire = Wire(order.server.url, order.tokens.get("admin", ""))
+    with closing(wire):
+        return _run(order, wire, progress)
+
+
+def _run(order: Order, wire: Wire, progress: Callable[[Stream], None]) -> Stream:
+    stream = Stream()
+    try:
+        offer = look(wire, order.server, order.lease_seconds)
+    except (CannotBeginError, Violation) as error:
+        stream.broken = str(error)
+        return stream
+    stream.header = _header(order, offer)
+    chosen = [case for case in cases_of_parts(order.parts).values() if _wants(order, case)]
+    stream.cases = len(chosen)
+    suite = MetadataConformance()
+    for case in chosen:
+        stream.running = CaseOutcome(case=case.name, rules=case.rules, levels=_levels(case), outcome=Outcome.UNTESTED)
+        progress(stream)
+        stream.outcomes.append(_outcome(order, offer, wire, suite, case))
+        stream.running = None
+        progress(stream)
+    stream.finished = True
+    return stream
+
+
+def judge_run(order: Order, stream: Stream) -> Judgement:
+    """The verdict on what `run` has written down."""
+    levels = [level for level in order.settings.levels if level in LEVELS]
+    return judge(stream, levels, cases_of_parts(order.parts), rules_of(order.parts))
+
+
+def _wants(order: Order, case: Case) -> bool:
+    if not set(case.levels) & set(order.settings.levels):
+        return False
+    return not order.cases or any(text in case.name for text in order.cases)
+
+
+def _levels(case: Case) -> tuple[str, ...]:
+    return tuple(map(str, case.levels))
+
+
+def _outcome(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, case: Case) -> CaseOutcome:
+    begin = time.monotonic()
+    outcome, reason, detail, broken = _tried(order, offer, wire, suite, case)
+    return CaseOutcome(
+        case=case.name, rules=case.rules, levels=_levels(case), outcome=outcome, reason=reason, detail=detail[:DETAIL_LIMIT],
+        broken_rule=broken, seconds=round(time.monotonic() - begin, 4),
+    )  # fmt: skip
+
+
+def _tried(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, case: Case) -> tuple[Outcome, str, str, str]:
+    """Outcome, reason, detail and broken rule of a case."""
+    missing = [need for need in case.needs if need in offer.undeclared]
+    if missing:
+        return Outcome.NOT_DECLARED, f"the server does not declare {missing[0]}", "", ""
+    settings = order.settings
+    try:
+        if not order.server.is_running():
+            order.server.start()
+        lab = ServerLab(
+            server=order.server, offer=offer, wire=wire, case=case.name, seed=settings.seed, run=settings.run,
+            profile=PROFILES[settings.profile], patience=order.patience, tokens=order.tokens,
+        )  # fmt: skip
+        with closing(lab):
+            getattr(suite, case.name)(lab)
+    except Violation as violation:
+        text = str(violation)
+        return Outcome.FAIL, text.partition("\n")[0], "\n".join([text, *getattr(violation, "__notes__", [])]), violation.rule
+    except Untestable as untestable:
+        return Outcome.UNTESTED, str(untestable), "", ""
+    except CannotStartError as error:
+        text = f"MD-HTTP-1: the server does not come up: {error}"
+        return Outcome.FAIL, text.partition("\n")[0], text, "MD-HTTP-1"
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the suite's fault and not the server's
+        return Outcome.ERROR, f"the suite itself broke: {type(error).__name__} {error}", traceback.format_exc(), ""
+    return Outcome.PASS, "", "", ""
+
+
+def _header(order: Order, offer: Offer) -> Header:
+    try:
+        suite = version("hicache-storage")
+    except PackageNotFoundError:
+        suite = "not installed"
+    about = offer.about
+    return Header(
+        driver=order.server.url,
+        subject="server",
+        contract="HiCache metadata",
+        again=order.again,
+        distribution=about.server if about else "an unnamed server",
+        seed=order.settings.seed,
+        profile=order.settings.profile,
+        levels=[str(level) for level in order.settings.levels if level in LEVELS],
+        spec_version=protocol_version(),
+        suite_version=suite,
+        capabilities={str(need): need in offer.declared for need in Need},
+        undeclared=offer.undeclared,
+        options={
+            "parts": ", ".join(order.parts),
+            "durability": str(about.durability) if about else "not told",
+            "lease_seconds": "for ever" if offer.lease_seconds is None else f"{offer.lease_seconds:g}",
+            "quarantine_seconds": f"{offer.limits.quarantine_seconds:g}" if about else "not told",
+            "patience": f"{order.patience:g}",
+        },
+        environment={"platform": platform.platform(), "python": platform.python_version()},
+    )
