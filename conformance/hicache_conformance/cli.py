@@ -19,7 +19,7 @@ from hicache_conformance.model.verdict import judge
 from hicache_conformance.protocol.command import list_protocol_rules, metadata
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
 from hicache_conformance.runner.repro import repro
-from hicache_conformance.runner.signals import ended_in_order
+from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
 
 app = typer.Typer(help="Judge drivers by the contract, and metadata servers by their protocol.", no_args_is_help=True)
@@ -92,7 +92,7 @@ app.command()(metadata)
 @app.callback()
 def conformance(context: typer.Context) -> None:
     """Whether a driver keeps the HiCacheStorage v2 contract."""
-    context.with_resource(ended_in_order())
+    context.with_resource(exit_on_signals())
 
 
 @app.command("rules")

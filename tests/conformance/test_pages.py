@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from hicache_conformance.harness.oracle import Asked, check
-from hicache_conformance.harness.page_patterns import Page, PageBook, canary, spent
+from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
 from hicache_conformance.harness.pools import EnginePool, GuardedPool
 from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
 from hicache_conformance.model.violation import Violation
@@ -19,9 +19,9 @@ IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="
 
 
 def told(found: Page | bytes, length: int = 100) -> str:
-    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
-    content = book.render(found, length) if isinstance(found, Page) else found
-    return book.explain(content, expected)
+    patterns, expected = PagePatterns(), Page(IDENTITY, "kv", "right")
+    content = patterns.render(found, length) if isinstance(found, Page) else found
+    return patterns.explain(content, expected)
 
 
 def test_a_right_page_is_not_explained():
@@ -47,12 +47,12 @@ def test_a_wrong_page_is_explained(found, words):
 
 
 def test_the_first_wrong_byte_counts():
-    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
-    right = book.render(expected, 100)
-    other = book.render(Page(IDENTITY, "kv", "wrong"), 100)
-    assert "holds bytes of key 'wrong' at byte 48" in book.explain(right[:50] + other[50:], expected)
-    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in book.explain(right[:16] + right[:84], expected)
-    assert "differs in its last 4 bytes" in book.explain(right[:-1] + b"\0", expected)
+    patterns, expected = PagePatterns(), Page(IDENTITY, "kv", "right")
+    right = patterns.render(expected, 100)
+    other = patterns.render(Page(IDENTITY, "kv", "wrong"), 100)
+    assert "holds bytes of key 'wrong' at byte 48" in patterns.explain(right[:50] + other[50:], expected)
+    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in patterns.explain(right[:16] + right[:84], expected)
+    assert "differs in its last 4 bytes" in patterns.explain(right[:-1] + b"\0", expected)
 
 
 def test_pools_keep_what_is_written_and_their_guards():

@@ -14,7 +14,7 @@ CORE = [Level.CORE]
 
 
 def planned(name, *rules, levels=(Level.CORE,)):
-    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, damages=False, summary="")
+    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, corrupts=False, summary="")
 
 
 def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):

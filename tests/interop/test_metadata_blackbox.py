@@ -11,7 +11,7 @@ from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import Settings
 from hicache_conformance.model.verdict import Verdict
 from hicache_conformance.protocol.rules import Part
-from hicache_conformance.protocol.runner import Order, judge_run, run
+from hicache_conformance.protocol.runner import RunRequest, judge_run, run
 from hicache_conformance.protocol.server import Served
 
 # A run against a server takes minutes where the processors are busy.
@@ -57,7 +57,7 @@ KEPT = (
 
 def judged(levels=tuple(Level), **options):
     with Served(command=SERVE) as place:
-        order = Order(server=place, settings=Settings.fresh(1, "smoke", levels), **options)
+        order = RunRequest(server=place, settings=Settings.fresh(1, "smoke", levels), **options)
         stream = run(order)
         return judge_run(order, stream), stream
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.protocol.http_client import Wire
+from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.refused import RefusedError
@@ -121,7 +121,7 @@ class Crowd:
 
     def _run(self, url, work, number):
         try:
-            with closing(Wire(url, "token-of-acme")) as wire:
+            with closing(HttpClient(url, "token-of-acme")) as wire:
                 work(wire, number)
         except Exception as error:  # noqa: BLE001 - it is told where the threads are joined
             self.failures.append(error)

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.fixtures.process_group import Stage
+from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, PAGE_BYTES, capacity_of
-from hicache_conformance.harness.disk_usage import Footprint
+from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.messages import PoolShape
-from hicache_conformance.processes.supervisor import Strike
+from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_conformance.fixtures.context import Lab
-    from hicache_conformance.processes.worker import Peer
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.processes.worker import WorkerProcess
 
 FAULTS: Final = (Level.FAULTS,)
 POOLS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
@@ -29,22 +29,22 @@ KILLS: Final = 8
 YEAR_SECONDS: Final = 365 * 86_400.0
 
 
-class CrowdCases:
+class EvictionProcessCases:
     """EV-1, EV-2 and EV-4, between processes."""
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
-    def test_leftovers_of_killed_writers(self, lab: Lab) -> None:
+    def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
         """What killed writers have begun to write is counted and removed: a full store takes no more room than before, and holds as much."""
-        pages, random = 24, lab.chance("strikes")
-        config = lab.capped(capacity_of(pages))
-        stage = Stage(lab, POOLS, config=config)
-        survivor = stage.peer("survivor")
-        held_before, taken_before = _refill(stage, survivor, pages), Footprint.of(config, lab.tmp)
+        pages, random = 24, context.chance("strikes")
+        config = context.capped(capacity_of(pages))
+        group = ProcessGroup(context, POOLS, config=config)
+        survivor = group.worker("survivor")
+        held_before, taken_before = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
         for kill in range(KILLS):
-            writer = stage.peer(f"writer{kill}")
-            work = stage.work(stage.new_keys(3 * pages), {Call.SET: 1}, calls=8, longest=2 * BATCH)
-            stage.play({writer: work}, {writer: Strike(random.randint(2, 4), random.random())})
-        held_after, taken_after = _refill(stage, survivor, pages), Footprint.of(config, lab.tmp)
+            writer = group.worker(f"writer{kill}")
+            work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)
+            group.run({writer: work}, {writer: KillSchedule(random.randint(2, 4), random.random())})
+        held_after, taken_after = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
         story = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
         if held_after < held_before - BATCH:
             raise Violation("EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now")
@@ -53,34 +53,34 @@ class CrowdCases:
                 "EV-1",
                 f"{story}: it took {taken_before.bytes} bytes before, and takes {taken_after.bytes} now; the capacity is {capacity_of(pages)}",
             )
-        stage.judge("EV-2", keeps=False)
+        group.judge("EV-2", keeps=False)
 
     @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
-    def test_processes_push_each_other_s_pages_out(self, lab: Lab) -> None:
+    def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
         """Several processes look up, read and write in a store that is always full: nobody reads what took a page's place."""
-        stage = Stage(lab, POOLS, config=lab.capped(capacity_of(16)))
-        keys, mix = stage.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
-        stage.play(
+        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
+        keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
+        group.run(
             {
-                stage.peer(name): stage.work(
-                    keys, mix, calls=lab.profile.process_calls // 2, lanes=2, longest=BATCH, at=stage.soon()
+                group.worker(name): group.work(
+                    keys, mix, calls=context.profile.process_calls // 2, clients=2, max_keys=BATCH, at=group.soon()
                 )
                 for name in ("one", "two", "three")
             }
         )
-        stage.judge("EV-2", keeps=False)
+        group.judge("EV-2", keeps=False)
 
     @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
-    def test_clocks_a_year_apart(self, lab: Lab, clock: float) -> None:
+    def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
         """A process whose clock is a year off and one whose clock is right fill a store in turn: the oldest pages go, whoever set them."""
         pages = 24
-        stage = Stage(lab, POOLS, config=lab.capped(capacity_of(pages)))
-        here, there = stage.peer("here"), stage.peer("there", clock=clock)
+        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
+        here, there = group.worker("here"), group.worker("there", clock=clock)
         first, second = (there, here) if clock > 0 else (here, there)
-        old, new = stage.new_keys(pages // 2), stage.new_keys(pages)
-        _fill(stage, first, old)
-        _fill(stage, second, new)
+        old, new = group.new_keys(pages // 2), group.new_keys(pages)
+        _fill(group, first, old)
+        _fill(group, second, new)
         left = sum(found is not None for found in here.get(old))
         gone = sum(found is None for found in here.get(new))
         # What one call has written may go together.
@@ -93,13 +93,13 @@ class CrowdCases:
             )
 
 
-def _fill(stage: Stage, peer: Peer, keys: Sequence[str]) -> None:
+def _fill(group: ProcessGroup, worker: WorkerProcess, keys: Sequence[str]) -> None:
     for start in range(0, len(keys), BATCH):
-        peer.set(keys[start : start + BATCH], stage.value())
+        worker.set(keys[start : start + BATCH], group.value())
 
 
-def _refill(stage: Stage, peer: Peer, pages: int) -> int:
+def _refill(group: ProcessGroup, worker: WorkerProcess, pages: int) -> int:
     """Write twice as many pages as fit; how many of them are there then."""
-    keys = stage.new_keys(2 * pages)
-    _fill(stage, peer, keys)
-    return sum(found is not None for found in peer.get(keys))
+    keys = group.new_keys(2 * pages)
+    _fill(group, worker, keys)
+    return sum(found is not None for found in worker.get(keys))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
 
-class Damage(StrEnum):
+class ObjectCorruption(StrEnum):
     """What is wrong with an object."""
 
     SHORT = "short"
@@ -35,7 +35,7 @@ class Damage(StrEnum):
     """It is a page of this key and another identity, whole and sealed."""
 
 
-class Decay(StrEnum):
+class FileCorruption(StrEnum):
     """What happens to the files that hold pages."""
 
     FLIPPED = "one bit flipped"
@@ -47,12 +47,12 @@ class Decay(StrEnum):
     GONE = "gone"
 
 
-def can_tamper(storage: HiCacheStorage) -> bool:
-    """Whether `tamper_with_objects` knows a way into this storage."""
+def can_corrupt(storage: HiCacheStorage) -> bool:
+    """Whether `corrupt_object` knows a way into this storage."""
     return isinstance(innermost(storage), ObjectStorage)
 
 
-def tamper_with_objects(storage: HiCacheStorage, pool: str, key: str, damage: Damage) -> bool:
+def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
     """Put a damaged object in the place of a page, whether there is one or not.
 
     Returns:
@@ -68,22 +68,22 @@ def tamper_with_objects(storage: HiCacheStorage, pool: str, key: str, damage: Da
     return written == [[True]]
 
 
-def _damaged(namespace: Namespace, key: str, damage: Damage) -> ObjectWrite:
+def _damaged(namespace: Namespace, key: str, damage: ObjectCorruption) -> ObjectWrite:
     buffers = [memoryview(bytearray(b"\x5a" * length)) for length in namespace.geometry.component_bytes]
     honest = ObjectWrite(namespace, key, buffers)
     match damage:
-        case Damage.SHORT:
+        case ObjectCorruption.SHORT:
             return _Forgery(honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope)
-        case Damage.LONG:
+        case ObjectCorruption.LONG:
             # At the front, so that a store that cuts objects to length is not left with the honest page.
             return _Forgery(honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope)
-        case Damage.FLIPPED_BIT:
+        case ObjectCorruption.FLIPPED_BIT:
             sealed, flipped = honest.envelope, bytearray(buffers[-1])
             flipped[len(flipped) // 2] ^= 1
             return _Forgery(honest, [*buffers[:-1], memoryview(flipped)], sealed)
-        case Damage.OTHER_KEY:
+        case ObjectCorruption.OTHER_KEY:
             return _Forgery(honest, buffers, ObjectWrite(namespace, f"{key}'", buffers).envelope)
-        case Damage.OTHER_IDENTITY:
+        case ObjectCorruption.OTHER_IDENTITY:
             envelope = bytearray(honest.envelope)
             # The fingerprint of the namespace, by the format that docs/spec.md gives.
             envelope[16:32] = bytes(byte ^ 0xFF for byte in envelope[16:32])
@@ -108,8 +108,8 @@ class _Forgery(ObjectWrite):
         """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong bytes."""
 
 
-def let_rot(directory: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> int:
-    """Damage the files that hold pages.
+def corrupt_files(directory: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
+    """ObjectCorruption the files that hold pages.
 
     Args:
         directory: of the store.
@@ -123,7 +123,7 @@ def let_rot(directory: Path, pages: Sequence[bytes], decay: Decay, random: Rando
     return sum(_rot(path, pages, decay, random) for path in _files(directory))
 
 
-def _rot(path: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> int:
+def _rot(path: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
     with path.open("rb") as file:
         places = [place for place in find_all(file.fileno(), pages) if place >= 0]
     if places:
@@ -131,19 +131,19 @@ def _rot(path: Path, pages: Sequence[bytes], decay: Decay, random: Random) -> in
     return len(places)
 
 
-def _corrupt_file(path: Path, places: Sequence[int], length: int, decay: Decay, random: Random) -> None:
-    if decay is Decay.GONE:
+def _corrupt_file(path: Path, places: Sequence[int], length: int, decay: FileCorruption, random: Random) -> None:
+    if decay is FileCorruption.GONE:
         path.unlink()
         return
     # In place: a damaged file is still the same file.
     with path.open("r+b", buffering=0) as file:
         match decay:
-            case Decay.FLIPPED:
+            case FileCorruption.FLIPPED:
                 for place in places:
                     _flip(file.fileno(), place + random.randrange(length), random.randrange(8))
-            case Decay.TORN:
+            case FileCorruption.TORN:
                 file.truncate(min(places) + random.randrange(1, length))
-            case Decay.EMPTIED:
+            case FileCorruption.EMPTIED:
                 file.truncate(0)
 
 

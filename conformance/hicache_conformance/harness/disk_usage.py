@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class DiskUsage:
     """Files and bytes under the directories that the options name."""
 
     files: int

@@ -21,7 +21,7 @@ LEVEL: Final = 33
 
 
 @contextmanager
-def watched() -> Generator[list[str]]:
+def unchanged_globals() -> Generator[list[str]]:
     """Give each bystander a state of the suite's own; the list names, at the end, those that were changed.
 
     For the main thread only, because signal handlers are.

@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_conformance.model.violation import Untestable
+from hicache_conformance.model.violation import Inconclusive
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
 from hicache_storage.plugins import create_storage, discover, registry
 from hicache_storage.spec import StorageIdentity
@@ -42,7 +42,7 @@ def probe(driver: str, config: Mapping[str, object]) -> str:
         return f"ended a fresh process with status {child.returncode}: {child.stderr[-500:]}"
     answer: dict[str, str] = json.loads(lines[-1])
     if "unknown" in answer:
-        raise Untestable(f"a fresh process cannot find the driver: {answer['unknown']}")
+        raise Inconclusive(f"a fresh process cannot find the driver: {answer['unknown']}")
     return answer["found"]
 
 

@@ -11,7 +11,7 @@ from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class Residue:
+class OpenResources:
     """Threads and descriptors of this process."""
 
     threads: dict[int, str]
@@ -33,7 +33,7 @@ class Residue:
                 continue
         return cls(threads, descriptors)
 
-    def beyond(self, before: Residue) -> str:
+    def beyond(self, before: OpenResources) -> str:
         """What is here and was not before; empty if nothing is."""
         words = [f"thread {name!r}" for ident, name in self.threads.items() if ident not in before.threads]
         words += [

@@ -47,7 +47,7 @@ class Passage:
     """What it is instead; empty where it has a generation."""
 
 
-class PageBook:
+class PagePatterns:
     """Writes pages, and reads from any bytes whose they are. Knows the pages that were written with it."""
 
     def __init__(self) -> None:

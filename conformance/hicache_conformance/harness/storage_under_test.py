@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from random import Random
 
-    from hicache_conformance.harness.page_patterns import PageBook
+    from hicache_conformance.harness.page_patterns import PagePatterns
     from hicache_conformance.harness.pools import PoolMemory
     from hicache_storage.spec import HiCacheStorageExtraInfo, StorageIdentity
 
@@ -30,7 +30,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PoolPages:
     """One transfer of a call: pages of a pool, all of one generation."""
 
     keys: Sequence[str]
@@ -38,24 +38,24 @@ class Share:
     generation: int = 0
 
 
-class Subject:
-    """A storage with its registered pools. Not for several threads at once: give each a `lane`."""
+class StorageUnderTest:
+    """A storage with its registered pools. Not for several threads at once: give each a `client`."""
 
     def __init__(
         self,
         storage: HiCacheStorage,
         memories: Mapping[str, PoolMemory],
-        book: PageBook,
+        patterns: PagePatterns,
         random: Random,
         *,
-        lane: int = 0,
-        lanes: int = 1,
+        client: int = 0,
+        clients: int = 1,
     ) -> None:
         self.storage = storage
         self.memories = memories
-        self._book, self._random = book, random
-        self._lane, self._lanes = lane, lanes
-        self._calls = lane
+        self._patterns, self._random = patterns, random
+        self._client, self._clients = client, clients
+        self._calls = client
         self.info: HiCacheStorageExtraInfo | None = None
         """What every call is told besides its pages; a short deadline, for instance."""
 
@@ -64,68 +64,68 @@ class Subject:
         """Whose bytes it reads and writes."""
         return self.storage.identity
 
-    def lane(self, number: int, of: int, random: Random) -> Subject:
+    def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
         """The same storage, restricted to a share of every pool's pages, for a thread of its own."""
-        return Subject(self.storage, self.memories, self._book, random, lane=number, lanes=of)
+        return StorageUnderTest(self.storage, self.memories, self._patterns, random, client=number, clients=of)
 
     def set(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> list[bool]:
         """Store self-describing pages; the answer, one for each key."""
-        return self.set_many([Share(keys, pool, generation)])[pool]
+        return self.set_many([PoolPages(keys, pool, generation)])[pool]
 
-    def set_many(self, shares: Sequence[Share]) -> dict[str, list[bool]]:
+    def set_many(self, groups: Sequence[PoolPages]) -> dict[str, list[bool]]:
         """Store pages of several transfers in one call. Their sources are overwritten as soon as it returns (SET-7)."""
-        placed = self._place(shares)
-        for share, pages in zip(shares, placed, strict=True):
-            self.fill(share, pages)
-        transfers = self.transfers(shares, placed)
+        placed = self._place(groups)
+        for group, pages in zip(groups, placed, strict=True):
+            self.fill(group, pages)
+        transfers = self.transfers(groups, placed)
         answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
-        for share, pages in zip(shares, placed, strict=True):
-            memory = self.memories[share.pool]
+        for group, pages in zip(groups, placed, strict=True):
+            memory = self.memories[group.pool]
             for page in pages:
                 memory.write(page, spent(memory.page_bytes))
-        return _checked(answer, shares)
+        return _checked(answer, groups)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bytes | None]:
         """Read pages; for each key what was delivered, or None."""
-        return self.get_many([Share(keys, pool)])[pool]
+        return self.get_many([PoolPages(keys, pool)])[pool]
 
-    def get_many(self, shares: Sequence[Share]) -> dict[str, list[bytes | None]]:
+    def get_many(self, groups: Sequence[PoolPages]) -> dict[str, list[bytes | None]]:
         """Read pages of several transfers in one call.
 
         Raises:
             Violation: GET-3 for the form of the answer, GET-2 for a touched neighbour.
         """
-        self._calls += self._lanes
-        placed = self._place(shares)
-        pools = {share.pool for share in shares}
+        self._calls += self._clients
+        placed = self._place(groups)
+        pools = {group.pool for group in groups}
         for pool in pools:
             memory = self.memories[pool]
             blank = canary(self._calls, memory.page_bytes)
             for page in self._own_pages(memory):
                 memory.write(page, blank)
-        transfers = self.transfers(shares, placed)
+        transfers = self.transfers(groups, placed)
         answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
-        verdicts = _checked(answer, shares)
+        verdicts = _checked(answer, groups)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
-            pages = [page for share, pages in zip(shares, placed, strict=True) if share.pool == pool for page in pages]
+            pages = [page for group, pages in zip(groups, placed, strict=True) if group.pool == pool for page in pages]
             self._check_neighbours(pool, frozenset(pages))
             memory = self.memories[pool]
             delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
         return delivered
 
-    def fill(self, share: Share, pages: Sequence[int]) -> None:
+    def fill(self, group: PoolPages, pages: Sequence[int]) -> None:
         """Put a transfer's pages where it will read them."""
-        memory = self.memories[share.pool]
-        for key, page in zip(share.keys, pages, strict=True):
-            owner = Page(self.identity, share.pool, key, share.generation)
-            memory.write(page, self._book.render(owner, memory.page_bytes))
+        memory = self.memories[group.pool]
+        for key, page in zip(group.keys, pages, strict=True):
+            owner = Page(self.identity, group.pool, key, group.generation)
+            memory.write(page, self._patterns.render(owner, memory.page_bytes))
 
-    def transfers(self, shares: Sequence[Share], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
-        """The transfers of a call that moves `shares` from or to the given pages."""
+    def transfers(self, groups: Sequence[PoolPages], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
+        """The transfers of a call that moves `groups` from or to the given pages."""
         return [
-            PoolTransfer(PoolName(share.pool), slots_of(pages, self.memories[share.pool].page_size), keys=list(share.keys))
-            for share, pages in zip(shares, placed, strict=True)
+            PoolTransfer(PoolName(group.pool), slots_of(pages, self.memories[group.pool].page_size), keys=list(group.keys))
+            for group, pages in zip(groups, placed, strict=True)
         ]
 
     def exists(self, keys: Sequence[str], *transfers: PoolTransfer) -> PoolTransferResult:
@@ -163,13 +163,13 @@ class Subject:
         Raises:
             Violation: SET-1, a page was refused.
         """
-        self.store_many([Share(keys, pool, generation)])
+        self.store_many([PoolPages(keys, pool, generation)])
 
-    def store_many(self, shares: Sequence[Share]) -> None:
+    def store_many(self, groups: Sequence[PoolPages]) -> None:
         """As `store`, in one call."""
-        answer = self.set_many(shares)
+        answer = self.set_many(groups)
         for pool in answer:
-            keys = [key for share in shares if share.pool == pool for key in share.keys]
+            keys = [key for group in groups if group.pool == pool for key in group.keys]
             for index, (key, ok) in enumerate(zip(keys, answer[pool], strict=True)):
                 if not ok:
                     raise Violation(
@@ -208,7 +208,7 @@ class Subject:
                 raise Violation(
                     rule or "SET-1", f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get answers False"
                 )
-            wrong = self._book.explain(content, Page(writer or self.identity, pool, key, generation))
+            wrong = self._patterns.explain(content, Page(writer or self.identity, pool, key, generation))
             if wrong:
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -223,7 +223,7 @@ class Subject:
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
-                whose = self._book.explain(content, Page(self.identity, pool, key)) or "holds its own bytes"
+                whose = self._patterns.explain(content, Page(self.identity, pool, key)) or "holds its own bytes"
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
                 raise Violation(rule, f"{page}, and exists says that it is there")
@@ -236,7 +236,7 @@ class Subject:
         """
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             lost = "was stored (True), and a get answers False"
-            wrong = lost if content is None else self._book.explain(content, Page(self.identity, pool, key))
+            wrong = lost if content is None else self._patterns.explain(content, Page(self.identity, pool, key))
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -255,11 +255,11 @@ class Subject:
     def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
         """Which of several generations a page holds; None if it is none of them."""
         owner = (Page(self.identity, pool, key, generation) for generation in generations)
-        return next((page.generation for page in owner if self._book.render(page, len(content)) == content), None)
+        return next((page.generation for page in owner if self._patterns.render(page, len(content)) == content), None)
 
     def explain(self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0) -> str:
         """What a page holds instead of what it should."""
-        return self._book.explain(content, Page(self.identity, pool, key, generation))
+        return self._patterns.explain(content, Page(self.identity, pool, key, generation))
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters; zeros for a pool that has none yet."""
@@ -281,24 +281,24 @@ class Subject:
             raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
 
     def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
-        """A page of this lane for each of the keys."""
+        """A page of this client for each of the keys."""
         return list(self._own_pages(self.memories[pool]))[: len(keys)]
 
     def _own_pages(self, memory: PoolMemory) -> range:
-        share = memory.pages // self._lanes
-        return range(self._lane * share, (self._lane + 1) * share)
+        group = memory.pages // self._clients
+        return range(self._client * group, (self._client + 1) * group)
 
-    def _place(self, shares: Sequence[Share]) -> list[list[int]]:
+    def _place(self, groups: Sequence[PoolPages]) -> list[list[int]]:
         """Pages for every transfer, in no order that a driver could guess, and no two the same in a pool."""
         free = dict[str, list[int]]()
         placed = list[list[int]]()
-        for share in shares:
-            if share.pool not in free:
-                free[share.pool] = list(self._own_pages(self.memories[share.pool]))
-                self._random.shuffle(free[share.pool])
-            taken, free[share.pool] = free[share.pool][: len(share.keys)], free[share.pool][len(share.keys) :]
-            if len(taken) < len(share.keys):
-                raise ValueError(f"a case moves {len(share.keys)} pages of {share.pool!r} at once; the pool is smaller")
+        for group in groups:
+            if group.pool not in free:
+                free[group.pool] = list(self._own_pages(self.memories[group.pool]))
+                self._random.shuffle(free[group.pool])
+            taken, free[group.pool] = free[group.pool][: len(group.keys)], free[group.pool][len(group.keys) :]
+            if len(taken) < len(group.keys):
+                raise ValueError(f"a case moves {len(group.keys)} pages of {group.pool!r} at once; the pool is smaller")
             placed.append(taken)
         return placed
 
@@ -328,10 +328,10 @@ def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     return PoolTransfer(PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group)
 
 
-def _checked(answer: Mapping[PoolName, Sequence[bool]], shares: Sequence[Share]) -> dict[str, list[bool]]:
+def _checked(answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PoolPages]) -> dict[str, list[bool]]:
     expected = dict[str, int]()
-    for share in shares:
-        expected[share.pool] = expected.get(share.pool, 0) + len(share.keys)
+    for group in groups:
+        expected[group.pool] = expected.get(group.pool, 0) + len(group.keys)
     if not isinstance(answer, dict) or set(answer) != set(expected):
         raise Violation("GET-3", f"a call for the pools {sorted(expected)} answered {answer!r:.200}")
     for pool, pages in expected.items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ROUNDS: Final = 15
 
 
-def least_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
+def min_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
     """CPU time of one call of each, all threads of the process together: the least of several interleaved rounds.
 
     Args:
@@ -32,7 +32,7 @@ def seconds(*questions: Callable[[], object]) -> list[list[float]]:
     return [list(times) for times in zip(*rounds, strict=True)]
 
 
-def surely_slower(slow: list[float], fast: list[float]) -> float:
+def significantly_slower(slow: list[float], fast: list[float]) -> float:
     """By which factor the one is slower, in the judgement that favours it: the least of the ratios of minima and medians."""
     return min(min(slow) / min(fast), median(slow) / median(fast))
 

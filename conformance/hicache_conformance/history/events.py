@@ -33,7 +33,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     """Tells the calls of one recorder apart."""
-    lane: str
+    client: str
     """Process and thread, such as `B.2`."""
     call: Call
     at: int

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from hicache_conformance.model.fault_plan import Fault
 
-LONGEST_HANG_SECONDS: Final = 60.0
+MAX_HANG_SECONDS: Final = 60.0
 """A hang ends after this long even if nobody heals it, so that no process is stuck for good where the suite was killed."""
 
 
-class Strike:
+class ActiveFaults:
     """Faults on some operations. Thread-safe."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
@@ -26,7 +26,7 @@ class Strike:
         self._passed = [0] * len(self._faults)
         self._lock = threading.Lock()
         self._healed = threading.Event()
-        self.struck = 0
+        self.injected_count = 0
         """Operations that a fault has struck."""
 
     def at(self, operation: str) -> list[Fault]:
@@ -41,7 +41,7 @@ class Strike:
                 number, self._passed[index] = self._passed[index], self._passed[index] + 1
                 if number >= fault.first and (not fault.count or number < fault.first + fault.count):
                     found.append(fault)
-            self.struck += bool(found)
+            self.injected_count += bool(found)
         return found
 
     def hold_up(self, faults: Iterable[Fault]) -> None:
@@ -54,7 +54,7 @@ class Strike:
             if fault.kind is FaultKind.DELAY:
                 self._healed.wait(fault.seconds)
             elif fault.kind is FaultKind.HANG:
-                self._healed.wait(LONGEST_HANG_SECONDS)
+                self._healed.wait(MAX_HANG_SECONDS)
         for fault in faults:
             if fault.kind is FaultKind.ERROR:
                 raise failure(fault.error)
@@ -70,7 +70,7 @@ def failure(name: str) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def struck(faults: Iterable[Fault], kind: FaultKind) -> Fault | None:
+def find_fault(faults: Iterable[Fault], kind: FaultKind) -> Fault | None:
     """The fault of a kind among those that strike an operation."""
     return next((fault for fault in faults if fault.kind is kind), None)
 

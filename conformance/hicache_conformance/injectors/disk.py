@@ -1,4 +1,4 @@
-"""The ground `disk`: a file system that fails as it is told."""
+"""The injector `disk`: a file system that fails as it is told."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from hicache_conformance.injectors.active_faults import struck
+from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.fuse_fs import unmount
-from hicache_conformance.injectors.injector import Ground
+from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
-from hicache_conformance.model.violation import Untestable
+from hicache_conformance.model.violation import Inconclusive
 
 if TYPE_CHECKING:
     from hicache_conformance.model.fault_plan import FaultPlan
@@ -31,7 +31,7 @@ PATIENCE_SECONDS: Final = 30.0
 
 
 def missing_for_disk() -> str:
-    """What this machine lacks for the ground `disk`; empty if nothing."""
+    """What this machine lacks for the injector `disk`; empty if nothing."""
     if not os.path.exists("/dev/fuse"):
         return "/dev/fuse"
     if shutil.which("fusermount3") is None:
@@ -41,11 +41,11 @@ def missing_for_disk() -> str:
     return ""
 
 
-class DiskGround(Ground):
+class DiskInjector(FaultInjector):
     """A directory on a FUSE file system, mounted by a process of its own.
 
     Raises:
-        Untestable: FUSE does not work here; the message says what is missing.
+        Inconclusive: FUSE does not work here; the message says what is missing.
     """
 
     name: ClassVar[str] = "disk"
@@ -54,9 +54,9 @@ class DiskGround(Ground):
         super().__init__()
         missing = missing_for_disk()
         if missing:
-            raise Untestable(f"the ground 'disk' needs {missing}")
+            raise Inconclusive(f"the injector 'disk' needs {missing}")
         # Not below pytest's directories: whoever removes those must not meet a mount that hangs.
-        self._home = Path(tempfile.mkdtemp(prefix="hicache-ground-"))
+        self._home = Path(tempfile.mkdtemp(prefix="hicache-injector-"))
         self._lock = threading.Lock()
         # A session of its own, so that it survives a suite that is killed for long enough to unmount.
         self._process = subprocess.Popen(
@@ -86,9 +86,9 @@ class DiskGround(Ground):
         return self._process.poll() is None
 
     def apply(self, plan: FaultPlan) -> None:
-        if struck(plan.faults, FaultKind.LOST_DESCRIPTOR):
+        if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
             self._make_the_kernel_forget()
-        self._ask("strike", plan.as_json())
+        self._ask("inject", plan.as_json())
 
     def heal(self) -> None:
         self._ask("heal")
@@ -96,8 +96,8 @@ class DiskGround(Ground):
     def requests(self) -> int:
         return msgspec.convert(self._ask("requests"), int)
 
-    def struck(self) -> int:
-        return msgspec.convert(self._ask("struck"), int)
+    def injected_count(self) -> int:
+        return msgspec.convert(self._ask("injected_count"), int)
 
     def close(self) -> None:
         """Unmount, whatever hangs there."""
@@ -142,5 +142,5 @@ class DiskGround(Ground):
                 self._process.kill()
                 assert self._process.stderr is not None
                 said = self._process.stderr.read().decode("utf-8", "replace").strip()
-                raise Untestable(f"the ground 'disk' cannot mount a FUSE file system here: {said[-200:] or 'no reason given'}")
+                raise Inconclusive(f"the injector 'disk' cannot mount a FUSE file system here: {said[-200:] or 'no reason given'}")
             time.sleep(0.005)

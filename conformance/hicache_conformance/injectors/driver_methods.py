@@ -1,4 +1,4 @@
-"""The ground `objects`: between the SDK and a driver's own methods."""
+"""The injector `objects`: between the SDK and a driver's own methods."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hicache_conformance.harness.corruption import forged
-from hicache_conformance.injectors.active_faults import Strike, failure, flipped, struck
-from hicache_conformance.injectors.injector import Ground
+from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
+from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectRead, ObjectStorage, ReadBatch, WriteBatch
@@ -23,7 +23,7 @@ ItemsT = TypeVar("ItemsT")
 AnswerT = TypeVar("AnswerT")
 
 
-class ObjectsGround(Ground):
+class DriverMethodInjector(FaultInjector):
     """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
 
     The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is `delete_objects` and `clear_namespaces`.
@@ -33,7 +33,7 @@ class ObjectsGround(Ground):
 
     def __init__(self) -> None:
         super().__init__()
-        self._strike = Strike()
+        self._active = ActiveFaults()
         self._requests = itertools.count()
         self._seen = 0
 
@@ -55,61 +55,61 @@ class ObjectsGround(Ground):
             setattr(driver, name, method)
 
     def apply(self, plan: FaultPlan) -> None:
-        self._strike = Strike(plan.faults)
+        self._active = ActiveFaults(plan.faults)
 
     def heal(self) -> None:
-        self._strike.heal()
+        self._active.heal()
 
     def requests(self) -> int:
         return self._seen
 
-    def struck(self) -> int:
-        return self._strike.struck
+    def injected_count(self) -> int:
+        return self._active.injected_count
 
     def _begin(self, operation: str) -> list[Fault]:
         self._seen = next(self._requests) + 1
-        strike = self._strike
-        faults = strike.at(operation)
-        strike.hold_up(faults)
+        active = self._active
+        faults = active.at(operation)
+        active.hold_up(faults)
         return faults
 
     def _exists(self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         faults = self._begin("exists")
         answer = ask(batches, call)
-        return _too_short(answer) if struck(faults, FaultKind.MALFORMED) else answer
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
     def _read(self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         faults = self._begin("read")
-        partial = struck(faults, FaultKind.PARTIAL)
+        partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
             return _without_one(batches, partial.place, lambda rest: ask(rest, call), ReadBatch, lambda batch: list(batch.reads))
-        if struck(faults, FaultKind.DUPLICATE):
+        if find_fault(faults, FaultKind.DUPLICATE):
             ask(batches, call)
-        if any(struck(faults, kind) for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)):
+        if any(find_fault(faults, kind) for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)):
             return _misread(ask, batches, call, faults)
         answer = ask(batches, call)
-        if struck(faults, FaultKind.REORDERED):
+        if find_fault(faults, FaultKind.REORDERED):
             return [page[::-1] for page in answer]
-        return _too_short(answer) if struck(faults, FaultKind.MALFORMED) else answer
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
     def _write(self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         faults = self._begin("write")
-        partial = struck(faults, FaultKind.PARTIAL)
+        partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
             return _without_one(
                 batches, partial.place, lambda rest: ask(rest, call), WriteBatch, lambda batch: list(batch.writes)
             )
-        torn, flip = struck(faults, FaultKind.TORN_WRITE), struck(faults, FaultKind.BIT_FLIP)
+        torn, flip = find_fault(faults, FaultKind.TORN_WRITE), find_fault(faults, FaultKind.BIT_FLIP)
         if torn is not None or flip is not None:
             batches = [
                 WriteBatch(batch.namespace, [_spoilt(write, None if flip is None else flip.place) for write in batch.writes])
                 for batch in batches
             ]
-        if struck(faults, FaultKind.DUPLICATE):
+        if find_fault(faults, FaultKind.DUPLICATE):
             ask(batches, call)
         answer = ask(batches, call)
         _fail_afterwards(faults)
-        return _too_short(answer) if struck(faults, FaultKind.MALFORMED) else answer
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
     def _remove(self, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call) -> AnswerT:
         faults = self._begin("remove")
@@ -120,17 +120,17 @@ class ObjectsGround(Ground):
 
 def _fail_afterwards(faults: Sequence[Fault]) -> None:
     """Fail as the fault asks for that lets a call take effect first."""
-    applied = struck(faults, FaultKind.APPLIED)
+    applied = find_fault(faults, FaultKind.APPLIED)
     if applied is not None:
         raise failure(applied.error or "EIO")
 
 
 def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]) -> list[list[bool]]:
     """Read, and damage what arrives; the SDK is handed it unverified, as if the store had sent it so."""
-    swaps = struck(faults, FaultKind.WRONG_KEY) is not None
+    swaps = find_fault(faults, FaultKind.WRONG_KEY) is not None
     stand_ins = [ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches]
     answer = ask(stand_ins, call)
-    flip, short = struck(faults, FaultKind.BIT_FLIP), struck(faults, FaultKind.SHORT_READ)
+    flip, short = find_fault(faults, FaultKind.BIT_FLIP), find_fault(faults, FaultKind.SHORT_READ)
     for batch, other in zip(batches, stand_ins, strict=True):
         for read, stand_in in zip(batch.reads, other.reads, strict=True):
             # A driver may have verified it before, where it was asked twice.

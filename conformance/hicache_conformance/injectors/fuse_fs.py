@@ -1,4 +1,4 @@
-"""The process behind the ground `disk`: a FUSE file system that passes everything on to a directory, or fails as it is told.
+"""The process behind the injector `disk`: a FUSE file system that passes everything on to a directory, or fails as it is told.
 
 `python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on `HOME/disk`, and answers commands: one
 line of JSON on its standard input for each, one on its standard output. It ends with its standard input, and takes the mount
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.injectors.active_faults import Strike, failure, flipped, struck
+from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Control:
     """What the file system's threads and the one that reads commands share."""
 
     def __init__(self) -> None:
-        self.strike = Strike()
+        self.active = ActiveFaults()
         self.lost = frozenset[int]()
         """Handles that answer ESTALE for good."""
         self.open = dict[int, str]()
@@ -53,19 +53,19 @@ class Control:
     def obey(self, command: str, content: str) -> object:
         """Do what a command says; the answer."""
         match command:
-            case "strike":
+            case "inject":
                 plan = FaultPlan.from_json(content)
-                if struck(plan.faults, FaultKind.LOST_DESCRIPTOR):
+                if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
                     self.lost |= frozenset(self.open)
-                self.strike = Strike(plan.faults)
+                self.active = ActiveFaults(plan.faults)
             case "heal":
-                self.strike.heal()
+                self.active.heal()
             case "open":
                 return list(set(self.open.values()))
             case "requests":
                 return self.requests
-            case "struck":
-                return self.strike.struck
+            case "injected_count":
+                return self.active.injected_count
             case _:
                 raise ValueError(f"unknown command {command!r}")
         return None
@@ -73,10 +73,10 @@ class Control:
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
         """Count a request, wait and fail as the strike asks for; the faults that are left to do."""
         self.requests = next(self._requests) + 1
-        strike = self.strike
-        faults = strike.at(operation)
-        strike.hold_up(faults)
-        if handle is not None and struck(faults, FaultKind.LOST_DESCRIPTOR):
+        active = self.active
+        faults = active.at(operation)
+        active.hold_up(faults)
+        if handle is not None and find_fault(faults, FaultKind.LOST_DESCRIPTOR):
             self.lost |= {handle}
         if handle in self.lost:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -93,7 +93,7 @@ class Control:
         """
         faults = self.begin(operation, handle)
         yield faults
-        applied = struck(faults, FaultKind.APPLIED)
+        applied = find_fault(faults, FaultKind.APPLIED)
         if applied is not None:
             raise failure(applied.error or retransmitted)
 
@@ -145,7 +145,7 @@ class Passthrough:
     def create(self, path: str, mode: int, flags: int) -> int:
         with self._control.change("create") as faults:
             handle = os.open(self._root + path, flags & ~os.O_DIRECT | os.O_CREAT, mode)
-            if struck(faults, FaultKind.APPLIED):
+            if find_fault(faults, FaultKind.APPLIED):
                 # Nobody is told of the handle, so nobody would release it.
                 os.close(handle)
         return self._opened(handle, path)
@@ -160,22 +160,22 @@ class Passthrough:
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         faults = self._control.begin("read", fh)
         content = os.pread(fh, size, offset)
-        if struck(faults, FaultKind.WRONG_KEY):
+        if find_fault(faults, FaultKind.WRONG_KEY):
             content = self._neighbours_bytes(path, content, offset)
-        if struck(faults, FaultKind.SHORT_READ):
+        if find_fault(faults, FaultKind.SHORT_READ):
             content = content[: len(content) // 2]
-        flip = struck(faults, FaultKind.BIT_FLIP)
+        flip = find_fault(faults, FaultKind.BIT_FLIP)
         return flipped(content, flip.place) if flip else content
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         with self._control.change("write", fh) as faults:
-            flip = struck(faults, FaultKind.BIT_FLIP)
+            flip = find_fault(faults, FaultKind.BIT_FLIP)
             if flip:
                 data = flipped(data, flip.place)
-            if struck(faults, FaultKind.TORN_WRITE):
+            if find_fault(faults, FaultKind.TORN_WRITE):
                 os.pwrite(fh, data[: len(data) // 2], offset)
                 return len(data)
-            if struck(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
+            if find_fault(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
                 data = data[: len(data) // 2]
             return os.pwrite(fh, data, offset)
 
@@ -270,7 +270,7 @@ def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
     finally:
-        control.strike.heal()
+        control.active.heal()
         unmount(home / "disk")
         # Where somebody still has a file open, libfuse goes on serving it.
         unmounted.wait(LAST_FILES_SECONDS)
@@ -299,7 +299,7 @@ def _serve(arguments: Sequence[str]) -> None:
     listener.start()
     # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
     mfusepy.FUSE(
-        operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-ground"
+        operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-injector"
     )
     # The listener takes the directory away, and ends the process.
     unmounted.set()

@@ -1,4 +1,4 @@
-"""What all grounds have in common."""
+"""What all injectors have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
 
-class Ground(ABC):
+class FaultInjector(ABC):
     """Something under a driver that can be made to fail. One strike at a time; healed before the next."""
 
     name: ClassVar[str]
@@ -24,19 +24,19 @@ class Ground(ABC):
 
     @property
     def tmp(self) -> Path | None:
-        """The directory that `{tmp}` stands for on this ground; None where it does not matter."""
+        """The directory that `{tmp}` stands for on this injector; None where it does not matter."""
         return None
 
     @property
     def ports(self) -> Mapping[str, int]:
-        """The ports that `{port:NAME}` stands for on this ground; those of the servers themselves if empty."""
+        """The ports that `{port:NAME}` stands for on this injector; those of the servers themselves if empty."""
         return {}
 
     def attach(self, storage: HiCacheStorage) -> None:
         """Get under a storage that was just constructed."""
         return
 
-    def strike(self, plan: FaultPlan) -> None:
+    def inject(self, plan: FaultPlan) -> None:
         """Let a plan begin."""
         if plan.faults and plan not in self.plans:
             self.plans.append(plan)
@@ -52,10 +52,10 @@ class Ground(ABC):
 
     @abstractmethod
     def requests(self) -> int:
-        """Requests that have reached the ground so far."""
+        """Requests that have reached the injector so far."""
 
     @abstractmethod
-    def struck(self) -> int:
+    def injected_count(self) -> int:
         """Requests of the present or last strike that a fault has struck."""
 
     def close(self) -> None:

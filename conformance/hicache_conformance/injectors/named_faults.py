@@ -1,4 +1,4 @@
-"""The faults that each ground is tried with one by one, under the names that reports show."""
+"""The faults that each injector is tried with one by one, under the names that reports show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hicache_conformance.model.fault_plan import Fault, FaultKind
 
 _WRITING: Final = ("create", "write", "name")
 
-TROUBLES: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
+NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
     "disk": {
         "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
         "unreadable": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
@@ -47,7 +47,7 @@ TROUBLES: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
     },
 }
 
-AWAY: Final[dict[str, tuple[Fault, ...]]] = {
+UNAVAILABLE: Final[dict[str, tuple[Fault, ...]]] = {
     "disk": (Fault(kind=FaultKind.ERROR, error="EIO"),),
     "network": (Fault(kind=FaultKind.REFUSE),),
     "services": (Fault(kind=FaultKind.KILL),),

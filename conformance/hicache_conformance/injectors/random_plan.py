@@ -1,4 +1,4 @@
-"""Random plans: which faults a ground knows, and a seeded choice among them."""
+"""Random plans: which faults an injector knows, and a seeded choice among them."""
 
 from __future__ import annotations
 
@@ -64,34 +64,34 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
     ),
 }
-"""What can go wrong on each ground. A lookup that lies is not there: no driver could tell, and nothing it said would hold."""
+"""What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and nothing it said would hold."""
 
 KILLED_ENGINE: Final = Fault(kind=FaultKind.ENGINE)
-"""On every ground, where another process may use the store."""
+"""On every injector, where another process may use the store."""
 
 
-def drawn_plan(ground: str, random: Random, *, hangs: bool = True, engines: bool = False, most: int = 4) -> FaultPlan:
+def generate_plan(injector: str, random: Random, *, hangs: bool = True, engines: bool = False, most: int = 4) -> FaultPlan:
     """A plan of one to `most` faults.
 
     Args:
-        ground: name of the ground.
+        injector: name of the injector.
         random: decides.
         hangs: whether operations may hang.
         engines: whether another engine may be killed.
         most: largest number of faults.
     """
-    menu = [fault for fault in MENU[ground] if hangs or fault.kind is not FaultKind.HANG]
+    menu = [fault for fault in MENU[injector] if hangs or fault.kind is not FaultKind.HANG]
     menu += [KILLED_ENGINE] if engines else []
-    chosen = [_drawn(ground, random.choice(menu), random) for _ in range(random.randint(1, most))]
+    chosen = [_drawn(injector, random.choice(menu), random) for _ in range(random.randint(1, most))]
     once = {fault.kind: fault for fault in chosen if fault.kind in UNTIMED}
-    return FaultPlan(ground, tuple([fault for fault in chosen if fault.kind not in UNTIMED] + list(once.values())))
+    return FaultPlan(injector, tuple([fault for fault in chosen if fault.kind not in UNTIMED] + list(once.values())))
 
 
-def _drawn(ground: str, fault: Fault, random: Random) -> Fault:
+def _drawn(injector: str, fault: Fault, random: Random) -> Fault:
     if fault.kind is FaultKind.ENGINE:
         return structs.replace(fault, place=round(random.random(), 4))
     # What is done to a server has no operations to count.
-    if fault.kind in UNTIMED or ground == "services":
+    if fault.kind in UNTIMED or injector == "services":
         return fault
     return Fault(
         kind=fault.kind,

@@ -1,4 +1,4 @@
-"""The servers that a driver needs: started, killed, restarted on the same ports; and the ground `services` made of them."""
+"""The servers that a driver needs: started, killed, restarted on the same ports; and the injector `services` made of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.ports import accepts, free_ports
 from hicache_conformance.harness.sparse_files import copy_file
-from hicache_conformance.injectors.active_faults import struck
-from hicache_conformance.injectors.injector import Ground
+from hicache_conformance.injectors.active_faults import find_fault
+from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.placeholders import filled, port_names
-from hicache_conformance.model.violation import Untestable
+from hicache_conformance.model.violation import Inconclusive
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -35,7 +35,7 @@ STOP_SECONDS: Final = 5.0
 """How long it may take to end by itself when it is asked to."""
 
 
-class Services:
+class Servers:
     """Servers on free ports of 127.0.0.1, each of them a command.
 
     Args:
@@ -56,7 +56,7 @@ class Services:
         """Start what does not run, and wait until all its ports accept connections.
 
         Raises:
-            Untestable: a server did not come up; the message has the last of what it printed.
+            Inconclusive: a server did not come up; the message has the last of what it printed.
         """
         for number, command in enumerate(self.commands):
             running = self._processes.get(number)
@@ -71,7 +71,7 @@ class Services:
                     # A group of its own, so that what a server has started is killed with it.
                     process = subprocess.Popen([*LEASH, *words], stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
                 except OSError as error:
-                    raise Untestable(f"the server {words[0]!r} cannot be started: {error}") from error
+                    raise Inconclusive(f"the server {words[0]!r} cannot be started: {error}") from error
             self._processes[number] = process
             for name in port_names(command):
                 self._wait_for(number, words, name)
@@ -135,19 +135,19 @@ class Services:
                     else f"ended with {ended}"
                 )
                 said = " ".join(self._log(number).read_text("utf-8", "replace").split())
-                raise Untestable(f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}")
+                raise Inconclusive(f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}")
             time.sleep(0.01)
 
     def _log(self, number: int) -> Path:
         return self._home / f"{number}.log"
 
 
-class ServicesGround(Ground):
+class ServerInjector(FaultInjector):
     """The servers themselves: killed and started again, set back to an older state, or suspended."""
 
     name: ClassVar[str] = "services"
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Servers) -> None:
         super().__init__()
         self._services = services
         self._home = Path(tempfile.mkdtemp(prefix="hicache-snapshots-"))
@@ -156,12 +156,12 @@ class ServicesGround(Ground):
 
     def apply(self, plan: FaultPlan) -> None:
         self._struck = len(plan.faults)
-        self._stale = struck(plan.faults, FaultKind.STALE) is not None
+        self._stale = find_fault(plan.faults, FaultKind.STALE) is not None
         if self._stale:
             self._services.snapshot(self._home / "snapshot")
-        if struck(plan.faults, FaultKind.KILL):
+        if find_fault(plan.faults, FaultKind.KILL):
             self._services.kill()
-        elif struck(plan.faults, FaultKind.HANG):
+        elif find_fault(plan.faults, FaultKind.HANG):
             self._services.suspend()
 
     def heal(self) -> None:
@@ -182,10 +182,10 @@ class ServicesGround(Ground):
             self._services.start()
 
     def requests(self) -> int:
-        """Not known here; the ground `network` counts them."""
+        """Not known here; the injector `network` counts them."""
         return 0
 
-    def struck(self) -> int:
+    def injected_count(self) -> int:
         return self._struck
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The ground `network`: a TCP proxy in front of each server, in a thread of the suite's own."""
+"""The injector `network`: a TCP proxy in front of each server, in a thread of the suite's own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hicache_conformance.injectors.active_faults import LONGEST_HANG_SECONDS, Strike, flipped, struck
-from hicache_conformance.injectors.injector import Ground
+from hicache_conformance.injectors.active_faults import MAX_HANG_SECONDS, ActiveFaults, find_fault, flipped
+from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 """Linger for no time: closing sends a reset."""
 
 
-class NetworkGround(Ground):
+class TcpProxyInjector(FaultInjector):
     """Proxies that pass bytes on, or delay, hold back, corrupt, cut or refuse them.
 
     The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends before the other one answers.
@@ -35,7 +35,7 @@ class NetworkGround(Ground):
 
     def __init__(self, servers: Mapping[str, int]) -> None:
         super().__init__()
-        self._strike = Strike()
+        self._active = ActiveFaults()
         self._healed = asyncio.Event()
         self._turns = itertools.count()
         self._seen = 0
@@ -52,14 +52,14 @@ class NetworkGround(Ground):
         return self._ports
 
     def apply(self, plan: FaultPlan) -> None:
-        self._strike, self._healed = Strike(plan.faults), asyncio.Event()
-        if struck(plan.faults, FaultKind.REFUSE):
-            self._strike.struck += 1
+        self._active, self._healed = ActiveFaults(plan.faults), asyncio.Event()
+        if find_fault(plan.faults, FaultKind.REFUSE):
+            self._active.injected_count += 1
             for proxy in self._proxies.values():
                 self._do(proxy.refuse())
 
     def heal(self) -> None:
-        self._strike.heal()
+        self._active.heal()
         self._loop.call_soon_threadsafe(self._healed.set)
         for proxy in self._proxies.values():
             self._do(proxy.listen())
@@ -67,8 +67,8 @@ class NetworkGround(Ground):
     def requests(self) -> int:
         return self._seen
 
-    def struck(self) -> int:
-        return self._strike.struck
+    def injected_count(self) -> int:
+        return self._active.injected_count
 
     def close(self) -> None:
         self.heal()
@@ -90,18 +90,18 @@ class NetworkGround(Ground):
         """
         if begins and operation == "request":
             self._seen = next(self._turns) + 1
-        strike, healed = self._strike, self._healed
-        faults = strike.at(operation) if begins else []
+        active, healed = self._active, self._healed
+        faults = active.at(operation) if begins else []
         for fault in faults:
-            seconds = {FaultKind.DELAY: fault.seconds, FaultKind.HANG: LONGEST_HANG_SECONDS}.get(fault.kind)
+            seconds = {FaultKind.DELAY: fault.seconds, FaultKind.HANG: MAX_HANG_SECONDS}.get(fault.kind)
             if seconds is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(healed.wait(), seconds)
-        if struck(faults, FaultKind.APPLIED):
+        if find_fault(faults, FaultKind.APPLIED):
             raise ConnectionResetError(b"")
-        if struck(faults, FaultKind.CUT):
+        if find_fault(faults, FaultKind.CUT):
             raise ConnectionResetError(content[: len(content) // 2])
-        flip = struck(faults, FaultKind.BIT_FLIP)
+        flip = find_fault(faults, FaultKind.BIT_FLIP)
         return flipped(content, flip.place) if flip else content
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -109,10 +109,10 @@ class NetworkGround(Ground):
 
 
 class _Proxy:
-    """One port in front of one server. All but the constructor runs in the ground's loop."""
+    """One port in front of one server. All but the constructor runs in the injector's loop."""
 
-    def __init__(self, ground: NetworkGround, server: int) -> None:
-        self._ground, self._server = ground, server
+    def __init__(self, injector: TcpProxyInjector, server: int) -> None:
+        self._injector, self._server = injector, server
         self._listener: asyncio.Server | None = None
         self._writers = set[asyncio.StreamWriter]()
         self.port = 0
@@ -152,7 +152,7 @@ class _Proxy:
         while content := await reader.read(CHUNK_BYTES):
             begins, turn.of = turn.of != operation, operation
             try:
-                content = await self._ground.through(operation, content, begins=begins)
+                content = await self._injector.through(operation, content, begins=begins)
             except ConnectionResetError as cut:
                 turn.cut = True
                 writer.write(cut.args[0])

@@ -1,4 +1,4 @@
-"""The ground `network` in a process of its own.
+"""The injector `network` in a process of its own.
 
 A driver whose library holds the interpreter's lock while it waits for its server would wait for ever for proxies in the same process.
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from hicache_conformance.injectors.injector import Ground
-from hicache_conformance.injectors.tcp_proxy import NetworkGround
+from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - a field's type is looked up when it is decoded
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _SERVE: Final = "from hicache_conformance.injectors.tcp_proxy_process import serve; serve()"
 
 
-class _Order(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Command(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the process is told, a line each; it answers each with a line."""
 
-    do: Literal["listen", "apply", "heal", "requests", "struck", "close"]
+    do: Literal["listen", "apply", "heal", "requests", "injected_count", "close"]
     servers: dict[str, int] = {}
     """To stand before, for `listen`, which comes first."""
     plan: FaultPlan | None = None
     """For `apply`."""
 
 
-class NetworkApart(Ground):
-    """Proxies as those of `NetworkGround`, which the process runs and this one commands."""
+class TcpProxyProcess(FaultInjector):
+    """Proxies as those of `TcpProxyInjector`, which the process runs and this one commands."""
 
-    name: ClassVar[str] = NetworkGround.name
+    name: ClassVar[str] = TcpProxyInjector.name
 
     def __init__(self, servers: Mapping[str, int]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NetworkApart(Ground):
             [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
         try:
-            self._ports = msgspec.convert(self._tell(_Order("listen", servers=dict(servers))), dict[str, int])
+            self._ports = msgspec.convert(self._tell(_Command("listen", servers=dict(servers))), dict[str, int])
         except BaseException:
             self._process.kill()
             self._process.communicate()
@@ -57,27 +57,27 @@ class NetworkApart(Ground):
         return self._ports
 
     def apply(self, plan: FaultPlan) -> None:
-        self._tell(_Order("apply", plan=plan))
+        self._tell(_Command("apply", plan=plan))
 
     def heal(self) -> None:
-        self._tell(_Order("heal"))
+        self._tell(_Command("heal"))
 
     def requests(self) -> int:
-        return int(self._tell(_Order("requests")))
+        return int(self._tell(_Command("requests")))
 
-    def struck(self) -> int:
-        return int(self._tell(_Order("struck")))
+    def injected_count(self) -> int:
+        return int(self._tell(_Command("injected_count")))
 
     def close(self) -> None:
         """Idempotent; harmless where the process has ended."""
         if self._process.poll() is None:
             with contextlib.suppress(RuntimeError):
-                self._tell(_Order("close"))
+                self._tell(_Command("close"))
         with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
             self._process.communicate()
 
-    def _tell(self, order: _Order) -> Any:
-        """Give an order; the answer.
+    def _tell(self, command: _Command) -> Any:
+        """Give an command; the answer.
 
         Raises:
             RuntimeError: the process has ended.
@@ -86,35 +86,35 @@ class NetworkApart(Ground):
         assert self._process.stdout is not None
         answer = b""
         with self._lock, contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process of the ground 'network' ended with {self._process.wait()}")
+            raise RuntimeError(f"the process of the injector 'network' ended with {self._process.wait()}")
         return msgspec.json.decode(answer)
 
 
 def serve() -> None:
     """Run the proxies, and obey until standard input ends."""
-    orders = (msgspec.json.decode(line, type=_Order) for line in sys.stdin.buffer)
-    ground = NetworkGround(next(orders).servers)
-    _answer(dict(ground.ports))
-    for order in orders:
-        _answer(_obey(ground, order))
+    commands = (msgspec.json.decode(line, type=_Command) for line in sys.stdin.buffer)
+    injector = TcpProxyInjector(next(commands).servers)
+    _answer(dict(injector.ports))
+    for command in commands:
+        _answer(_obey(injector, command))
 
 
-def _obey(ground: NetworkGround, order: _Order) -> int | None:
-    match order.do:
+def _obey(injector: TcpProxyInjector, command: _Command) -> int | None:
+    match command.do:
         case "requests":
-            return ground.requests()
-        case "struck":
-            return ground.struck()
-        case "apply" if order.plan is not None:
-            ground.apply(order.plan)
+            return injector.requests()
+        case "injected_count":
+            return injector.injected_count()
+        case "apply" if command.plan is not None:
+            injector.apply(command.plan)
         case "heal":
-            ground.heal()
+            injector.heal()
         case _:
-            ground.close()
+            injector.close()
     return None
 
 

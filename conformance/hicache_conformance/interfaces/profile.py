@@ -81,7 +81,7 @@ def _level_reason(entries: list[Entry], level: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class InterfaceProfile:
     """How far the cases may go with an interface; HiCacheStorage v2 is the whole of it."""
 
     promises: Promises | None = None
@@ -97,12 +97,12 @@ class Dialect:
     """Whether a call may name a key twice."""
     patience_seconds: float | None = None
     """How long a call may take on a store that hangs; None for the storage's own deadline and a second."""
-    told_fields: frozenset[str] | None = None
+    visible_fields: frozenset[str] | None = None
     """Fields of the identity that the driver is told, whatever the pool; None for all."""
 
-    def tells(self, change: Mapping[str, object]) -> bool:
+    def distinguishes(self, change: Mapping[str, object]) -> bool:
         """Whether a driver can know of this difference between two identities."""
-        return self.told_fields is None or set(change) <= self.told_fields
+        return self.visible_fields is None or set(change) <= self.visible_fields
 
 
 PATIENCE_SECONDS: Final = 11.0
@@ -142,12 +142,12 @@ def describe_interface(header: Header, interface: str, given: Collection[str]) -
 
 
 @cache
-def dialect() -> Dialect:
-    """The dialect of this process's run."""
+def interface_profile() -> InterfaceProfile:
+    """The interface profile of this process's run."""
     setup = current()
     if setup is None:
-        return Dialect()
-    return Dialect(
+        return InterfaceProfile()
+    return InterfaceProfile(
         promises=sglang_promises(),
         block_groups=False,
         pool_verdicts=False,
@@ -155,5 +155,5 @@ def dialect() -> Dialect:
         clears_at_once=setup.clears_at_once,
         repeated_keys=False,
         patience_seconds=PATIENCE_SECONDS,
-        told_fields=SGLANG_FIELDS,
+        visible_fields=SGLANG_FIELDS,
     )

@@ -26,19 +26,19 @@ class Case:
     """Capabilities without which it says nothing."""
     probes: bool
     """Safe to try also where a capability is not declared."""
-    damages: bool
+    corrupts: bool
     """Needs a way to damage a stored page below the API."""
     summary: str
 
 
 def covers(
-    *rules: str, levels: Sequence[Level] = (Level.CORE,), needs: Sequence[str] = (), probes: bool = False, damages: bool = False
+    *rules: str, levels: Sequence[Level] = (Level.CORE,), needs: Sequence[str] = (), probes: bool = False, corrupts: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say which rules a case tests, in which levels, and what it needs."""
     # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its own.
     mark = getattr(pytest.mark, CASE_MARK)
     decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
-        rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, damages=damages
+        rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, corrupts=corrupts
     )
     return decorate
 

@@ -17,7 +17,7 @@ class FaultKind(StrEnum):
     DELAY = "delay"
     """The operation takes `seconds` longer."""
     HANG = "hang"
-    """It does not come back before the ground is healed."""
+    """It does not come back before the injector is healed."""
     ERROR = "error"
     """It fails with the error named by `error`."""
     APPLIED = "error after it took effect"
@@ -41,14 +41,14 @@ class FaultKind(StrEnum):
     MALFORMED = "malformed answer"
     """The answer is for another number of pages."""
     LOST_DESCRIPTOR = "lost descriptors"
-    """Files that are open when the ground is struck, and those that an operation strikes, answer ESTALE for good. Opened again,
+    """Files that are open when the injector is struck, and those that an operation strikes, answer ESTALE for good. Opened again,
     they are as they were."""
     CUT = "cut"
     """The connection is reset in the middle of the bytes."""
     REFUSE = "refuse"
     """Connections are refused, and those that are open are reset."""
     KILL = "killed server"
-    """The servers are killed, and started again when the ground is healed."""
+    """The servers are killed, and started again when the injector is healed."""
     STALE = "restart from a stale snapshot"
     """As a killed server, and what it finds on its disk is older than what it has acknowledged."""
     ENGINE = "killed engine"
@@ -57,7 +57,7 @@ class FaultKind(StrEnum):
 
 
 UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.ENGINE)
-"""Kinds that strike once, when the ground is struck, whatever the operations; a server is back when it is healed."""
+"""Kinds that strike once, when the injector is struck, whatever the operations; a server is back when it is healed."""
 
 DESTRUCTIVE = frozenset(
     {FaultKind.SHORT_READ, FaultKind.BIT_FLIP, FaultKind.WRONG_KEY, FaultKind.TORN_WRITE, FaultKind.STALE, FaultKind.REORDERED}
@@ -70,11 +70,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: FaultKind
     operations: tuple[str, ...] = ()
-    """Sorts of operations that it strikes, as the ground names them; empty for all."""
+    """Sorts of operations that it strikes, as the injector names them; empty for all."""
     first: int = 0
     """How many of these operations it lets pass before it strikes."""
     count: int = 0
-    """How many it strikes then; 0 for all until the ground is healed."""
+    """How many it strikes then; 0 for all until the injector is healed."""
     error: str = ""
     """Name of an `errno`."""
     seconds: float = 0.0
@@ -95,14 +95,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """Faults below one driver, all of one ground."""
+    """Faults below one driver, all of one injector."""
 
-    ground: str
+    injector: str
     faults: tuple[Fault, ...]
 
     def only(self, faults: Sequence[Fault]) -> Self:
-        """The same ground with some of the faults."""
-        return type(self)(self.ground, tuple(faults))
+        """The same injector with some of the faults."""
+        return type(self)(self.injector, tuple(faults))
 
     @property
     def destroys(self) -> bool:
@@ -111,11 +111,11 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     @property
     def hangs(self) -> bool:
-        """Whether operations may not come back before the ground is healed."""
+        """Whether operations may not come back before the injector is healed."""
         return any(fault.kind is FaultKind.HANG for fault in self.faults)
 
     def __str__(self) -> str:
-        return f"{self.ground}: {'; '.join(map(str, self.faults)) or 'no fault'}"
+        return f"{self.injector}: {'; '.join(map(str, self.faults)) or 'no fault'}"
 
     def as_json(self) -> str:
         """The plan as text, for `from_json`."""

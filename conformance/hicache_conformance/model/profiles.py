@@ -21,7 +21,7 @@ class Profile:
     crowds: int
     """How often stores of limited capacity are filled again."""
     plans: int
-    """Random plans of faults, on each ground."""
+    """Random plans of faults, on each injector."""
     plan_steps: int
     """Random calls under each of them."""
     process_calls: int

@@ -13,7 +13,7 @@ import pytest
 CASE_MARK: Final = "hicache_case"
 CASE_PROPERTY: Final = "hicache_case"
 """User property of each report of the suite: rules, levels and class of the case, as JSON."""
-CONTEXT_PROPERTY: Final = "hicache_lab"
+CONTEXT_PROPERTY: Final = "hicache_context"
 """User property of a report: driver, capabilities and redacted options, as JSON."""
 GATE_PROPERTY: Final = "hicache_gate"
 """User property of a report: what the case needs and the driver does not declare."""

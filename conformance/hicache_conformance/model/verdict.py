@@ -73,7 +73,7 @@ class Judgement:
 
 
 def judge(
-    stream: Stream, selected: Collection[Level], catalogue: Mapping[str, Case], book: Mapping[str, Rule] | None = None
+    stream: Stream, selected: Collection[Level], catalogue: Mapping[str, Case], by_id: Mapping[str, Rule] | None = None
 ) -> Judgement:
     """Judge what a run has written down.
 
@@ -81,10 +81,10 @@ def judge(
         stream: the run.
         selected: the levels that were asked for.
         catalogue: all cases of the suite by function name; one that left no outcome makes its rules untested.
-        book: the rules to judge by; those of the contract if not given.
+        by_id: the rules to judge by; those of the contract if not given.
     """
     outcomes = [*stream.outcomes, *_crash(stream)]
-    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in (rules() if book is None else book).values()]
+    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in (rules() if by_id is None else by_id).values()]
     verdict, reason = _verdict(results, stream)
     return Judgement(verdict, reason, results)
 

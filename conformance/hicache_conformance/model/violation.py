@@ -14,7 +14,7 @@ class Violation(AssertionError):
         """The broken rule; empty where it is the one that the running case is about."""
 
 
-class Untestable(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest builds this class at run time
+class Inconclusive(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest builds this class at run time
     """A case cannot find out; its rules count as untested, which no verdict hides."""
 
 

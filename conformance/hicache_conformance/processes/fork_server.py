@@ -1,7 +1,7 @@
-"""The process that peers are born of, and that buries them.
+"""The process that workers are born of, and that buries them.
 
 It has loaded what takes long to load and knows nothing of drivers, nor of this project: a fork of it that goes on as
-`peers.child` imports the driver as a new interpreter would, in a tenth of the time. What differs between interpreters and
+`workers.child` imports the driver as a new interpreter would, in a tenth of the time. What differs between interpreters and
 not between forks is the hash seed alone; a case that is about such things asks for a fresh interpreter.
 
 No process is waited for until the suite says so, so that its number stays its own as long as it may be killed.
@@ -21,13 +21,13 @@ import traceback
 from typing import Any, Final
 
 MESSAGE_BYTES: Final = 1 << 20
-BURIAL_SECONDS: Final = 10.0
+REAP_SECONDS: Final = 10.0
 """A killed process that is still there after this long waits in the kernel for a store that does not answer."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Nursery:
+class ForkServer:
     """The suite's side. One for a process; not for several threads at once."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Nursery:
         """Whether it can be asked; a fork of the suite cannot."""
         return self.owner == os.getpid() and self._process.poll() is None
 
-    def bear(self, *, fresh: bool) -> tuple[int, socket.socket]:
-        """Start a peer in a session of its own; its number, and the socket that it listens to."""
+    def spawn(self, *, fresh: bool) -> tuple[int, socket.socket]:
+        """Start a worker in a session of its own; its number, and the socket that it listens to."""
         ours, theirs = socket.socketpair()
         with theirs:
             environment = _environment()
@@ -64,14 +64,14 @@ class Nursery:
                 ours.close()
                 raise
 
-    def bury(self, pid: int) -> int | None:
-        """Kill a peer and everything in its session, and wait for it.
+    def kill(self, pid: int) -> int | None:
+        """Kill a worker and everything in its session, and wait for it.
 
         Returns:
             What `os.waitpid` says; None if it does not die.
         """
         try:
-            self._control.send(json.dumps({"bury": pid}).encode())
+            self._control.send(json.dumps({"kill": pid}).encode())
             status = self._answer()
         except OSError:
             # It has died, and its children were killed with it.
@@ -79,14 +79,14 @@ class Nursery:
         return None if status is None else int(status)
 
     def close(self) -> None:
-        """End it, and all peers with it."""
+        """End it, and all workers with it."""
         self._control.close()
         self._process.wait()
 
     def _answer(self) -> Any:
         answer = self._control.recv(MESSAGE_BYTES)
         if not answer:
-            raise ConnectionResetError("the process that starts peers has died")
+            raise ConnectionResetError("the process that starts workers has died")
         return json.loads(answer)
 
 
@@ -104,25 +104,25 @@ def _main() -> None:
         if not order:
             break
         asked = json.loads(order)
-        if "bury" in asked:
-            status = _bury(asked["bury"])
+        if "kill" in asked:
+            status = _kill(asked["kill"])
             if status is not None:
-                living.discard(asked["bury"])
+                living.discard(asked["kill"])
             control.send(json.dumps(status).encode())
             continue
         pid = os.fork()
         if not pid:
             control.close()
-            _grow_up(asked, descriptors[0])
+            _become_worker(asked, descriptors[0])
         os.close(descriptors[0])
         living.add(pid)
         control.send(json.dumps(pid).encode())
     for pid in living:
-        _bury(pid)
+        _kill(pid)
 
 
-def _grow_up(asked: dict[str, Any], descriptor: int) -> None:
-    """Become a peer; never returns."""
+def _become_worker(asked: dict[str, Any], descriptor: int) -> None:
+    """Become a worker; never returns."""
     status = 1
     try:
         os.setsid()
@@ -139,19 +139,19 @@ def _grow_up(asked: dict[str, Any], descriptor: int) -> None:
 
         serve(descriptor)
         status = 0
-    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second nursery
+    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second fork server
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
-def _bury(pid: int) -> int | None:
+def _kill(pid: int) -> int | None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         # Not in its own session yet.
         os.kill(pid, signal.SIGKILL)
-    limit = time.monotonic() + BURIAL_SECONDS
+    limit = time.monotonic() + REAP_SECONDS
     while time.monotonic() < limit:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

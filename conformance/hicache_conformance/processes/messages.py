@@ -1,4 +1,4 @@
-"""What a case and a peer say to each other."""
+"""What a case and a worker say to each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hicache_storage.spec import PoolStats, StorageIdentity  # noqa: TC001 - msg
 
 
 class PoolShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A host pool that a peer makes for itself; as the arguments of `GuardedPool`."""
+    """A host pool that a worker makes for itself; as the arguments of `GuardedPool`."""
 
     pages: int = 64
     page_size: int = 2
     components: tuple[int, ...] = (96, 160)
 
 
-class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class OpenStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Make a storage, register its pools and open it. Answered with `Ready`."""
 
     name: str
@@ -35,7 +35,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Seconds by which the clock of the process is ahead of this machine's."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MakeCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Make one call. Answered with its two ends and `Ready`."""
 
     call: Call
@@ -44,19 +44,19 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     value: int = 0
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RunWorkload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run a workload. Answered with both ends of every call as they happen, and `Ready`."""
 
     work: Workload
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ReadStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tell a pool's counters. Answered with `Counted`."""
 
     pool: str
 
 
-class Shut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CloseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Close the storage and end. Answered with `Ready`."""
 
 
@@ -89,5 +89,5 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     traceback: str
 
 
-Request = Open | Ask | Run | Count | Shut
+Request = OpenStorage | MakeCall | RunWorkload | ReadStats | CloseStorage
 Answer = Begun | Ended | Ready | Counted | Unusable | Violated | Broken

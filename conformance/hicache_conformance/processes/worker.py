@@ -10,10 +10,21 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
-from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes.channel import Channel
-from hicache_conformance.processes.fork_server import Nursery
-from hicache_conformance.processes.messages import Answer, Ask, Broken, Count, Counted, Open, Run, Shut, Unusable, Violated
+from hicache_conformance.processes.fork_server import ForkServer
+from hicache_conformance.processes.messages import (
+    Answer,
+    Broken,
+    CloseStorage,
+    Counted,
+    MakeCall,
+    OpenStorage,
+    ReadStats,
+    RunWorkload,
+    Unusable,
+    Violated,
+)
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -28,7 +39,7 @@ SILENCE_SECONDS: Final = 90.0
 """A process that has said nothing for this long hangs: three times the deadline that a call has by itself."""
 
 
-class Peer:
+class WorkerProcess:
     """A process with one open storage. For one thread of the suite.
 
     Everything it does is in its `recorder`. It can be told to do one thing at a time; while it runs a workload it is to be
@@ -38,8 +49,8 @@ class Peer:
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
         self.name, self.identity = name, identity
         self.recorder = Recorder()
-        self._nursery = _nursery()
-        self.pid, connection = self._nursery.bear(fresh=fresh)
+        self._fork_server = _fork_server()
+        self.pid, connection = self._fork_server.spawn(fresh=fresh)
         self.channel = Channel[Answer](connection, Answer)
         self.busy = False
         """Whether it has been told to do something and has not yet done it."""
@@ -63,13 +74,13 @@ class Peer:
         """Start a process and open a storage in it.
 
         Raises:
-            Untestable: the driver cannot be found, or made, in another process.
+            Inconclusive: the driver cannot be found, or made, in another process.
             Violation: opening raised, or ended the process.
         """
-        peer = cls(name, identity, fresh=fresh)
+        worker = cls(name, identity, fresh=fresh)
         try:
-            peer.tell(
-                Open(
+            worker.tell(
+                OpenStorage(
                     name=name,
                     driver=driver,
                     config=dict(config),
@@ -80,11 +91,11 @@ class Peer:
                     clock=clock,
                 )
             )
-            peer.wait()
+            worker.wait()
         except BaseException:
-            peer.kill()
+            worker.kill()
             raise
-        return peer
+        return worker
 
     @property
     def events(self) -> list[Event]:
@@ -119,7 +130,7 @@ class Peer:
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
-        self.tell(Count(pool=pool))
+        self.tell(ReadStats(pool=pool))
         counted = self._heard()
         assert isinstance(counted, Counted)
         self.busy = False
@@ -127,7 +138,7 @@ class Peer:
 
     def start(self, work: Workload) -> None:
         """Begin a workload; `watching.watch` waits for its end."""
-        self.tell(Run(work=work))
+        self.tell(RunWorkload(work=work))
 
     def close(self) -> None:
         """Close the storage, and end the process.
@@ -139,7 +150,7 @@ class Peer:
             return
         try:
             if not self.busy:
-                self.tell(Shut())
+                self.tell(CloseStorage())
                 self.wait()
         finally:
             self.kill()
@@ -153,7 +164,7 @@ class Peer:
         if self.ended:
             return
         self.ended, self.busy = True, False
-        status = self._nursery.bury(self.pid)
+        status = self._fork_server.kill(self.pid)
         try:
             with contextlib.suppress(EOFError):
                 while status is not None:
@@ -177,7 +188,7 @@ class Peer:
 
         Raises:
             Violation: it broke a rule, died, or hangs (FT-3).
-            Untestable: the driver cannot be made there.
+            Inconclusive: the driver cannot be made there.
         """
         while self.busy:
             self.note(self._heard())
@@ -187,7 +198,7 @@ class Peer:
 
         Raises:
             Violation: it broke a rule.
-            Untestable: the driver cannot be made there.
+            Inconclusive: the driver cannot be made there.
             RuntimeError: the suite itself broke there.
         """
         match message:
@@ -196,13 +207,13 @@ class Peer:
             case Violated():
                 raise Violation(message.rule, f"{message.message} (process {self.name})")
             case Unusable():
-                raise Untestable(f"a process of its own cannot use the driver: {message.reason}")
+                raise Inconclusive(f"a process of its own cannot use the driver: {message.reason}")
             case Broken():
                 raise RuntimeError(f"the suite broke in process {self.name}:\n{message.traceback}")
             case _:
                 self.busy = False
 
-    def mourn(self) -> Violation:
+    def unexpected_end(self) -> Violation:
         """What to say of a process that ended without having been told to."""
         doing = self._doing()
         self.kill()
@@ -215,7 +226,7 @@ class Peer:
         return Violation("FT-3", f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s")
 
     def _ask(self, call: Call, keys: Sequence[str], pool: str, value: int = 0) -> Ended:
-        self.tell(Ask(call=call, keys=list(keys), pool=pool, value=value))
+        self.tell(MakeCall(call=call, keys=list(keys), pool=pool, value=value))
         answer: Ended | None = None
         while self.busy:
             message = self._heard()
@@ -229,7 +240,7 @@ class Peer:
         try:
             return self.channel.receive(SILENCE_SECONDS)
         except EOFError:
-            raise self.mourn() from None
+            raise self.unexpected_end() from None
         except TimeoutError:
             raise self.hangs() from None
 
@@ -241,22 +252,22 @@ class Peer:
         return f"a {running.call} of {len(running.keys)} pages that had begun {seconds:.1f} s before"
 
 
-def _nursery() -> Nursery:
-    nursery = _started(os.getpid())
-    if not nursery.alive():
-        nursery.close()
+def _fork_server() -> ForkServer:
+    fork_server = _started(os.getpid())
+    if not fork_server.alive():
+        fork_server.close()
         _started.cache_clear()
-        nursery = _started(os.getpid())
-    return nursery
+        fork_server = _started(os.getpid())
+    return fork_server
 
 
 @cache
-def _started(pid: int) -> Nursery:
+def _started(pid: int) -> ForkServer:
     import atexit
 
-    nursery = Nursery()
-    atexit.register(lambda: nursery.close() if os.getpid() == pid else None)
-    return nursery
+    fork_server = ForkServer()
+    atexit.register(lambda: fork_server.close() if os.getpid() == pid else None)
+    return fork_server
 
 
 def _cause(status: int) -> str:

@@ -1,4 +1,4 @@
-"""The process of a peer: does what it is asked, and tells what happens as it happens."""
+"""The process of a worker: does what it is asked, and tells what happens as it happens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import traceback
 from random import Random
 from typing import TYPE_CHECKING
 
-from hicache_conformance.harness.page_patterns import PageBook
+from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import Subject
-from hicache_conformance.history.workload import Lane, Workload
+from hicache_conformance.harness.storage_under_test import StorageUnderTest
+from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.messages import (
-    Ask,
     Broken,
-    Count,
+    CloseStorage,
     Counted,
-    Open,
+    MakeCall,
+    OpenStorage,
+    ReadStats,
     Ready,
     Request,
-    Run,
-    Shut,
+    RunWorkload,
     Unusable,
     Violated,
 )
@@ -38,54 +38,54 @@ if TYPE_CHECKING:
     import msgspec
 
 
-class _Peer:
-    """A storage, and the lanes that use it."""
+class _Worker:
+    """A storage, and the clients that use it."""
 
-    def __init__(self, channel: Channel[Request], order: Open) -> None:
-        if order.clock:
-            _set_clock(order.clock)
-        self._channel, self._name, self._seed = channel, order.name, order.seed
-        self._book, self._numbers = PageBook(), itertools.count()
-        storage = create_storage(order.driver, order.identity, order.config, options=order.options)
+    def __init__(self, channel: Channel[Request], request: OpenStorage) -> None:
+        if request.clock:
+            _set_clock(request.clock)
+        self._channel, self._name, self._seed = channel, request.name, request.seed
+        self._patterns, self._numbers = PagePatterns(), itertools.count()
+        storage = create_storage(request.driver, request.identity, request.config, options=request.options)
         memories = {
             pool: GuardedPool(pages=shape.pages, page_size=shape.page_size, components=shape.components)
-            for pool, shape in order.pools.items()
+            for pool, shape in request.pools.items()
         }
-        self._subject = Subject(storage, memories, self._book, Random(self._seed))
+        self._sut = StorageUnderTest(storage, memories, self._patterns, Random(self._seed))
         for pool, memory in memories.items():
-            self._subject.call(
+            self._sut.call(
                 "register_mem_host_pool_v2",
                 lambda m=memory, p=pool: storage.register_mem_host_pool_v2(m.host_pool, p),  # type: ignore[misc]
             )
-        self._subject.call("on_host_pools_registered", storage.on_host_pools_registered)
-        self._subject.call("open", storage.open)
+        self._sut.call("on_host_pools_registered", storage.on_host_pools_registered)
+        self._sut.call("open", storage.open)
 
-    def do(self, order: Request) -> msgspec.Struct:
+    def do(self, request: Request) -> msgspec.Struct:
         """Do what is asked; the last message of the answer."""
-        match order:
-            case Ask():
-                lane = Lane(self._name, self._subject, self._book, self._channel.send, self._numbers)
-                lane.call(order.call, order.keys, order.pool, order.value)
-            case Run():
-                self._run(order.work)
-            case Count():
-                return Counted(stats=self._subject.stats(order.pool))
+        match request:
+            case MakeCall():
+                client = Client(self._name, self._sut, self._patterns, self._channel.send, self._numbers)
+                client.call(request.call, request.keys, request.pool, request.value)
+            case RunWorkload():
+                self._run(request.work)
+            case ReadStats():
+                return Counted(stats=self._sut.stats(request.pool))
             case _:
-                self._subject.call("close", self._subject.storage.close)
+                self._sut.call("close", self._sut.storage.close)
         return Ready()
 
     def _run(self, work: Workload) -> None:
         errors = list[BaseException]()
 
         def run(number: int) -> None:
-            share = self._subject.lane(number, work.lanes, Random(f"{self._seed}/{number}"))
-            lane = Lane(f"{self._name}.{number}", share, self._book, self._channel.send, self._numbers)
+            share = self._sut.client(number, work.clients, Random(f"{self._seed}/{number}"))
+            client = Client(f"{self._name}.{number}", share, self._patterns, self._channel.send, self._numbers)
             try:
-                lane.run(work, number)
+                client.run(work, number)
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(work.lanes)]
+        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(work.clients)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -104,18 +104,18 @@ def _set_clock(ahead: float) -> None:
 def serve(descriptor: int) -> None:
     """Do what is asked over a socket until it is closed, or a storage has been closed."""
     channel = Channel[Request](socket.socket(fileno=descriptor), Request)
-    peer: _Peer | None = None
+    worker: _Worker | None = None
     # Where the suite has gone, nobody is left to be told.
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            order = channel.receive()
+            request = channel.receive()
             try:
-                if isinstance(order, Open):
-                    peer = _Peer(channel, order)
+                if isinstance(request, OpenStorage):
+                    worker = _Worker(channel, request)
                     channel.send(Ready())
                     continue
-                assert peer is not None
-                channel.send(peer.do(order))
+                assert worker is not None
+                channel.send(worker.do(request))
             except DriverError as error:
                 channel.send(Unusable(reason=str(error)))
             except Violation as violation:
@@ -124,7 +124,7 @@ def serve(descriptor: int) -> None:
                 raise
             except BaseException:  # noqa: BLE001 - told to the suite
                 channel.send(Broken(traceback=traceback.format_exc()))
-            if isinstance(order, Shut):
+            if isinstance(request, CloseStorage):
                 break
 
 

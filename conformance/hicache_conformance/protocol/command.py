@@ -21,7 +21,7 @@ from hicache_conformance.protocol.suite import protocol_cases
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.runner import Order
+    from hicache_conformance.protocol.runner import RunRequest
     from hicache_conformance.protocol.server import Remote
 
 def metadata(
@@ -56,7 +56,7 @@ def metadata(
 
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do its work.
     """
-    from hicache_conformance.protocol.runner import Order
+    from hicache_conformance.protocol.runner import RunRequest
 
     console = Console(stderr=True)
     try:
@@ -66,7 +66,7 @@ def metadata(
         levels = tuple(found for found in parse_levels(level) if found in LEVELS)
         if not levels:
             raise ValueError(f"no rule of the protocol is of level {level}; levels are {', '.join(LEVELS)}")
-        order = Order(
+        request = RunRequest(
             server=server, settings=Settings.fresh(seed, profile, levels), parts=parse_parts(part),
             tokens={"admin": token, "read": read_token, "write": write_token}, lease_seconds=lease_seconds, patience=patience,
             again=_again(url, serve, lease_seconds, patience), cases=case or [],
@@ -75,10 +75,10 @@ def metadata(
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
     console.print(
-        f"server [bold]{server.url}[/], parts {', '.join(order.parts)}, levels {', '.join(levels)}, seed {order.settings.seed}, "
+        f"server [bold]{server.url}[/], parts {', '.join(request.parts)}, levels {', '.join(levels)}, seed {request.settings.seed}, "
         f"profile {profile}", highlight=False,
     )  # fmt: skip
-    raise typer.Exit(_judge(console, order, report))
+    raise typer.Exit(_judge(console, request, report))
 
 
 def list_protocol_rules() -> None:
@@ -90,20 +90,20 @@ def list_protocol_rules() -> None:
     Console().print(table)
 
 
-def _judge(console: Console, order: Order, report: Path | None) -> int:
+def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
     from hicache_conformance.protocol.runner import judge_run, run
     from hicache_conformance.protocol.server import CannotStartError
     from hicache_conformance.report import write_report
 
     try:
-        with order.server, ProgressBar(console) as bar:
-            stream = run(order, bar.update)
+        with request.server, ProgressBar(console) as bar:
+            stream = run(request, bar.update)
     except CannotStartError as error:
         stream = Stream(broken=str(error))
     if stream.broken or stream.header is None:
         console.print(Text(stream.broken, "red"))
         return BROKEN
-    judgement = judge_run(order, stream)
+    judgement = judge_run(request, stream)
     show(console, judgement, stream)
     if report is not None:
         write_report(report, stream.header, judgement, protocol_cases())
@@ -112,14 +112,14 @@ def _judge(console: Console, order: Order, report: Path | None) -> int:
 
 
 def _server(url: str, serve: str) -> Remote:
-    from hicache_conformance.protocol.http_client import Wire
+    from hicache_conformance.protocol.http_client import HttpClient
     from hicache_conformance.protocol.server import Remote, Served
 
     if bool(url) == bool(serve):
         raise ValueError("give either --url of a server that runs, or --serve with a command that starts one")
     if serve:
         return Served(command=serve.replace("{python}", sys.executable))
-    Wire(url)
+    HttpClient(url)
     return Remote(url)
 
 

@@ -7,10 +7,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.violation import Untestable, Violation
-from hicache_conformance.protocol.http_client import Wire
-from hicache_conformance.protocol.sglang_client import CompatibleScope
-from hicache_conformance.protocol.v2_client import NativeClient, NativeScope
+from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.protocol.http_client import HttpClient
+from hicache_conformance.protocol.sglang_client import SglangScope
+from hicache_conformance.protocol.v2_client import V2Client, V2Scope
 from hicache_metadata_server.protocol import Reserved
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.model.profiles import Profile
     from hicache_conformance.protocol.server import Remote
-    from hicache_conformance.protocol.server_info import Offer
+    from hicache_conformance.protocol.server_info import ServerInfo
 
 SLACK_SECONDS: Final = 1.0
 """How late a server's own clock may act."""
@@ -26,20 +26,20 @@ POLL_SECONDS: Final = 0.02
 BATCH: Final = 128
 
 
-class ServerLab:
+class ServerContext:
     """One case's view of the server."""
 
     def __init__(
-        self, *, server: Remote, offer: Offer, wire: Wire, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
+        self, *, server: Remote, server_info: ServerInfo, http: HttpClient, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
     ) -> None:  # fmt: skip
-        self.server, self.offer, self.wire, self.profile, self.tokens = server, offer, wire, profile, tokens
+        self.server, self.server_info, self.http, self.profile, self.tokens = server, server_info, http, profile, tokens
         self.chance = random.Random(f"{seed}:{case}")
-        self.native = NativeClient(wire)
+        self.native = V2Client(http)
         self.patience = patience
         """Seconds that a case may wait for the server's clock."""
         self._label = f"{run}-{self.number(0, 2**40):010x}"
         self._made = 0
-        self._clients = list[Wire]()
+        self._clients = list[HttpClient]()
 
     def number(self, low: int, high: int) -> int:
         """A drawn number, both ends included."""
@@ -49,26 +49,26 @@ class ServerLab:
         """New keys in the form that engines send: hexadecimal digests."""
         return [f"{self.chance.getrandbits(256):064x}" for _ in range(count)]
 
-    def unused_scope(self) -> CompatibleScope:
+    def unused_scope(self) -> SglangScope:
         """A scope that the server has not heard of."""
         self._made += 1
-        return CompatibleScope(self.wire, self.number(0, 63), f"cf-{self._label}-{self._made}")
+        return SglangScope(self.http, self.number(0, 63), f"cf-{self._label}-{self._made}")
 
-    def scope(self, pages: int) -> CompatibleScope:
+    def scope(self, pages: int) -> SglangScope:
         """A new scope, initialized by the compatible part."""
         scope = self.unused_scope()
         scope.initialize(pages)
         return scope
 
-    def native_scope(self, slots: int, *, slot_bytes: int = 4096, earlier_lease_seconds: float = 0.0) -> NativeScope:
+    def v2_scope(self, slots: int, *, slot_bytes: int = 4096, earlier_lease_seconds: float = 0.0) -> V2Scope:
         """A new scope, initialized by the native part."""
-        scope = NativeScope(self.native, self.unused_scope().name, slots, slot_bytes, self.chance)
+        scope = V2Scope(self.native, self.unused_scope().name, slots, slot_bytes, self.chance)
         scope.initialize(earlier_lease_seconds)
         return scope
 
-    def client(self, token: str | None = None) -> Wire:
-        """Another client, which lives as long as this lab."""
-        self._clients.append(Wire(self.server.url, self.wire.token if token is None else token, self.wire.answer_seconds))
+    def client(self, token: str | None = None) -> HttpClient:
+        """Another client, which lives as long as this context."""
+        self._clients.append(HttpClient(self.server.url, self.http.token if token is None else token, self.http.answer_seconds))
         return self._clients[-1]
 
     def close(self) -> None:
@@ -79,32 +79,32 @@ class ServerLab:
     @property
     def rest_seconds(self) -> float:
         """How long a slot that was let go may take to be given out again."""
-        quarantine = self.offer.limits.quarantine_seconds
+        quarantine = self.server_info.limits.quarantine_seconds
         self.can_wait(quarantine, "the quarantine")
         return quarantine + SLACK_SECONDS
 
     @property
     def abandoned_seconds(self) -> float:
         """How long a reservation of the compatible part may take to end when nobody confirms it."""
-        assert self.offer.lease_seconds is not None, "only for cases that need leases"
-        self.can_wait(self.offer.lease_seconds, "a lease")
-        return self.offer.lease_seconds + SLACK_SECONDS
+        assert self.server_info.lease_seconds is not None, "only for cases that need leases"
+        self.can_wait(self.server_info.lease_seconds, "a lease")
+        return self.server_info.lease_seconds + SLACK_SECONDS
 
     @property
     def cleared_seconds(self) -> float | None:
         """How long a slot may take to be given out again that was reserved by the compatible part when its scope was cleared: its writer may
         write as long as the reservation would have lasted. None for longer than a case may wait."""
-        lease = self.offer.lease_seconds or 0.0
+        lease = self.server_info.lease_seconds or 0.0
         return None if lease > self.patience else lease + self.rest_seconds
 
     def can_wait(self, seconds: float, what: str) -> None:
         """See that this case may wait so long.
 
         Raises:
-            Untestable: it may not.
+            Inconclusive: it may not.
         """
         if seconds > self.patience:
-            raise Untestable(f"{what} lasts {seconds:g} s here; start the server with less, or give --patience {seconds:g}")
+            raise Inconclusive(f"{what} lasts {seconds:g} s here; start the server with less, or give --patience {seconds:g}")
 
     @contextmanager
     def while_held(self) -> Generator[None]:
@@ -114,15 +114,15 @@ class ServerLab:
             yield
         except Violation as violation:
             took = time.monotonic() - begin
-            if self.offer.lease_seconds is not None and took > self.offer.lease_seconds:
-                raise Untestable(
-                    f"reservations last {self.offer.lease_seconds:g} s here and the case took {took:.1f} s"
+            if self.server_info.lease_seconds is not None and took > self.server_info.lease_seconds:
+                raise Inconclusive(
+                    f"reservations last {self.server_info.lease_seconds:g} s here and the case took {took:.1f} s"
                 ) from violation
             raise
 
-    def reserve_all(self, scope: CompatibleScope, keys: Sequence[str], rule: str) -> dict[str, int]:
+    def reserve_all(self, scope: SglangScope, keys: Sequence[str], rule: str) -> dict[str, int]:
         """The slots of those keys that get one, in batches that every server takes."""
-        size, slots = min(BATCH, self.offer.limits.keys), dict[str, int]()
+        size, slots = min(BATCH, self.server_info.limits.keys), dict[str, int]()
         for start in range(0, len(keys), size):
             batch = keys[start : start + size]
             for key, (exists, index) in zip(batch, scope.reserve(batch, rule=rule), strict=True):
@@ -131,7 +131,7 @@ class ServerLab:
         return slots
 
     def reserve_soon(
-        self, scope: CompatibleScope, keys: Sequence[str], rule: str, because: str, seconds: float | None = None
+        self, scope: SglangScope, keys: Sequence[str], rule: str, because: str, seconds: float | None = None
     ) -> list[int]:
         """Reserve keys, again and again while slots rest (by default, in quarantine), and return their slots.
 
@@ -147,13 +147,13 @@ class ServerLab:
         self.eventually(rule, lambda: f"{because}; only {len(slots)} of {len(keys)} keys get a slot", all_have_slots, seconds)
         return [slots[key] for key in keys]
 
-    def lease_soon(self, scope: NativeScope, keys: Sequence[str], rule: str, because: str) -> list[int]:
+    def lease_soon(self, scope: V2Scope, keys: Sequence[str], rule: str, because: str) -> list[int]:
         """The same by the native part, with leases that outlast the wait; returns the leases."""
         leases = dict[str, int]()
 
         def all_have_leases() -> bool:
             missing = [key for key in keys if key not in leases]
-            answer = scope.reserve(missing, lease_seconds=self.offer.limits.most_lease_seconds)
+            answer = scope.reserve(missing, lease_seconds=self.server_info.limits.most_lease_seconds)
             for key, state, lease in zip(missing, answer.states, answer.leases, strict=True):
                 if state is Reserved.LEASED:
                     leases[key] = lease
@@ -179,18 +179,18 @@ class ServerLab:
         """Kill -9 the server, and start it again.
 
         Raises:
-            Untestable: it is not ours to kill.
+            Inconclusive: it is not ours to kill.
         """
         self.must_be_ours()
         self.server.kill()
         self.server.start()
-        self.wire.drop()
+        self.http.drop()
 
     def must_be_ours(self) -> None:
         """See that the server can be killed.
 
         Raises:
-            Untestable: it is not ours to kill.
+            Inconclusive: it is not ours to kill.
         """
         if not self.server.can_restart:
-            raise Untestable("the server can be killed only if the suite has started it: --serve instead of --url")
+            raise Inconclusive("the server can be killed only if the suite has started it: --serve instead of --url")

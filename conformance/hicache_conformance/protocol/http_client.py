@@ -53,7 +53,7 @@ class Reply:
         return f"{self.asked} -> {self.status} {_shown(self.body)}".rstrip()
 
 
-class Wire:
+class HttpClient:
     """Requests of one client; each thread has a connection of its own."""
 
     def __init__(self, url: str, token: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:

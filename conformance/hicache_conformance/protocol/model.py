@@ -11,16 +11,16 @@ from hicache_conformance.model.violation import Violation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_conformance.protocol.sglang_client import CompatibleScope
+    from hicache_conformance.protocol.sglang_client import SglangScope
 
 SHOWN_STEPS = 40
 
 
 @dataclass(slots=True)
-class Ledger:
+class OwnershipModel:
     """One scope's history, as seen by the only ones who change it."""
 
-    scope: CompatibleScope
+    scope: SglangScope
     pages: int
     keys: list[str]
     lease_seconds: float
@@ -57,7 +57,7 @@ class Ledger:
             del self.held[index]
             self.expired.append(index)
 
-    def reserve(self, keys: Sequence[str], client: CompatibleScope) -> None:
+    def reserve(self, keys: Sequence[str], client: SglangScope) -> None:
         """Reserve, and see that slots that are given out belong to nobody."""
         begin = time.monotonic()
         answer = client.reserve(keys, rule="MD-RES-2")
@@ -71,45 +71,45 @@ class Ledger:
             if index in self.held:
                 self.fail(f"slot {index} is given to {self.name(key)} while {self.name(self.held[index][0])} has it reserved")
             self.held[index] = (key, begin + self.lease_seconds)
-        self.see_invariants()
+        self.check_invariants()
 
-    def confirm(self, index: int, client: CompatibleScope) -> None:
+    def confirm(self, index: int, client: SglangScope) -> None:
         """Confirm a reservation."""
         key, _ = self.held.pop(index)
         client.confirm([(key, index)])
         self.note(f"confirm {self.name(key)} in {index}")
         self.stored[key] = index
-        self.see_invariants()
+        self.check_invariants()
 
-    def release(self, index: int, client: CompatibleScope) -> None:
+    def release(self, index: int, client: SglangScope) -> None:
         """Give a reservation back."""
         key, _ = self.held.pop(index)
         client.confirm([], [index])
         self.note(f"release {index} of {self.name(key)}")
         self.released.append((key, index))
-        self.see_invariants()
+        self.check_invariants()
 
-    def confirm_late(self, key: str, index: int, client: CompatibleScope) -> None:
+    def confirm_late(self, key: str, index: int, client: SglangScope) -> None:
         """Confirm a reservation that has ended."""
         reply = client.try_confirm([(key, index)])
         self.note(f"late confirm {self.name(key)} in {index} -> {reply.status}")
-        self.see_invariants()
+        self.check_invariants()
 
-    def release_late(self, key: str, index: int, client: CompatibleScope) -> None:
+    def release_late(self, key: str, index: int, client: SglangScope) -> None:
         """Give back what was given back already."""
         reply = client.try_confirm([], [index])
         self.note(f"late release {index} of {self.name(key)} -> {reply.status}")
-        self.see_invariants()
+        self.check_invariants()
 
-    def delete(self, keys: Sequence[str], client: CompatibleScope) -> None:
+    def delete(self, keys: Sequence[str], client: SglangScope) -> None:
         """Make keys go."""
         client.delete(keys)
         self.note(f"delete {' '.join(map(self.name, keys))}")
         for key in keys:
             self.stored.pop(key, None)
-        self.see_invariants()
+        self.check_invariants()
 
-    def see_invariants(self) -> None:
+    def check_invariants(self) -> None:
         """Compare with what the server says: no slot of two keys, none that is elsewhere than it was confirmed.
 
         Raises:

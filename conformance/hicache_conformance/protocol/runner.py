@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Stream
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.verdict import judge
-from hicache_conformance.model.violation import Untestable, Violation
-from hicache_conformance.protocol.context import ServerLab
-from hicache_conformance.protocol.http_client import Wire
+from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.protocol.context import ServerContext
+from hicache_conformance.protocol.http_client import HttpClient
 from hicache_conformance.protocol.rules import LEVELS, Need, Part, protocol_version, rules_of
 from hicache_conformance.protocol.server import CannotStartError
 from hicache_conformance.protocol.server_info import CannotBeginError, look
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement
     from hicache_conformance.protocol.server import Remote
-    from hicache_conformance.protocol.server_info import Offer
+    from hicache_conformance.protocol.server_info import ServerInfo
 
 DETAIL_LIMIT = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RunRequest:
     """What to judge, and how."""
 
     server: Remote
@@ -52,78 +52,78 @@ class Order:
     """Names that a case must contain one of; empty for all."""
 
 
-def run(order: Order, progress: Callable[[Stream], None] = lambda stream: None) -> Stream:
-    """Run the cases of the order's parts and levels; the server is there already."""
-    wire = Wire(order.server.url, order.tokens.get("admin", ""))
-    with closing(wire):
-        return _run(order, wire, progress)
+def run(request: RunRequest, progress: Callable[[Stream], None] = lambda stream: None) -> Stream:
+    """Run the cases of the request's parts and levels; the server is there already."""
+    http = HttpClient(request.server.url, request.tokens.get("admin", ""))
+    with closing(http):
+        return _run(request, http, progress)
 
 
-def _run(order: Order, wire: Wire, progress: Callable[[Stream], None]) -> Stream:
+def _run(request: RunRequest, http: HttpClient, progress: Callable[[Stream], None]) -> Stream:
     stream = Stream()
     try:
-        offer = look(wire, order.server, order.lease_seconds)
+        server_info = look(http, request.server, request.lease_seconds)
     except (CannotBeginError, Violation) as error:
         stream.broken = str(error)
         return stream
-    stream.header = _header(order, offer)
-    chosen = [case for case in cases_of_parts(order.parts).values() if _wants(order, case)]
+    stream.header = _header(request, server_info)
+    chosen = [case for case in cases_of_parts(request.parts).values() if _wants(request, case)]
     stream.cases = len(chosen)
     suite = MetadataConformance()
     for case in chosen:
         stream.running = CaseOutcome(case=case.name, rules=case.rules, levels=_levels(case), outcome=Outcome.UNTESTED)
         progress(stream)
-        stream.outcomes.append(_outcome(order, offer, wire, suite, case))
+        stream.outcomes.append(_outcome(request, server_info, http, suite, case))
         stream.running = None
         progress(stream)
     stream.finished = True
     return stream
 
 
-def judge_run(order: Order, stream: Stream) -> Judgement:
+def judge_run(request: RunRequest, stream: Stream) -> Judgement:
     """The verdict on what `run` has written down."""
-    levels = [level for level in order.settings.levels if level in LEVELS]
-    return judge(stream, levels, cases_of_parts(order.parts), rules_of(order.parts))
+    levels = [level for level in request.settings.levels if level in LEVELS]
+    return judge(stream, levels, cases_of_parts(request.parts), rules_of(request.parts))
 
 
-def _wants(order: Order, case: Case) -> bool:
-    if not set(case.levels) & set(order.settings.levels):
+def _wants(request: RunRequest, case: Case) -> bool:
+    if not set(case.levels) & set(request.settings.levels):
         return False
-    return not order.cases or any(text in case.name for text in order.cases)
+    return not request.cases or any(text in case.name for text in request.cases)
 
 
 def _levels(case: Case) -> tuple[str, ...]:
     return tuple(map(str, case.levels))
 
 
-def _outcome(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, case: Case) -> CaseOutcome:
+def _outcome(request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case) -> CaseOutcome:
     begin = time.monotonic()
-    outcome, reason, detail, broken = _tried(order, offer, wire, suite, case)
+    outcome, reason, detail, broken = _tried(request, server_info, http, suite, case)
     return CaseOutcome(
         case=case.name, rules=case.rules, levels=_levels(case), outcome=outcome, reason=reason, detail=detail[:DETAIL_LIMIT],
         broken_rule=broken, seconds=round(time.monotonic() - begin, 4),
     )  # fmt: skip
 
 
-def _tried(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, case: Case) -> tuple[Outcome, str, str, str]:
+def _tried(request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case) -> tuple[Outcome, str, str, str]:
     """Outcome, reason, detail and broken rule of a case."""
-    missing = [need for need in case.needs if need in offer.undeclared]
+    missing = [need for need in case.needs if need in server_info.undeclared]
     if missing:
         return Outcome.NOT_DECLARED, f"the server does not declare {missing[0]}", "", ""
-    settings = order.settings
+    settings = request.settings
     try:
-        if not order.server.is_running():
-            order.server.start()
-        lab = ServerLab(
-            server=order.server, offer=offer, wire=wire, case=case.name, seed=settings.seed, run=settings.run,
-            profile=PROFILES[settings.profile], patience=order.patience, tokens=order.tokens,
+        if not request.server.is_running():
+            request.server.start()
+        context = ServerContext(
+            server=request.server, server_info=server_info, http=http, case=case.name, seed=settings.seed, run=settings.run,
+            profile=PROFILES[settings.profile], patience=request.patience, tokens=request.tokens,
         )  # fmt: skip
-        with closing(lab):
-            getattr(suite, case.name)(lab)
+        with closing(context):
+            getattr(suite, case.name)(context)
     except Violation as violation:
         text = str(violation)
         return Outcome.FAIL, text.partition("\n")[0], "\n".join([text, *getattr(violation, "__notes__", [])]), violation.rule
-    except Untestable as untestable:
+    except Inconclusive as untestable:
         return Outcome.UNTESTED, str(untestable), "", ""
     except CannotStartError as error:
         text = f"MD-HTTP-1: the server does not come up: {error}"
@@ -133,31 +133,31 @@ def _tried(order: Order, offer: Offer, wire: Wire, suite: MetadataConformance, c
     return Outcome.PASS, "", "", ""
 
 
-def _header(order: Order, offer: Offer) -> Header:
+def _header(request: RunRequest, server_info: ServerInfo) -> Header:
     try:
         suite = version("hicache-storage")
     except PackageNotFoundError:
         suite = "not installed"
-    about = offer.about
+    about = server_info.about
     return Header(
-        driver=order.server.url,
+        driver=request.server.url,
         subject="server",
         contract="HiCache metadata",
-        again=order.again,
+        again=request.again,
         distribution=about.server if about else "an unnamed server",
-        seed=order.settings.seed,
-        profile=order.settings.profile,
-        levels=[str(level) for level in order.settings.levels if level in LEVELS],
+        seed=request.settings.seed,
+        profile=request.settings.profile,
+        levels=[str(level) for level in request.settings.levels if level in LEVELS],
         spec_version=protocol_version(),
         suite_version=suite,
-        capabilities={str(need): need in offer.declared for need in Need},
-        undeclared=offer.undeclared,
+        capabilities={str(need): need in server_info.declared for need in Need},
+        undeclared=server_info.undeclared,
         options={
-            "parts": ", ".join(order.parts),
+            "parts": ", ".join(request.parts),
             "durability": str(about.durability) if about else "not told",
-            "lease_seconds": "for ever" if offer.lease_seconds is None else f"{offer.lease_seconds:g}",
-            "quarantine_seconds": f"{offer.limits.quarantine_seconds:g}" if about else "not told",
-            "patience": f"{order.patience:g}",
+            "lease_seconds": "for ever" if server_info.lease_seconds is None else f"{server_info.lease_seconds:g}",
+            "quarantine_seconds": f"{server_info.limits.quarantine_seconds:g}" if about else "not told",
+            "patience": f"{request.patience:g}",
         },
         environment={"platform": platform.platform(), "python": platform.python_version()},
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.harness.ports import accepts, free_ports
-from hicache_conformance.protocol.http_client import Unanswered, Wire
+from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 
 if TYPE_CHECKING:
     from io import BufferedWriter
@@ -50,13 +50,13 @@ class Remote:
         Raises:
             CannotStartError: it does not.
         """
-        wire = Wire(self.url, answer_seconds=5.0)
+        http = HttpClient(self.url, answer_seconds=5.0)
         try:
-            wire.get("/healthz")
+            http.get("/healthz")
         except Unanswered as error:
             raise CannotStartError(f"nothing answers at {self.url}: {error}") from error
         finally:
-            wire.close()
+            http.close()
 
     def kill(self) -> None:
         """Not this one."""

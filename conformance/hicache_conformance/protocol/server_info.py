@@ -11,7 +11,7 @@ from hicache_conformance.protocol.rules import Need
 from hicache_metadata_server.protocol import PROTOCOL, About, Durability, Limits, decode
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.http_client import Wire
+    from hicache_conformance.protocol.http_client import HttpClient
     from hicache_conformance.protocol.server import Remote
 
 UNKNOWN_LIMITS: Final = Limits(
@@ -26,7 +26,7 @@ class CannotBeginError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ServerInfo:
     """What rules may count on."""
 
     about: About | None
@@ -38,26 +38,26 @@ class Offer:
 
     @property
     def undeclared(self) -> list[str]:
-        """What rules need and this server does not offer."""
+        """What rules need and this server does not server_info."""
         return [str(need) for need in Need if need not in self.declared]
 
 
-def look(wire: Wire, server: Remote, lease_seconds: float | None) -> Offer:
+def look(http: HttpClient, server: Remote, lease_seconds: float | None) -> ServerInfo:
     """Ask the server.
 
     Raises:
         CannotBeginError: it wants a token that was not given, or refuses the one that was.
     """
-    reply = wire.get("/v2")
+    reply = http.get("/v2")
     if reply.status in (401, 403):
-        raise CannotBeginError(f"the server refuses {'the token' if wire.token else 'to answer without --token'}: {reply}")
+        raise CannotBeginError(f"the server refuses {'the token' if http.token else 'to answer without --token'}: {reply}")
     native = reply.status not in (404, 405)
     about = _about(reply.body) if reply.status == 200 else None
     limits = about.limits if about else UNKNOWN_LIMITS
     durable = about.durability is not Durability.NONE if about else server.keeps
     lease = limits.lease_seconds if about else lease_seconds
-    found = {Need.NATIVE: native, Need.LEASES: lease is not None, Need.DURABLE: durable, Need.TOKENS: bool(wire.token)}
-    return Offer(about, tuple(need for need in Need if found[need]), limits, lease)
+    found = {Need.NATIVE: native, Need.LEASES: lease is not None, Need.DURABLE: durable, Need.TOKENS: bool(http.token)}
+    return ServerInfo(about, tuple(need for need in Need if found[need]), limits, lease)
 
 
 def _about(body: bytes) -> About | None:

@@ -13,14 +13,14 @@ from hicache_conformance.protocol.http_client import expect, record
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_conformance.protocol.http_client import Reply, Wire
+    from hicache_conformance.protocol.http_client import HttpClient, Reply
 
 
 @dataclass(frozen=True, slots=True)
-class CompatibleScope:
+class SglangScope:
     """A scope, which need not exist."""
 
-    wire: Wire
+    http: HttpClient
     rank: int
     namespace: str
 
@@ -29,13 +29,13 @@ class CompatibleScope:
         """As the native part calls it."""
         return f"{self.rank}:{self.namespace}"
 
-    def through(self, wire: Wire) -> CompatibleScope:
+    def through(self, http: HttpClient) -> SglangScope:
         """The same scope, asked by another client."""
-        return CompatibleScope(wire, self.rank, self.namespace)
+        return SglangScope(http, self.rank, self.namespace)
 
     def post(self, operation: str, **body: Any) -> Reply:
         """Send a body of any fields; the namespace is added where it is not given."""
-        return self.wire.post(f"/{self.rank}/{operation}", {"namespace": self.namespace, **body})
+        return self.http.post(f"/{self.rank}/{operation}", {"namespace": self.namespace, **body})
 
     def initialize(self, pages: int) -> None:
         """Make the scope."""

@@ -19,7 +19,7 @@ from hicache_conformance.protocol.cases.limits import LimitCases
 from hicache_conformance.protocol.cases.looking import LookingCases
 from hicache_conformance.protocol.cases.malformed import MalformedCases
 from hicache_conformance.protocol.cases.operating import OperatingCases
-from hicache_conformance.protocol.cases.quarantine import RestingCases
+from hicache_conformance.protocol.cases.quarantine import QuarantineCases
 from hicache_conformance.protocol.cases.refusing import RefusingCases
 from hicache_conformance.protocol.cases.reserving import ReservingCases
 from hicache_conformance.protocol.cases.restarting import RestartingCases
@@ -44,7 +44,7 @@ class MetadataConformance(
     LimitCases,
     RetryingCases,
     ChainCases,
-    RestingCases,
+    QuarantineCases,
     LeasingCases,
     LookingCases,
     DocumentCases,

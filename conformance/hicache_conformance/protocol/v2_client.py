@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-    from hicache_conformance.protocol.http_client import Reply, Wire
+    from hicache_conformance.protocol.http_client import HttpClient, Reply
 
 RULE = "MD-API-1"
 A = TypeVar("A", bound=Answer)
@@ -60,10 +60,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class NativeClient:
+class V2Client:
     """Typed calls, by one client."""
 
-    wire: Wire
+    http: HttpClient
     content_type: str = JSON
 
     def send(self, path: str, request: Request | None = None, *, once: str = "") -> Reply:
@@ -71,7 +71,7 @@ class NativeClient:
         method = ROUTES[path].method
         body = None if request is None else encode(request, self.content_type)
         headers = {IDEMPOTENCY_HEADER: once} if once else {}
-        return self.wire.send(method, path, body, content_type=self.content_type, headers=headers)
+        return self.http.send(method, path, body, content_type=self.content_type, headers=headers)
 
     def call(self, path: str, request: Request | None, kind: type[A], *, once: str = "") -> A:
         """Send a request and take its answer.
@@ -107,10 +107,10 @@ class Written:
     checksum: int
 
 
-class NativeScope:
+class V2Scope:
     """One scope."""
 
-    def __init__(self, client: NativeClient, name: str, slots: int, slot_bytes: int, chance: random.Random) -> None:
+    def __init__(self, client: V2Client, name: str, slots: int, slot_bytes: int, chance: random.Random) -> None:
         self.client, self.name, self.slots, self.slot_bytes, self._chance = client, name, slots, slot_bytes, chance
 
     @property

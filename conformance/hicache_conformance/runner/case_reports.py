@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from hicache_conformance.model.settings import Settings
 
 DETAIL_LIMIT: Final = 12_000
-_SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Untestable): )?(untested: )?")
+_SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
 _WORST_FIRST: Final = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.NOT_DECLARED, Outcome.PASS)
 
 
 class CaseReports:
-    """Gathers the reports of cases; knows what the labs said about their drivers."""
+    """Gathers the reports of cases; knows what the contexts said about their drivers."""
 
     def __init__(self) -> None:
         self._phases: dict[str, list[pytest.TestReport]] = {}
-        self.labs = dict[str, dict[str, Any]]()
+        self.contexts = dict[str, dict[str, Any]]()
         """By class: driver, capabilities and options, from the first case that came as far as that."""
 
     def add(self, report: pytest.TestReport) -> tuple[str, CaseOutcome] | None:
@@ -52,7 +52,7 @@ class CaseReports:
         properties = dict(report.user_properties)
         case: dict[str, Any] = json.loads(str(properties[CASE_PROPERTY]))
         if CONTEXT_PROPERTY in properties:
-            self.labs.setdefault(case["owner"], json.loads(str(properties[CONTEXT_PROPERTY])))
+            self.contexts.setdefault(case["owner"], json.loads(str(properties[CONTEXT_PROPERTY])))
         return case["owner"], _outcome(report.nodeid.rpartition("::")[2], case, phases, properties)
 
 
@@ -66,12 +66,12 @@ def describe_violation(error: BaseException) -> dict[str, str] | None:
     return {"rule": violation.rule, "message": str(violation), "detail": detail[:DETAIL_LIMIT]}
 
 
-def header_of(lab: dict[str, Any] | None, settings: Settings) -> Header:
+def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
     """The header of a run in the author's own pytest."""
-    if lab is None:
+    if context is None:
         return blank_header("unknown", settings)
-    header = blank_header(lab["driver"], settings, capabilities=lab["capabilities"], options=lab["options"])
-    header.replay = Replay(run=settings.run, options=lab["options"], services=lab["services"])
+    header = blank_header(context["driver"], settings, capabilities=context["capabilities"], options=context["options"])
+    header.replay = Replay(run=settings.run, options=context["options"], services=context["services"])
     return header
 
 

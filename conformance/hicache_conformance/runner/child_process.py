@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.05
 STARTING_SECONDS: Final = 240.0
 """Patience with a process in which no case runs: it starts, or opens the driver for the first time."""
-MOST_PROCESSES: Final = 20
+MAX_PROCESSES: Final = 20
 """How many processes a run may take before it is given up."""
 # What would make pytest read somebody else's configuration or load somebody else's plugins.
 _FOREIGN: Final = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG", "PYTEST_CURRENT_TEST")
@@ -75,7 +75,7 @@ def run(
         )  # fmt: skip
         stream = Stream()
         hung = _run_once(file, home, stream, case_seconds, progress)
-        for process in range(1, MOST_PROCESSES):
+        for process in range(1, MAX_PROCESSES):
             done = [outcome.case for outcome in stream.outcomes]
             if not interface or stream.finished or (stream.running is None and done == file.done):
                 break

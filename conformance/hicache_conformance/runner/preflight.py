@@ -13,7 +13,7 @@ from hicache_conformance.fixtures.open_context import TMP, filled_config
 from hicache_conformance.interfaces.profile import describe_interface
 from hicache_conformance.model.outcomes import Replay
 from hicache_conformance.model.placeholders import port_names
-from hicache_conformance.model.violation import Untestable
+from hicache_conformance.model.violation import Inconclusive
 from hicache_conformance.report.header import blank_header
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
@@ -43,7 +43,7 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
             config = filled_config(run.driver, run.config, directory, ports())
             missing_ports = port_names(config.values())
             if missing_ports:
-                raise Untestable(f"no server listens on {{port:{missing_ports[0]}}}; start one with --serve")
+                raise Inconclusive(f"no server listens on {{port:{missing_ports[0]}}}; start one with --serve")
             storage = create_storage(run.driver, _identity(), config, options=options)
             try:
                 storage.open()
@@ -55,7 +55,7 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
         if run.interface:
             describe_interface(header, run.interface, run.config)
         writer.header(header)
-    except Untestable as missing:
+    except Inconclusive as missing:
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
     except HiCacheError as error:
         what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from hicache_conformance.fixtures.environment import commands_of, standing
+from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
 from hicache_conformance.model.outcomes import Stream, StreamWriter
@@ -114,7 +114,7 @@ class Session:
         directory = self._config.getoption("--hicache-report")
         for owner, stream in self._streams.items():
             stream.finished = True
-            stream.header = header_of(self._reports.labs.get(owner), self.settings)
+            stream.header = header_of(self._reports.contexts.get(owner), self.settings)
             judgement = self._verdicts[owner] = judge(stream, self.settings.levels, catalogue())
             if directory:
                 self._write_report(Path(directory), stream, judgement)
@@ -142,7 +142,7 @@ class Session:
         assert home is not None
         owner = cast("type[DriverConformance]", home.obj)
         commands = commands_of(owner.driver, owner.config, owner.services)
-        return standing(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
+        return environment_of(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
 
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
         self._streams.setdefault(owner, Stream()).outcomes.append(outcome)

@@ -15,7 +15,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def ended_in_order() -> Generator[None]:
+def exit_on_signals() -> Generator[None]:
     """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as `KeyboardInterrupt`. For the main thread only."""
     before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:

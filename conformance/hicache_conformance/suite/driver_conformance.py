@@ -6,16 +6,16 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from hicache_conformance.cases.applied import AppliedCases
-from hicache_conformance.cases.bit_rot import RotCases
+from hicache_conformance.cases.bit_rot import BitRotCases
 from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
-from hicache_conformance.cases.corrupt_objects import DamageCases
+from hicache_conformance.cases.corrupt_objects import CorruptObjectCases
 from hicache_conformance.cases.deadlines import DeadlineCases
 from hicache_conformance.cases.directories import DirectoryCases
 from hicache_conformance.cases.durability import DurabilityCases
 from hicache_conformance.cases.eviction import EvictionCases
-from hicache_conformance.cases.eviction_processes import CrowdCases
+from hicache_conformance.cases.eviction_processes import EvictionProcessCases
 from hicache_conformance.cases.existence import ExistenceCases
 from hicache_conformance.cases.failed_clears import FailedClearCases
 from hicache_conformance.cases.faults import FaultCases
@@ -52,7 +52,7 @@ class DriverConformance(
     SharingCases,
     PlanCases,
     DeadlineCases,
-    RotCases,
+    BitRotCases,
     DirectoryCases,
     StallCases,
     FailedClearCases,
@@ -62,7 +62,7 @@ class DriverConformance(
     StagingCases,
     BudgetCases,
     StreamCases,
-    CrowdCases,
+    EvictionProcessCases,
     EvictionCases,
     SpaceCases,
     StatsCases,
@@ -76,7 +76,7 @@ class DriverConformance(
     KeyCases,
     PoolCases,
     HostPoolCases,
-    DamageCases,
+    CorruptObjectCases,
     WritingCases,
     ReadingCases,
     ExistenceCases,

@@ -12,7 +12,7 @@ from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import Settings
 from hicache_conformance.model.verdict import Verdict
 from hicache_conformance.protocol.rules import Part
-from hicache_conformance.protocol.runner import Order, judge_run, run
+from hicache_conformance.protocol.runner import RunRequest, judge_run, run
 from hicache_conformance.protocol.server import Remote, Served
 from hicache_conformance.protocol.suite import protocol_cases
 from tests.conformance.metadata.faulty import FAULTS, server
@@ -50,7 +50,7 @@ def judged(
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
     settings = Settings.fresh(seed, "smoke", levels)
-    order = Order(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
+    order = RunRequest(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
     return judge_run(order, run(order))
 
 

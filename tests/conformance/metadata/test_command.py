@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_conformance.cli import app
-from hicache_conformance.protocol.http_client import Unanswered, Wire
+from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 from hicache_conformance.protocol.server import CannotStartError, Served
 from tests.conformance.metadata.judging import listening
 
@@ -138,14 +138,14 @@ def test_rules_are_listed_and_explained(hicache):
 
 
 def test_a_killed_server_is_gone_and_comes_back():
-    with Served(command=SERVE) as place, closing(Wire(place.url)) as wire:
-        assert wire.get("/healthz").status == 200
+    with Served(command=SERVE) as place, closing(HttpClient(place.url)) as http:
+        assert http.get("/healthz").status == 200
         place.kill()
         assert not place.is_running()
         with pytest.raises(Unanswered):
-            wire.get("/healthz")
+            http.get("/healthz")
         place.start()
-        assert wire.get("/healthz").status == 200
+        assert http.get("/healthz").status == 200
     assert not place.is_running()
 
 

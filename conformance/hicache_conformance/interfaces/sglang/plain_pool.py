@@ -1,4 +1,4 @@
-"""A host pool for drivers that do without SGLang: what SGLang's pools offer to a driver, over one row of pages."""
+"""A host pool for drivers that do without SGLang: what SGLang's pools server_info to a driver, over one row of pages."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_LINGERING: Final = 200
+MAX_LINGERING: Final = 200
 """Closed drivers and their pools that may linger; each driver has some twenty threads and eight descriptors."""
 BATCH_PAGES: Final = 128
 """SGLang's `STORAGE_BATCH_SIZE`."""
@@ -73,7 +73,7 @@ class _Lingering:
     @property
     def too_many(self) -> bool:
         """Whether the process should come to its end."""
-        return len(self._kept) > MOST_LINGERING
+        return len(self._kept) > MAX_LINGERING
 
 
 _lingering: Final = _Lingering()
@@ -455,10 +455,10 @@ def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolT
 
 
 def _joined(transfers: Sequence[PoolTransfer], answers: Mapping[int, list[bool]]) -> dict[PoolName, list[bool]]:
-    joined = dict[PoolName, list[bool]]()
+    open_capped = dict[PoolName, list[bool]]()
     for index, transfer in enumerate(transfers):
-        joined.setdefault(transfer.name, []).extend(answers.get(index, []))
-    return joined
+        open_capped.setdefault(transfer.name, []).extend(answers.get(index, []))
+    return open_capped
 
 
 def _engine_name(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.harness.corruption import Damage
+from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.sglang.storage import EngineStorage
 from hicache_storage.layers import innermost
@@ -13,16 +13,16 @@ from hicache_storage.spec import PoolName, PoolTransfer
 if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
-FACTORS: Final = {Damage.SHORT: (1, 2), Damage.LONG: (2, 1)}
+FACTORS: Final = {ObjectCorruption.SHORT: (1, 2), ObjectCorruption.LONG: (2, 1)}
 """Of the page's length, as numerator and denominator."""
 
 
 def is_foreign(storage: HiCacheStorage) -> bool:
-    """Whether `tamper_with_lengths` knows a way to this storage's pages."""
+    """Whether `corrupt_length` knows a way to this storage's pages."""
     return isinstance(innermost(storage), EngineStorage)
 
 
-def tamper_with_lengths(storage: HiCacheStorage, pool: str, key: str, damage: Damage) -> bool:
+def corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
     """Let a rank of equal identity store the page with half its bytes, or twice as many.
 
     Returns:

@@ -11,7 +11,7 @@ from hicache_conformance.protocol.rules import Need
 from hicache_metadata_server.protocol import JSON, Clear, encode
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
+    from hicache_conformance.protocol.context import ServerContext
 
 FOREIGN: Final = (
     {"Origin": "https://site.example"},
@@ -27,21 +27,21 @@ class BrowserCases:
     """No page of another site gives orders."""
 
     @covers("MD-AUTH-3", needs=[Need.NATIVE])
-    def test_pages_of_other_sites(self, lab: ServerLab) -> None:
+    def test_pages_of_other_sites(self, context: ServerContext) -> None:
         """What a page of another site can make a browser send is refused in both parts, and nothing is done."""
-        scope, keys, wire = lab.native_scope(4), lab.keys(2), lab.client("")
+        scope, keys, http = context.v2_scope(4), context.keys(2), context.client("")
         scope.store(keys)
         rank, _, namespace = scope.name.partition(":")
         clears = {"/v2/clear": encode(Clear(scopes=[scope.name])), f"/{rank}/clear": encode({"namespace": namespace})}
         for headers in FOREIGN:
             because = f"a browser sends it with {headers}"
             for path, body in clears.items():
-                expect(wire.send("POST", path, body, headers=headers), "MD-AUTH-3", 401, 403, because=f"{path}: {because}")
-            expect(wire.send("GET", "/v2/scopes", None, headers=headers), "MD-AUTH-3", 401, 403, because=because)
+                expect(http.send("POST", path, body, headers=headers), "MD-AUTH-3", 401, 403, because=f"{path}: {because}")
+            expect(http.send("GET", "/v2/scopes", None, headers=headers), "MD-AUTH-3", 401, 403, because=because)
         for kind in FORMS:
             for path, body in clears.items():
                 because = f"{path}: a form sends it as {kind}"
-                expect(wire.send("POST", path, body, content_type=kind), "MD-AUTH-3", 401, 403, 415, because=because)
-        expect(wire.send("GET", "/healthz", None, content_type=JSON), "MD-AUTH-3", 200)
+                expect(http.send("POST", path, body, content_type=kind), "MD-AUTH-3", 401, 403, 415, because=because)
+        expect(http.send("GET", "/healthz", None, content_type=JSON), "MD-AUTH-3", 200)
         if not all(scope.live(keys)):
             raise Violation("MD-AUTH-3", "requests of pages of other sites were refused, and the scope was cleared all the same")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Untestable, Violation
-from hicache_conformance.protocol.model import Ledger
+from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.protocol.model import OwnershipModel
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
-    from hicache_conformance.protocol.sglang_client import CompatibleScope
+    from hicache_conformance.protocol.context import ServerContext
+    from hicache_conformance.protocol.sglang_client import SglangScope
 
 CLIENTS: Final = 3
 THREADS: Final = 4
@@ -25,27 +25,27 @@ class ClientCases:
     """No slot belongs to two keys, and none is lost."""
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
-    def test_histories_with_room(self, lab: ServerLab) -> None:
+    def test_histories_with_room(self, context: ServerContext) -> None:
         """Random steps of three clients in a scope that has room for all: after each, every key is where it was confirmed."""
-        for _ in range(max(3, lab.profile.histories // 16)):
-            self._history(lab, pages=512, keys=8, has_room=True)
+        for _ in range(max(3, context.profile.histories // 16)):
+            self._history(context, pages=512, keys=8, has_room=True)
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
-    def test_histories_in_a_full_scope(self, lab: ServerLab) -> None:
+    def test_histories_in_a_full_scope(self, context: ServerContext) -> None:
         """The same in a scope of fewer slots than keys, which evicts."""
-        for _ in range(max(3, lab.profile.histories // 16)):
-            self._history(lab, pages=6, keys=14, has_room=False)
+        for _ in range(max(3, context.profile.histories // 16)):
+            self._history(context, pages=6, keys=14, has_room=False)
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.SHARED])
-    def test_clients_at_once(self, lab: ServerLab) -> None:
+    def test_clients_at_once(self, context: ServerContext) -> None:
         """Threads reserve, confirm, release, delete and look up the same keys: what one holds is never another's."""
-        pages, scope = 16, lab.scope(16)
-        keys = lab.keys(24)
-        crowd = _Crowd(scope, keys, lab.offer.lease_seconds or FOR_EVER)
+        pages, scope = 16, context.scope(16)
+        keys = context.keys(24)
+        crowd = _Crowd(scope, keys, context.server_info.lease_seconds or FOR_EVER)
         threads = [
             threading.Thread(
                 target=crowd.client,
-                args=(scope.through(lab.client()), random.Random(lab.chance.getrandbits(64)), lab.profile.thread_calls),
+                args=(scope.through(context.client()), random.Random(context.chance.getrandbits(64)), context.profile.thread_calls),
             )
             for _ in range(THREADS)
         ]
@@ -55,53 +55,53 @@ class ClientCases:
             thread.join()
         if crowd.errors:
             raise crowd.errors[0]
-        _see_no_slot_lost(lab, scope, keys, pages, "clients worked at once")
+        _see_no_slot_lost(context, scope, keys, pages, "clients worked at once")
 
-    def _history(self, lab: ServerLab, *, pages: int, keys: int, has_room: bool) -> None:
-        scope, lease_seconds = lab.scope(pages), lab.offer.lease_seconds or FOR_EVER
-        clients = [scope.through(lab.client()) for _ in range(CLIENTS)]
-        ledger = Ledger(scope, pages, lab.keys(keys), 0.8 * lease_seconds, has_room)
+    def _history(self, context: ServerContext, *, pages: int, keys: int, has_room: bool) -> None:
+        scope, lease_seconds = context.scope(pages), context.server_info.lease_seconds or FOR_EVER
+        clients = [scope.through(context.client()) for _ in range(CLIENTS)]
+        model = OwnershipModel(scope, pages, context.keys(keys), 0.8 * lease_seconds, has_room)
         try:
-            for _ in range(2 * lab.profile.steps):
-                self._step(lab, ledger, lab.chance.choice(clients))
-            scope.try_confirm([], [*ledger.held, *ledger.expired])
-            _see_no_slot_lost(lab, scope, ledger.keys, pages, f"a history of {len(ledger.steps)} steps ended")
+            for _ in range(2 * context.profile.steps):
+                self._step(context, model, context.chance.choice(clients))
+            scope.try_confirm([], [*model.held, *model.expired])
+            _see_no_slot_lost(context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended")
         except Violation as violation:
-            if ledger.slowest > 0.1 * lease_seconds:
-                raise Untestable(
-                    f"reservations last {lease_seconds:g} s here and one step took {ledger.slowest:.1f} s"
+            if model.slowest > 0.1 * lease_seconds:
+                raise Inconclusive(
+                    f"reservations last {lease_seconds:g} s here and one step took {model.slowest:.1f} s"
                 ) from violation
             raise
 
-    def _step(self, lab: ServerLab, ledger: Ledger, client: CompatibleScope) -> None:
-        chance = lab.chance
-        ledger.forget_expired()
-        match lab.number(0, 5):
-            case 2 | 3 if ledger.held:
-                ledger.confirm(chance.choice(list(ledger.held)), client)
-            case 4 if ledger.held and chance.random() < 0.5:
-                ledger.release(chance.choice(list(ledger.held)), client)
-            case 4 if ledger.released:
-                key, index = chance.choice(ledger.released)
+    def _step(self, context: ServerContext, model: OwnershipModel, client: SglangScope) -> None:
+        chance = context.chance
+        model.forget_expired()
+        match context.number(0, 5):
+            case 2 | 3 if model.held:
+                model.confirm(chance.choice(list(model.held)), client)
+            case 4 if model.held and chance.random() < 0.5:
+                model.release(chance.choice(list(model.held)), client)
+            case 4 if model.released:
+                key, index = chance.choice(model.released)
                 # A release names no key: whose slot it is now could not tell it from its own.
-                if index not in ledger.held:
-                    chance.choice((ledger.confirm_late, ledger.release_late))(key, index, client)
+                if index not in model.held:
+                    chance.choice((model.confirm_late, model.release_late))(key, index, client)
             case 5:
-                ledger.delete(chance.sample(ledger.keys, lab.number(1, 3)), client)
+                model.delete(chance.sample(model.keys, context.number(1, 3)), client)
             case _:
-                ledger.reserve(chance.choices(ledger.keys, k=lab.number(1, 5)), client)
+                model.reserve(chance.choices(model.keys, k=context.number(1, 5)), client)
 
 
 class _Crowd:
     """What the threads know together: who holds which slot between the answer to a reserve and its confirm or release."""
 
-    def __init__(self, scope: CompatibleScope, keys: list[str], lease_seconds: float) -> None:
+    def __init__(self, scope: SglangScope, keys: list[str], lease_seconds: float) -> None:
         self.scope, self.keys, self.lease_seconds = scope, keys, lease_seconds
         self.holders: dict[int, str] = {}
         self.lock = threading.Lock()
         self.errors: list[Exception] = []
 
-    def client(self, scope: CompatibleScope, chance: random.Random, calls: int) -> None:
+    def client(self, scope: SglangScope, chance: random.Random, calls: int) -> None:
         """One thread."""
         try:
             for _ in range(calls):
@@ -111,7 +111,7 @@ class _Crowd:
         except Exception as error:  # noqa: BLE001 - it is the case's thread that reports it
             self.errors.append(error)
 
-    def _step(self, scope: CompatibleScope, chance: random.Random) -> None:
+    def _step(self, scope: SglangScope, chance: random.Random) -> None:
         keys = chance.sample(self.keys, chance.randint(1, 4))
         match chance.randint(0, 3):
             case 0:
@@ -123,7 +123,7 @@ class _Crowd:
             case _:
                 self._write(scope, keys, chance)
 
-    def _write(self, scope: CompatibleScope, keys: list[str], chance: random.Random) -> None:
+    def _write(self, scope: SglangScope, keys: list[str], chance: random.Random) -> None:
         begin = time.monotonic()
         answer = scope.reserve(keys, rule="MD-RES-2")
         mine = [(key, index) for key, (exists, index) in zip(keys, answer, strict=True) if index >= 0 and not exists]
@@ -144,7 +144,7 @@ class _Crowd:
         else:
             scope.confirm([], [index for _, index in mine])
 
-    def _see_mine_alone(self, scope: CompatibleScope, mine: dict[str, int], begin: float) -> None:
+    def _see_mine_alone(self, scope: SglangScope, mine: dict[str, int], begin: float) -> None:
         """What I have reserved is announced for nobody, unless my time may be over."""
         found = scope.indices(self.keys)
         if time.monotonic() - begin < 0.8 * self.lease_seconds:
@@ -153,6 +153,6 @@ class _Crowd:
                     raise Violation("MD-SLOT-1", f"slot {index} is announced for {key[:8]}... while another key has it reserved")
 
 
-def _see_no_slot_lost(lab: ServerLab, scope: CompatibleScope, keys: list[str], pages: int, when: str) -> None:
+def _see_no_slot_lost(context: ServerContext, scope: SglangScope, keys: list[str], pages: int, when: str) -> None:
     scope.delete(keys)
-    lab.reserve_soon(scope, lab.keys(pages), "MD-SLOT-2", f"{when} and all was deleted and released")
+    context.reserve_soon(scope, context.keys(pages), "MD-SLOT-2", f"{when} and all was deleted and released")

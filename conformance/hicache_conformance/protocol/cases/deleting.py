@@ -7,72 +7,72 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Untestable, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.protocol.http_client import expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_conformance.protocol.context import ServerLab
-    from hicache_conformance.protocol.sglang_client import CompatibleScope
+    from hicache_conformance.protocol.context import ServerContext
+    from hicache_conformance.protocol.sglang_client import SglangScope
 
 
 class DeletingCases:
     """`delete_keys`, `clear`, and eviction."""
 
     @covers("MD-DEL-1")
-    def test_deleting_some(self, lab: ServerLab) -> None:
+    def test_deleting_some(self, context: ServerContext) -> None:
         """Deleted keys are gone, the others keep their slots, unknown ones are no error, and all slots return."""
-        pages = lab.number(6, 20)
-        scope, keys = lab.scope(pages), lab.keys(pages)
+        pages = context.number(6, 20)
+        scope, keys = context.scope(pages), context.keys(pages)
         slots = scope.store(keys)
-        gone = lab.chance.sample(keys, pages // 2)
-        scope.delete([*gone, *lab.keys(2), *gone])
+        gone = context.chance.sample(keys, pages // 2)
+        scope.delete([*gone, *context.keys(2), *gone])
         wanted = [None if key in gone else index for key, index in zip(keys, slots, strict=True)]
         if (found := scope.indices(keys)) != wanted:
             raise Violation("MD-DEL-1", f"after {len(gone)} of {pages} keys were deleted, {found} is found; expected {wanted}")
         scope.delete(keys)
-        lab.reserve_soon(scope, lab.keys(pages), "MD-DEL-1", f"{pages} keys were deleted")
+        context.reserve_soon(scope, context.keys(pages), "MD-DEL-1", f"{pages} keys were deleted")
 
     @covers("MD-DEL-2")
-    def test_clearing(self, lab: ServerLab) -> None:
+    def test_clearing(self, context: ServerContext) -> None:
         """After a clear nothing is there, and every slot can be reserved again: those that were reserved when their reservation would have ended."""
-        with lab.while_held():
-            pages = lab.number(6, 20)
-            scope, keys, held = lab.scope(pages), lab.keys(pages // 2), lab.keys(pages - pages // 2)
+        with context.while_held():
+            pages = context.number(6, 20)
+            scope, keys, held = context.scope(pages), context.keys(pages // 2), context.keys(pages - pages // 2)
             scope.store(keys)
             scope.reserve(held)
             scope.clear()
             if any(scope.exists([*keys, *held])):
                 raise Violation("MD-DEL-2", f"after a clear some keys are there: {scope.exists([*keys, *held])}")
             # Their slots are not given out yet, but others are.
-            lab.reserve_soon(scope, held[: len(keys)], "MD-DEL-2", "a scope was cleared in which these keys were reserved")
-        if lab.cleared_seconds is not None:
+            context.reserve_soon(scope, held[: len(keys)], "MD-DEL-2", "a scope was cleared in which these keys were reserved")
+        if context.cleared_seconds is not None:
             scope.clear()
             # By then all that was reserved before has ended as well.
-            seconds = 2 * lab.cleared_seconds
-            lab.reserve_soon(scope, lab.keys(pages), "MD-DEL-2", "a scope with reservations was cleared", seconds)
+            seconds = 2 * context.cleared_seconds
+            context.reserve_soon(scope, context.keys(pages), "MD-DEL-2", "a scope with reservations was cleared", seconds)
 
     @covers("MD-EV-1")
-    def test_what_was_read_stays(self, lab: ServerLab) -> None:
+    def test_what_was_read_stays(self, context: ServerContext) -> None:
         """A full scope makes room, and takes no page that get_page_indices has found while there are others."""
-        self._keeps_what_was_used(lab, "MD-EV-1", lambda scope, keys: scope.indices(keys))
+        self._keeps_what_was_used(context, "MD-EV-1", lambda scope, keys: scope.indices(keys))
 
     @covers("MD-EV-2")
-    def test_what_exists_stays(self, lab: ServerLab) -> None:
+    def test_what_exists_stays(self, context: ServerContext) -> None:
         """A full scope takes no page that exists has found while there are others."""
-        self._keeps_what_was_used(lab, "MD-EV-2", lambda scope, keys: scope.exists(keys))
+        self._keeps_what_was_used(context, "MD-EV-2", lambda scope, keys: scope.exists(keys))
 
     @covers("MD-BIG-2", levels=[Level.BUDGET])
-    def test_freeing_costs_the_same_however_many_are_free(self, lab: ServerLab) -> None:
+    def test_freeing_costs_the_same_however_many_are_free(self, context: ServerContext) -> None:
         """Batches of released slots take no longer when most of 30,000 slots are free than when few are."""
         batch, pages = 2000, 30_000
-        scope = lab.scope(pages)
+        scope = context.scope(pages)
         slots = list[list[int]]()
         for _ in range(pages // batch):
-            reply = scope.post("reserve_and_allocate_page_indices", keys=[[key, ""] for key in lab.keys(batch)])
+            reply = scope.post("reserve_and_allocate_page_indices", keys=[[key, ""] for key in context.keys(batch)])
             if reply.status == 413:
-                raise Untestable(f"this server does not take batches of {batch} keys")
+                raise Inconclusive(f"this server does not take batches of {batch} keys")
             expect(reply, "MD-BIG-2", 200)
             slots.append([index for _, index in _pairs(reply.body)])
         seconds = list[float]()
@@ -88,16 +88,16 @@ class DeletingCases:
                 f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to {many * 1e3:.0f} ms later",
             )
 
-    def _keeps_what_was_used(self, lab: ServerLab, rule: str, use: Callable[[CompatibleScope, Sequence[str]], object]) -> None:
-        pages = 2 * lab.number(4, 8)
-        scope, keys = lab.scope(pages), lab.keys(pages)
+    def _keeps_what_was_used(self, context: ServerContext, rule: str, use: Callable[[SglangScope, Sequence[str]], object]) -> None:
+        pages = 2 * context.number(4, 8)
+        scope, keys = context.scope(pages), context.keys(pages)
         scope.store(keys)
         # The oldest ones are used, so that no order of insertion explains that they stay.
         used, others = keys[: pages // 2], keys[pages // 2 :]
         use(scope, used)
-        new = lab.keys(pages // 4)
-        with lab.while_held():
-            lab.reserve_soon(scope, new, rule, f"{len(new)} new keys want room in a full scope of {pages}")
+        new = context.keys(pages // 4)
+        with context.while_held():
+            context.reserve_soon(scope, new, rule, f"{len(new)} new keys want room in a full scope of {pages}")
         # The question itself may count as use: it is put about all, and last.
         there = dict(zip(keys, scope.exists(keys), strict=True))
         lost = [key for key in used if not there[key]]

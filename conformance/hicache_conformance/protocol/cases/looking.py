@@ -10,19 +10,19 @@ from hicache_conformance.protocol.rules import Need
 from hicache_metadata_server.protocol import NO_SLOT
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
+    from hicache_conformance.protocol.context import ServerContext
 
 
 class LookingCases:
     """`lookup` and `delete`."""
 
     @covers("MD-LOOK-1", needs=[Need.NATIVE])
-    def test_lookups_give_back_what_was_committed(self, lab: ServerLab) -> None:
+    def test_lookups_give_back_what_was_committed(self, context: ServerContext) -> None:
         """Slot, generation, length and checksum of stored keys, -1 and zeros for others, in any order and twice."""
-        scope, missing = lab.native_scope(40), lab.keys(5)
-        pages = {page.key: page for page in scope.store(lab.keys(10))}
+        scope, missing = context.v2_scope(40), context.keys(5)
+        pages = {page.key: page for page in scope.store(context.keys(10))}
         for _ in range(5):
-            asked = lab.chance.choices([*pages, *missing], k=lab.number(1, 20))
+            asked = context.chance.choices([*pages, *missing], k=context.number(1, 20))
             found = scope.lookup(asked)
             rows = zip(asked, found.slots, found.generations, found.lengths, found.checksums, strict=True)
             for key, *row in rows:
@@ -34,9 +34,9 @@ class LookingCases:
                     )
 
     @covers("MD-LOOK-1", needs=[Need.NATIVE])
-    def test_extreme_values(self, lab: ServerLab) -> None:
+    def test_extreme_values(self, context: ServerContext) -> None:
         """Checksums of 0 and 2**64-1 and lengths of 1 and the whole slot come back."""
-        scope, keys = lab.native_scope(8), lab.keys(4)
+        scope, keys = context.v2_scope(8), context.keys(4)
         lengths, checksums = [1, scope.slot_bytes, 1, scope.slot_bytes], [0, 0, 2**64 - 1, 2**63]
         scope.commit(scope.reserve(keys).leases, lengths, checksums)
         found = scope.lookup(keys)
@@ -46,9 +46,9 @@ class LookingCases:
             )
 
     @covers("MD-DEL-3", needs=[Need.NATIVE])
-    def test_deleting_by_generation(self, lab: ServerLab) -> None:
+    def test_deleting_by_generation(self, context: ServerContext) -> None:
         """A page of another generation stays, one of this generation goes; without generations all go."""
-        scope, keys = lab.native_scope(16), lab.keys(6)
+        scope, keys = context.v2_scope(16), context.keys(6)
         pages = scope.store(keys)
         meant = [page.generation if i % 2 else page.generation + 1 for i, page in enumerate(pages)]
         done = scope.delete(keys, meant)

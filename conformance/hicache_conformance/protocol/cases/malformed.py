@@ -11,7 +11,7 @@ from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import refused
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
+    from hicache_conformance.protocol.context import ServerContext
 
 UNREADABLE: Final = (
     b"",
@@ -67,18 +67,18 @@ class MalformedCases:
     """Bodies and paths that mean nothing."""
 
     @covers("MD-REQ-1", "MD-HTTP-1", levels=[Level.FAULTS])
-    def test_unreadable_bodies(self, lab: ServerLab) -> None:
+    def test_unreadable_bodies(self, context: ServerContext) -> None:
         """Bodies that are no JSON, or no object, are refused in JSON."""
-        scope = lab.scope(4)
+        scope = context.scope(4)
         for operation in ("exists", "initialize", "reserve_and_allocate_page_indices", "confirm_write", "get_page_indices"):
             for body in UNREADABLE:
-                reply = lab.wire.send("POST", f"/{scope.rank}/{operation}", body)
+                reply = context.http.send("POST", f"/{scope.rank}/{operation}", body)
                 refused(reply, "MD-REQ-1", f"the body {body[:20]!r} of {operation}")
 
     @covers("MD-REQ-2", levels=[Level.FAULTS])
-    def test_fields_that_are_missing_or_wrong(self, lab: ServerLab) -> None:
+    def test_fields_that_are_missing_or_wrong(self, context: ServerContext) -> None:
         """Fields that are missing or of a wrong type are refused by name, and do nothing."""
-        scope, keys = lab.scope(8), lab.keys(4)
+        scope, keys = context.scope(8), context.keys(4)
         slots = scope.store(keys)
         for operation, body, field in WRONG:
             refused(scope.post(operation, **body), "MD-REQ-2", f"{operation} of {json.dumps(body)}", names=field)
@@ -86,17 +86,17 @@ class MalformedCases:
             raise Violation("MD-REQ-2", f"slots {slots} became {now} by requests that were refused")
 
     @covers("MD-REQ-3", levels=[Level.FAULTS])
-    def test_a_text_for_keys(self, lab: ServerLab) -> None:
+    def test_a_text_for_keys(self, context: ServerContext) -> None:
         """A text in the place of a list of keys is refused, and not taken for a list of characters."""
-        scope = lab.scope(8)
+        scope = context.scope(8)
         for operation in ("exists", "get_page_indices", "delete_keys", "reserve_and_allocate_page_indices"):
-            for text in ("abc", lab.keys(1)[0], ""):
+            for text in ("abc", context.keys(1)[0], ""):
                 refused(scope.post(operation, keys=text), "MD-REQ-3", f"keys {text!r} of {operation}", names="keys")
 
     @covers("MD-REQ-4", levels=[Level.FAULTS])
-    def test_paths_that_lead_nowhere(self, lab: ServerLab) -> None:
+    def test_paths_that_lead_nowhere(self, context: ServerContext) -> None:
         """Ranks that are no numbers and routes that do not exist are refused in JSON."""
-        keys = {"keys": lab.keys(1)}
+        keys = {"keys": context.keys(1)}
         for path in (
             "/abc/exists",
             "/1.5/exists",
@@ -107,20 +107,20 @@ class MalformedCases:
             "/0/exists/more",
             "/0/%00",
         ):
-            refused(lab.wire.post(path, keys), "MD-REQ-4", f"the path {path}")
-        reply = lab.wire.get("/0/exists")
+            refused(context.http.post(path, keys), "MD-REQ-4", f"the path {path}")
+        reply = context.http.get("/0/exists")
         refused(reply, "MD-REQ-4", "GET for a route that takes POST")
 
     @covers("MD-REQ-5", "MD-HTTP-1", levels=[Level.FAULTS])
-    def test_random_requests(self, lab: ServerLab) -> None:
+    def test_random_requests(self, context: ServerContext) -> None:
         """Random bodies of random fields never break the server, and cost nobody a page."""
-        scope, keys = lab.scope(64), lab.keys(16)
+        scope, keys = context.scope(64), context.keys(16)
         slots = scope.store(keys)
-        for _ in range(max(40, 3 * lab.profile.histories)):
-            fields = lab.chance.sample(FIELDS, lab.number(0, 4))
-            body = {"namespace": f"{scope.namespace}-other", **{field: lab.chance.choice(VALUES) for field in fields}}
-            rank = lab.chance.choice((str(scope.rank), str(scope.rank), "0", "-1", "x", "99999999999999999999"))
-            reply = lab.wire.post(f"/{rank}/{lab.chance.choice(OPERATIONS)}", body)
+        for _ in range(max(40, 3 * context.profile.histories)):
+            fields = context.chance.sample(FIELDS, context.number(0, 4))
+            body = {"namespace": f"{scope.namespace}-other", **{field: context.chance.choice(VALUES) for field in fields}}
+            rank = context.chance.choice((str(scope.rank), str(scope.rank), "0", "-1", "x", "99999999999999999999"))
+            reply = context.http.post(f"/{rank}/{context.chance.choice(OPERATIONS)}", body)
             if reply.status >= 500:
                 raise Violation("MD-REQ-5", f"a request breaks the server: {reply}")
         if (now := scope.indices(keys)) != slots:

@@ -14,8 +14,8 @@ from hicache_conformance.protocol.rules import Need
 from hicache_metadata_server.protocol import JSON, MSGPACK, Lookup, LookupScope, encode
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
-    from hicache_conformance.protocol.http_client import Reply, Wire
+    from hicache_conformance.protocol.context import ServerContext
+    from hicache_conformance.protocol.http_client import HttpClient, Reply
 
 HEALTH_SECONDS: Final = 1.0
 FACTOR: Final = 3.0
@@ -29,21 +29,21 @@ class RefusingCases:
     """Nobody else notices."""
 
     @covers("MD-REQ-7", levels=[Level.FAULTS], needs=[Need.NATIVE])
-    def test_bodies_that_are_refused_cost_no_more_than_others(self, lab: ServerLab) -> None:
+    def test_bodies_that_are_refused_cost_no_more_than_others(self, context: ServerContext) -> None:
         """Of the longest lookups, one with a wrong last key is refused in the time in which a right one is served; health goes on."""
-        limits, scope = lab.offer.limits, lab.native_scope(4)
+        limits, scope = context.server_info.limits, context.v2_scope(4)
         count = min(limits.keys, MOST_KEYS)
         length = min(limits.key_bytes, (min(limits.body_bytes, MOST_BYTES) - 1000) // count - 8)
-        keys = [key * (length // 64 + 1) for key in lab.keys(8)]
+        keys = [key * (length // 64 + 1) for key in context.keys(8)]
         right = [f"{i:08x}{keys[i % 8]}"[:length] for i in range(count)]
         for content_type in (JSON, MSGPACK):
             lookup = encode(Lookup(scopes=[LookupScope(scope=scope.name, keys=right)]), content_type)
             wrong = encode({"scopes": [{"scope": scope.name, "keys": [*right[:-1], 7]}]}, content_type)
-            served, reply = self._timed(lab.wire, lookup, content_type)
+            served, reply = self._timed(context.http, lookup, content_type)
             expect(reply, "MD-REQ-7", 200, because=f"a lookup of {count} keys as {content_type}")
-            health = _Health(lab.client())
+            health = _Health(context.client())
             health.start()
-            refused, reply = self._timed(lab.wire, wrong, content_type)
+            refused, reply = self._timed(context.http, wrong, content_type)
             worst = health.stop()
             expect(reply, "MD-REQ-7", 422, because=f"the last of {count} keys is a number")
             if refused > FACTOR * served + SLACK_SECONDS:
@@ -56,18 +56,18 @@ class RefusingCases:
                     "MD-REQ-7", f"/healthz takes {worst:.1f} s while {len(wrong)} bytes of {content_type} are refused"
                 )
 
-    def _timed(self, wire: Wire, body: bytes, content_type: str) -> tuple[float, Reply]:
+    def _timed(self, http: HttpClient, body: bytes, content_type: str) -> tuple[float, Reply]:
         begin = time.monotonic()
-        reply = wire.send("POST", "/v2/lookup", body, content_type=content_type)
+        reply = http.send("POST", "/v2/lookup", body, content_type=content_type)
         return time.monotonic() - begin, reply
 
 
 class _Health(threading.Thread):
     """Asks for the server's health until it is stopped."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, http: HttpClient) -> None:
         super().__init__(daemon=True)
-        self._wire, self._stopped = wire, threading.Event()
+        self._http, self._stopped = http, threading.Event()
         self._worst = 0.0
         self._error: Violation | None = None
 
@@ -76,7 +76,7 @@ class _Health(threading.Thread):
         while not self._stopped.wait(0.01):
             begin = time.monotonic()
             try:
-                self._wire.get("/healthz")
+                self._http.get("/healthz")
             except Violation as error:
                 self._error = error
                 return

@@ -10,20 +10,20 @@ from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.rules import Need
 
 if TYPE_CHECKING:
-    from hicache_conformance.protocol.context import ServerLab
+    from hicache_conformance.protocol.context import ServerContext
 
 
 class ReservingCases:
     """`reserve_and_allocate_page_indices`."""
 
     @covers("MD-RES-1")
-    def test_new_keys_get_slots_and_old_ones_keep_theirs(self, lab: ServerLab) -> None:
+    def test_new_keys_get_slots_and_old_ones_keep_theirs(self, context: ServerContext) -> None:
         """A batch of stored and new keys: the stored are said to be there, in their slots; the new get slots that nobody has."""
-        with lab.while_held():
-            scope, stored, new = lab.scope(40), lab.keys(10), lab.keys(10)
+        with context.while_held():
+            scope, stored, new = context.scope(40), context.keys(10), context.keys(10)
             where = dict(zip(stored, scope.store(stored), strict=True))
             asked = [*stored, *new]
-            lab.chance.shuffle(asked)
+            context.chance.shuffle(asked)
             answer = dict(zip(asked, scope.reserve(asked), strict=True))
             wrong = {key: answer[key] for key in stored if answer[key] != (True, where[key])}
             if wrong:
@@ -43,11 +43,11 @@ class ReservingCases:
                 raise Violation("MD-RES-1", f"a scope of 40 slots gives out slot {max(slots)}")
 
     @covers("MD-RES-2")
-    def test_a_batch_that_does_not_fit(self, lab: ServerLab) -> None:
+    def test_a_batch_that_does_not_fit(self, context: ServerContext) -> None:
         """A batch larger than the scope: as many keys get slots as there are, the others -1, and the slots serve."""
-        with lab.while_held():
-            pages = lab.number(4, 20)
-            scope, keys = lab.scope(pages), lab.keys(pages + lab.number(1, 20))
+        with context.while_held():
+            pages = context.number(4, 20)
+            scope, keys = context.scope(pages), context.keys(pages + context.number(1, 20))
             slots = [index for _, index in scope.reserve(keys, rule="MD-RES-2")]
             given = [index for index in slots if index >= 0]
             if sorted(given) != list(range(pages)):
@@ -58,12 +58,12 @@ class ReservingCases:
                 raise Violation("MD-RES-2", f"of a batch that did not fit, {wanted} was confirmed and {found} is found")
 
     @covers("MD-RES-2")
-    def test_a_batch_that_does_not_fit_into_a_scope_in_use(self, lab: ServerLab) -> None:
+    def test_a_batch_that_does_not_fit_into_a_scope_in_use(self, context: ServerContext) -> None:
         """With pages live and others reserved, a batch larger than the scope is answered, and the scope goes on."""
-        with lab.while_held():
-            pages = lab.number(6, 20)
-            scope = lab.scope(pages)
-            live, keys = lab.keys(pages // 2), lab.keys(2 * pages)
+        with context.while_held():
+            pages = context.number(6, 20)
+            scope = context.scope(pages)
+            live, keys = context.keys(pages // 2), context.keys(2 * pages)
             scope.store(live)
             answer = scope.reserve(keys, rule="MD-RES-2")
             given = [index for _, index in answer if index >= 0]
@@ -71,15 +71,15 @@ class ReservingCases:
             if len(set(given)) != len(given) or set(given) & set(left):
                 raise Violation("MD-RES-2", f"slots {given} are given out while {left} are live")
             scope.confirm([], given, rule="MD-RES-2")
-        lab.reserve_soon(scope, lab.keys(pages), "MD-RES-2", f"after a batch of {2 * pages} keys in {pages} slots was released")
+        context.reserve_soon(scope, context.keys(pages), "MD-RES-2", f"after a batch of {2 * pages} keys in {pages} slots was released")
 
     @covers("MD-RES-3")
-    def test_everything_reserved_and_nothing_confirmed(self, lab: ServerLab) -> None:
+    def test_everything_reserved_and_nothing_confirmed(self, context: ServerContext) -> None:
         """With all slots reserved, further keys get -1, lookups work, and released slots come back."""
-        with lab.while_held():
-            pages = lab.number(4, 20)
-            scope = lab.scope(pages)
-            keys, more = lab.keys(pages), lab.keys(lab.number(1, 5))
+        with context.while_held():
+            pages = context.number(4, 20)
+            scope = context.scope(pages)
+            keys, more = context.keys(pages), context.keys(context.number(1, 5))
             slots = [index for _, index in scope.reserve(keys)]
             for _ in range(3):
                 answer = scope.reserve(more, rule="MD-RES-3")
@@ -88,14 +88,14 @@ class ReservingCases:
             if any(scope.exists([*keys, *more], rule="MD-RES-3")):
                 raise Violation("MD-RES-3", "nothing was confirmed, and some key is there")
             scope.confirm([], slots, rule="MD-RES-3")
-        lab.reserve_soon(scope, lab.keys(pages), "MD-RES-3", f"all {pages} slots were reserved and released")
+        context.reserve_soon(scope, context.keys(pages), "MD-RES-3", f"all {pages} slots were reserved and released")
 
     @covers("MD-RES-4")
-    def test_a_key_twice_in_a_batch(self, lab: ServerLab) -> None:
+    def test_a_key_twice_in_a_batch(self, context: ServerContext) -> None:
         """A key that stands twice in a batch gets one slot."""
-        with lab.while_held():
-            scope, key = lab.scope(8), lab.keys(1)[0]
-            answer = scope.reserve([key, *lab.keys(2), key])
+        with context.while_held():
+            scope, key = context.scope(8), context.keys(1)[0]
+            answer = scope.reserve([key, *context.keys(2), key])
             first, second = answer[0], answer[3]
             if first[1] < 0 or second != (False, -1):
                 raise Violation(
@@ -104,12 +104,12 @@ class ReservingCases:
                 )
 
     @covers("MD-RES-4", levels=[Level.CORE, Level.SHARED])
-    def test_two_clients_reserve_one_key(self, lab: ServerLab) -> None:
+    def test_two_clients_reserve_one_key(self, context: ServerContext) -> None:
         """While one client has a key reserved another gets -1; once it is confirmed, the other is told that it is there."""
-        with lab.while_held():
-            scope, keys = lab.scope(8), lab.keys(3)
+        with context.while_held():
+            scope, keys = context.scope(8), context.keys(3)
             mine = [index for _, index in scope.reserve(keys)]
-            other = scope.through(lab.client())
+            other = scope.through(context.client())
             if (answer := other.reserve(keys)) != [(False, -1)] * 3:
                 raise Violation("MD-RES-4", f"keys that another client has reserved in slots {mine} are reserved again: {answer}")
             scope.confirm(list(zip(keys, mine, strict=True)))
@@ -117,44 +117,44 @@ class ReservingCases:
                 raise Violation("MD-RES-4", f"keys that another client has confirmed in slots {mine} get {answer}")
 
     @covers("MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
-    def test_no_slot_is_lost_to_two_writers(self, lab: ServerLab) -> None:
+    def test_no_slot_is_lost_to_two_writers(self, context: ServerContext) -> None:
         """Two clients write the same keys at once; when all is deleted and released, every slot can be reserved again."""
-        pages = lab.number(8, 20)
-        with lab.while_held():
-            scope, keys = lab.scope(pages), lab.keys(pages // 2)
-            other = scope.through(lab.client())
+        pages = context.number(8, 20)
+        with context.while_held():
+            scope, keys = context.scope(pages), context.keys(pages // 2)
+            other = scope.through(context.client())
             for client, answer in [(scope, scope.reserve(keys)), (other, other.reserve(keys))]:
                 mine = [(key, index) for key, (exists, index) in zip(keys, answer, strict=True) if index >= 0 and not exists]
                 client.try_confirm(mine)
             scope.delete(keys)
-        lab.reserve_soon(
-            scope, lab.keys(pages), "MD-SLOT-2", f"two clients wrote the same {len(keys)} keys, and all were deleted"
+        context.reserve_soon(
+            scope, context.keys(pages), "MD-SLOT-2", f"two clients wrote the same {len(keys)} keys, and all were deleted"
         )
 
     @covers("MD-RES-5")
-    def test_a_reserved_key_is_not_there(self, lab: ServerLab) -> None:
+    def test_a_reserved_key_is_not_there(self, context: ServerContext) -> None:
         """Neither exists nor get_page_indices knows a key that is only reserved, nor one that was released."""
-        with lab.while_held():
-            scope, keys = lab.scope(8), lab.keys(4)
+        with context.while_held():
+            scope, keys = context.scope(8), context.keys(4)
             slots = [index for _, index in scope.reserve(keys)]
             _see_nowhere(scope.exists(keys), scope.indices(keys), "reserved")
             scope.confirm([], slots)
             _see_nowhere(scope.exists(keys), scope.indices(keys), "released")
 
     @covers("MD-RES-6", needs=[Need.LEASES])
-    def test_an_abandoned_reservation_ends(self, lab: ServerLab) -> None:
+    def test_an_abandoned_reservation_ends(self, context: ServerContext) -> None:
         """A client reserves everything and is never heard of again: its keys and slots come back by themselves."""
-        seconds, pages = lab.abandoned_seconds + lab.rest_seconds, lab.number(4, 12)
-        scope, keys = lab.scope(pages), lab.keys(pages)
-        scope.through(lab.client()).reserve(keys)
+        seconds, pages = context.abandoned_seconds + context.rest_seconds, context.number(4, 12)
+        scope, keys = context.scope(pages), context.keys(pages)
+        scope.through(context.client()).reserve(keys)
         got = set[int]()
 
         def all_are_back() -> bool:
-            answer = scope.reserve(lab.chance.sample(keys, len(keys)), rule="MD-RES-6")
+            answer = scope.reserve(context.chance.sample(keys, len(keys)), rule="MD-RES-6")
             got.update(index for _, index in answer if index >= 0)
             return len(got) == pages
 
-        lab.eventually("MD-RES-6", lambda: f"only {len(got)} of {pages} abandoned slots came back", all_are_back, seconds)
+        context.eventually("MD-RES-6", lambda: f"only {len(got)} of {pages} abandoned slots came back", all_are_back, seconds)
 
 
 def _see_nowhere(flags: list[bool], indices: list[int | None], state: str) -> None:
