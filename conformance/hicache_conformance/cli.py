@@ -48,7 +48,7 @@ def run(
     ] = None,
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
-    serve: Annotated[
+    start_server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="COMMAND",
@@ -74,7 +74,7 @@ def run(
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
         _check_interface(interface, driver, options)
-        _check_commands(serve or [])
+        _check_commands(start_server or [])
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
@@ -82,7 +82,7 @@ def run(
     console.print(
         f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
     )
-    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, serve or None, interface))
+    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, start_server or None, interface))
 
 
 app.command()(repro)
@@ -221,9 +221,9 @@ def _check_commands(commands: list[str]) -> None:
         try:
             words = shlex.split(command)
         except ValueError as error:
-            raise ValueError(f"--serve {command!r}: {error}") from error
+            raise ValueError(f"--start-server {command!r}: {error}") from error
         if not words:
-            raise ValueError("--serve needs a command")
+            raise ValueError("--start-server needs a command")
 
 
 __all__ = ["Level", "app"]

@@ -1,4 +1,4 @@
-"""`hicache conformance repro` and `--serve`: a failure out of its results, in another process, another directory, later."""
+"""`hicache conformance repro` and `--start-server`: a failure out of its results, in another process, another directory, later."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_when_a_run_begins_with_an_empty_store(durability, options, fresh):
     assert store_is_fresh({"durability": durability}, options) is fresh
 
 
-# --serve -------------------------------------------------------------------------------------------------------------
+# --start-server -------------------------------------------------------------------------------------------------------------
 
 SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log"])
 SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
@@ -262,7 +262,7 @@ SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
 
 def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(site, tmp_path, results):
     ran = site.hicache(
-        *RUN, "TakesAnythingForAnAnswer", *SMOKE, "--case", "told_once", "--case", "one_page", "--serve", SERVE,
+        *RUN, "TakesAnythingForAnAnswer", *SMOKE, "--case", "told_once", "--case", "one_page", "--start-server", SERVE,
         "-c", "port={port:mine}", "--report", str(tmp_path),
     )  # fmt: skip
     assert ran.status == 1, ran.output
@@ -278,13 +278,13 @@ def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
 @pytest.mark.parametrize(
     ("serve", "port", "words"),
     [
-        ("", "1", "--serve needs a command"),
+        ("", "1", "--start-server needs a command"),
         ("server 'of", "1", "No closing quotation"),
-        (SERVE, "{port:other}", "no server listens on {port:other}; start one with --serve"),
+        (SERVE, "{port:other}", "no server listens on {port:other}; start one with --start-server"),
     ],
 )
 def test_servers_that_cannot_be_exit_2(site, serve, port, words):
-    ran = site.hicache(*RUN, "Networked", *SMOKE, "--serve", serve, "-c", f"port={port}")
+    ran = site.hicache(*RUN, "Networked", *SMOKE, "--start-server", serve, "-c", f"port={port}")
     assert ran.status == 2, ran.output
     assert words in ran.output.replace("\n", " ")
 

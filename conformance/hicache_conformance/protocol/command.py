@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def metadata(
     url: Annotated[str, typer.Option(help="Address of a server that runs. Use one that nobody needs.")] = "",
-    serve: Annotated[
+    start_server: Annotated[
         str,
         typer.Option(
             metavar="COMMAND",
@@ -60,7 +60,7 @@ def metadata(
 
     console = Console(stderr=True)
     try:
-        server = _server(url, serve)
+        server = _server(url, start_server)
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
         levels = tuple(found for found in parse_levels(level) if found in LEVELS)
@@ -69,7 +69,7 @@ def metadata(
         request = RunRequest(
             server=server, settings=Settings.fresh(seed, profile, levels), parts=parse_parts(part),
             tokens={"admin": token, "read": read_token, "write": write_token}, lease_seconds=lease_seconds, patience=patience,
-            again=_again(url, serve, lease_seconds, patience), cases=case or [],
+            again=_again(url, start_server, lease_seconds, patience), cases=case or [],
         )  # fmt: skip
     except ValueError as error:
         console.print(Text(str(error), "red"))
@@ -111,20 +111,20 @@ def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
     return exit_status(judgement, stream)
 
 
-def _server(url: str, serve: str) -> Remote:
+def _server(url: str, start_server: str) -> Remote:
     from hicache_conformance.protocol.http_client import HttpClient
     from hicache_conformance.protocol.server import Remote, Served
 
-    if bool(url) == bool(serve):
-        raise ValueError("give either --url of a server that runs, or --serve with a command that starts one")
-    if serve:
-        return Served(command=serve.replace("{python}", sys.executable))
+    if bool(url) == bool(start_server):
+        raise ValueError("give either --url of a server that runs, or --start-server with a command that starts one")
+    if start_server:
+        return Served(command=start_server.replace("{python}", sys.executable))
     HttpClient(url)
     return Remote(url)
 
 
-def _again(url: str, serve: str, lease_seconds: float | None, patience: float) -> str:
-    where = f"--url {shlex.quote(url)}" if url else f"--serve {shlex.quote(serve)}"
+def _again(url: str, start_server: str, lease_seconds: float | None, patience: float) -> str:
+    where = f"--url {shlex.quote(url)}" if url else f"--start-server {shlex.quote(start_server)}"
     hints = [] if lease_seconds is None else [f"--lease-seconds {lease_seconds:g}"]
     if patience != 15.0:
         hints.append(f"--patience {patience:g}")

@@ -193,4 +193,4 @@ class ServerContext:
             Inconclusive: it is not ours to kill.
         """
         if not self.server.can_restart:
-            raise Inconclusive("the server can be killed only if the suite has started it: --serve instead of --url")
+            raise Inconclusive("the server can be killed only if the suite has started it: --start-server instead of --url")

@@ -60,7 +60,7 @@ class Remote:
 
     def kill(self) -> None:
         """Not this one."""
-        raise CannotStartError("only a server that --serve started can be killed")
+        raise CannotStartError("only a server that --start-server started can be killed")
 
     def is_running(self) -> bool:
         """Whether it is there to be asked."""
@@ -90,7 +90,7 @@ class Served(Remote):
 
     def __post_init__(self) -> None:
         if PORT not in self.command:
-            raise ValueError(f"--serve needs {PORT} in its command, where the server is told its port")
+            raise ValueError(f"--start-server needs {PORT} in its command, where the server is told its port")
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
 

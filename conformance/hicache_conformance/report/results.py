@@ -63,7 +63,7 @@ def reproduction(header: Header, case: str) -> str:
     options = [f"-c {quote(f'{name}={value}')}" for name, value in header.options.items()]
     begin = [header.again] if header.again else ["hicache conformance run", quote(header.driver), *options]
     if header.replay is not None:
-        begin += [f"--serve {quote(command)}" for command in header.replay.services or ()]
+        begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
     parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.

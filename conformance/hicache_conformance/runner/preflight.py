@@ -43,7 +43,7 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
             config = filled_config(run.driver, run.config, directory, ports())
             missing_ports = port_names(config.values())
             if missing_ports:
-                raise Inconclusive(f"no server listens on {{port:{missing_ports[0]}}}; start one with --serve")
+                raise Inconclusive(f"no server listens on {{port:{missing_ports[0]}}}; start one with --start-server")
             storage = create_storage(run.driver, _identity(), config, options=options)
             try:
                 storage.open()

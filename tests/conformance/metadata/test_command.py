@@ -72,7 +72,7 @@ def test_a_conforming_server(hicache, tmp_path):
 
 
 def test_a_whole_level_conforms(hicache):
-    done = hicache("metadata", "--serve", f"{SERVE} --journal {{tmp}}/journal", "--level", "budget", "--seed", "7")
+    done = hicache("metadata", "--start-server", f"{SERVE} --journal {{tmp}}/journal", "--level", "budget", "--seed", "7")
     assert done.status == 0, done.output
     assert "conformant" in done.output
 
@@ -80,13 +80,13 @@ def test_a_whole_level_conforms(hicache):
 def test_a_faulty_server_and_the_way_to_see_it_again(hicache, tmp_path):
     serve = f"{SERVE} --fault BreaksWhenFull"
     done = hicache(
-        "metadata", "--serve", serve, "--part", "compatible", "--case", "does_not_fit", "--seed", "7", "--report", str(tmp_path)
+        "metadata", "--start-server", serve, "--part", "compatible", "--case", "does_not_fit", "--seed", "7", "--report", str(tmp_path)
     )
     assert done.status == 1
     assert "MD-RES-2" in done.output
     assert "non-conformant" in done.output
     page = (tmp_path / "index.html").read_text()
-    assert "hicache conformance metadata --serve" in page
+    assert "hicache conformance metadata --start-server" in page
     assert "--seed 7 --case &#39;test_a_batch_that_does_not_fit&#39;" in page
 
 
@@ -103,15 +103,15 @@ def test_without_a_native_part_it_is_not_declared(hicache, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "either --url of a server that runs, or --serve"),
-        (("--url", "http://localhost:1", "--serve", "x {port}"), "either --url"),
+        ((), "either --url of a server that runs, or --start-server"),
+        (("--url", "http://localhost:1", "--start-server", "x {port}"), "either --url"),
         (("--url", "localhost:18000"), "no http or https address"),
-        (("--serve", "sleep 5"), "needs {port}"),
+        (("--start-server", "sleep 5"), "needs {port}"),
         (("--url", "http://127.0.0.1:9", "--part", "old"), "unknown part 'old'"),
         (("--url", "http://127.0.0.1:9", "--level", "stream"), "no rule of the protocol is of level stream"),
         (("--url", "http://127.0.0.1:9"), "nothing answers"),
-        (("--serve", "false {port}"), "ended with 1"),
-        (("--serve", "no-such-program {port}"), "cannot run"),
+        (("--start-server", "false {port}"), "ended with 1"),
+        (("--start-server", "no-such-program {port}"), "cannot run"),
     ],
 )
 def test_what_cannot_begin(hicache, arguments, said):

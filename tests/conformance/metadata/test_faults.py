@@ -48,7 +48,7 @@ def test_the_reference_server_conforms():
     assert not errors(judgement)
     left = {result.rule.id: result.reason for result in judgement.rules if result.selected and result.outcome is not Outcome.PASS}
     assert set(left) == {"MD-API-2"}
-    assert "--serve" in left["MD-API-2"]
+    assert "--start-server" in left["MD-API-2"]
 
 
 def test_the_reference_server_survives_kills():
