@@ -91,7 +91,7 @@ app.command()(metadata)
 
 @app.callback()
 def conformance(context: typer.Context) -> None:
-    """Whether a driver keeps the HiCacheStorage v2 contract."""
+    """Check whether a driver keeps the HiCacheStorage v2 contract."""
     context.with_resource(exit_on_signals())
 
 

@@ -1,4 +1,7 @@
-"""Requests that take effect and report an error: what a lost reply, a soft mount, or NFS after a retransmission tells a writer."""
+"""Faults that take effect and are reported as errors.
+
+Lost replies, soft mounts, NFS retransmissions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that changed or went missing below a driver while nobody looked."""
+"""Silent corruption at rest: bytes that change or go missing below a driver."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def _contents(context: CaseContext, sut: StorageUnderTest, keys: list[str]) -> l
 
 
 def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) -> Fault:
-    """What does to pages that are being written what a decay does to those that were."""
+    """Corrupt pages that are being written in the way that a file corruption
+    corrupts stored ones.
+    """
     flips, objects = decay is FileCorruption.FLIPPED, injector.name == "objects"
     kind = FaultKind.BIT_FLIP if flips else FaultKind.TORN_WRITE if objects else FaultKind.CUT
     return Fault(kind=kind, operations=("write" if objects else "request",), place=round(random.uniform(0.2, 0.95), 4))

@@ -1,4 +1,4 @@
-"""What calls may ask of a driver: round trips, batches, and as many keys as an engine has."""
+"""Costs of a call: round trips, batches, and batches of as many keys as an engine has."""
 
 from __future__ import annotations
 

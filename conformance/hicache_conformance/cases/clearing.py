@@ -1,4 +1,4 @@
-"""clear() removes what its own namespaces hold, and nothing of anybody else's."""
+"""clear(): removes what its own namespaces hold, and nothing of others."""
 
 from __future__ import annotations
 

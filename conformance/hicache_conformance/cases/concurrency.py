@@ -100,7 +100,7 @@ class _Crowd:
         return Client(name, sut, self._context.patterns, recorder.note, self._numbers)
 
     def workers(self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
-        """What the threads of one storage do."""
+        """Return the work of each thread of one storage."""
         calls = self._context.profile.thread_calls
         work = Workload(
             seed=str(self._context.number("crowd")), calls=calls, clients=THREADS, keys=tuple(keys), max_keys=LONGEST, mix=dict(mix),

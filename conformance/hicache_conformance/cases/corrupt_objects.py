@@ -1,4 +1,4 @@
-"""Damaged objects: never delivered, gone once seen, repaired by the next set."""
+"""Corrupt objects: never delivered, missing once detected, repaired by the next set."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class CorruptObjectCases:
     @covers("GET-7", "EX-9", corrupts=True)
     @ALL_DAMAGES
     def test_a_page_found_damaged_stops_existing(self, context: CaseContext, damage: ObjectCorruption) -> None:
-        """What a read has found damaged is a miss for exists too, and for every later read."""
+        """A page that a read has found damaged is a miss for exists too, and for
+        every later read.
+        """
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         sut.get([key])

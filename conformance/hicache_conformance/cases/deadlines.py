@@ -1,4 +1,4 @@
-"""A store that hangs: every call ends in time, and nothing happens behind the caller's back when the store comes back."""
+"""Hung stores: every call ends by its deadline, and has no effect after it has returned."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ class DeadlineCases:
 
     @covers("GET-9", levels=FAULTS)
     def test_nothing_arrives_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """When a get has returned, its destination belongs to somebody else: no byte of it changes when the hung read goes on."""
+        """After a get has returned, its destination belongs to the caller: no byte of it changes
+        when the hung read goes on.
+        """
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "read", "reply")
         memory = sut.memories[PoolName.KV]

@@ -1,4 +1,4 @@
-"""A store that is a directory: somebody deletes it, or puts files of his own into it."""
+"""Stores that are a directory: it is deleted, or files of others are put into it."""
 
 from __future__ import annotations
 

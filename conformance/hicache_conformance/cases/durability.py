@@ -1,4 +1,6 @@
-"""A process is killed at a random instant: what it had acknowledged is there, whole, and the store goes on."""
+"""Crash durability: after a SIGKILL at a random instant, acknowledged pages are
+there and the store works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction: how much stays, what goes first, and that nobody reads what took its place."""
+"""Eviction: capacity, order, and no read of a page that has taken another's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes in a store that is full."""
+"""Eviction with several processes on one full store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class EvictionProcessCases:
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
-        """What killed writers have begun to write is counted and removed: a full store takes no more room than before, and holds as much."""
+        """Files that killed writers have left are counted and removed: a full store takes no more
+        room than before, and holds as much.
+        """
         pages, random = 24, context.chance("strikes")
         config = context.capped(capacity_of(pages))
         group = ProcessGroup(context, POOLS, config=config)

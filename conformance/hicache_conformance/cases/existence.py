@@ -69,7 +69,9 @@ class ExistenceCases:
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
     def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
-        """Where each pool's own greatest endpoint is legal for no other, the hit is the greatest that they have in common."""
+        """The hit is the greatest common endpoint, where each pool's own greatest one is legal for
+        no other.
+        """
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.

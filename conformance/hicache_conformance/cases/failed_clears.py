@@ -1,4 +1,4 @@
-"""A clear() that cannot be done, because the store refuses or hangs, says so."""
+"""clear() that cannot be done, because the store refuses or hangs: it raises."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:
 
 
 def _returned(clearing: Pending[None], plan: FaultPlan, *, late: bool = False) -> bool:
-    """Whether a clear under a fault returned.
+    """Return whether a clear under a fault returned.
 
     Args:
         clearing: has ended.

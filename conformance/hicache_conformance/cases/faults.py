@@ -1,4 +1,4 @@
-"""Faults below a driver: misses that are counted and told once, and a store that is whole again afterwards."""
+"""Faults below a driver: misses that are counted and logged once, and recovery afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random histories of calls, compared with a dictionary."""
+"""Random histories of calls, compared with a dictionary as the model."""
 
 from __future__ import annotations
 

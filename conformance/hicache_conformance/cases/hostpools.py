@@ -102,7 +102,7 @@ def _serve_or_refuse(context: CaseContext, memory: PoolMemory) -> None:
 
 
 def _is_admitted(context: CaseContext, memory: PoolMemory) -> bool:
-    """Whether a pool is registered, and not refused, as it may be.
+    """Return whether a pool is registered, and not refused, as it may be.
 
     Raises:
         Violation: GET-8, registering it raised something else than a refusal.

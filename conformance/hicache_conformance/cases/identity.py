@@ -1,4 +1,4 @@
-"""Whose pages are whose: one case for each field of the identity, in both directions."""
+"""Isolation of identities: one case for each field of the identity, in both directions."""
 
 from __future__ import annotations
 

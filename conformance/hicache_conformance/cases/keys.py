@@ -115,7 +115,9 @@ def _long_keys(context: CaseContext) -> list[str]:
 
 
 def _outside(context: CaseContext) -> set[str]:
-    """What lies around the directory that `{tmp}` stands for, and what in it is named like a key that climbed one level."""
+    """List the files around the directory that `{tmp}` stands for, and those named like a key that
+    climbed one level.
+    """
     own = {context.tmp, *context.tmp.parents}
     around = {entry for level in own if level != context.tmp and level.is_relative_to(context.sandbox) for entry in level.iterdir()}
     stray = (around - own).union(context.tmp.glob("escape*"), Path("/tmp").glob(ESCAPED))

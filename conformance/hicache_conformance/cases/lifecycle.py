@@ -1,4 +1,4 @@
-"""From import to close: what a storage takes, and that it gives it back."""
+"""Life cycle of a storage: import, open, close, and the resources that it takes and gives back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class LifecycleCases:
 
     @covers("LC-6")
     def test_declared_when_open(self, context: CaseContext) -> None:
-        """What an open storage declares is within what its driver's registration declares."""
+        """The capabilities of an open storage are within those that its driver's registration
+        declares.
+        """
         promised, sut = registry().get(context.driver).capabilities, context.storage()
         added = beyond(sut.storage.capabilities, promised)
         if added:
@@ -110,7 +112,7 @@ class LifecycleCases:
 
     @covers("LC-2")
     def test_the_host_pool_is_let_go(self, context: CaseContext) -> None:
-        """When a closed storage is dropped, nothing keeps its host pool's memory registered."""
+        """A closed storage that is dropped keeps none of its host pool's memory registered."""
         kept = _after_grace(context, partial(_still_alive, _live_and_forget(context)))
         if kept:
             raise Violation("LC-2", "the storage is closed and gone, and something still holds its host pool")
@@ -228,7 +230,7 @@ def _still_alive(reference: weakref.ref[GuardedPool]) -> str:
 
 
 def _after_grace(context: CaseContext, look: Callable[[], str]) -> str:
-    """What `look` still says when things have had time to settle."""
+    """Return what `look` still finds after a grace period."""
     end = time.monotonic() + context.profile.grace_seconds
     while (found := look()) and time.monotonic() < end:
         time.sleep(0.05)

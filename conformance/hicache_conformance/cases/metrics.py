@@ -1,4 +1,4 @@
-"""What metrics cost, and whether they can be switched off."""
+"""Metrics: their cost, and switching them off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MetricsCases:
 
     @covers("OB-2", levels=[Level.BUDGET])
     def test_metrics_cost_little(self, context: CaseContext) -> None:
-        """What metrics add to a call is less than 2% of the time to get 128 pages of 64 KiB."""
+        """Metrics add less than 2% of the time to get 128 pages of 64 KiB to a call."""
         counting, silent = (_Loaded(context, StorageOptions(metrics=metrics)) for metrics in (True, False))
         _check_short_call("exists", _Loaded.exists_few, counting, silent)
         _check_short_call("get", _Loaded.get_few, counting, silent)

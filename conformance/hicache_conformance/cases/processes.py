@@ -1,4 +1,7 @@
-"""Several processes at work on the same few keys: what each reads is whole, and somebody's."""
+"""Several processes that use the same few keys.
+
+Every page read is whole, and was written by one of them.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def _expect_somebody_won(group: ProcessGroup, worker: WorkerProcess, keys: list[
 
 
 class _Usage:
-    """What a store takes after each race; emptied in between where the driver can."""
+    """Disk usage of a store after each race; emptied in between where the driver can."""
 
     def __init__(self, context: CaseContext, worker: WorkerProcess) -> None:
         self._context, self._worker = context, worker

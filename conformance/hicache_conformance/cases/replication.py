@@ -39,7 +39,9 @@ class ReplicationCases:
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
     def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
-        """What rank 0 has set, every rank finds; a set by another rank then answers True and changes nothing."""
+        """Pages set by rank 0 are found by every rank; a set by another rank then answers True and
+        changes nothing.
+        """
         ranks = _ranks(context, 4)
         keys = context.keys(4)
         ranks[0].store(keys[:3])

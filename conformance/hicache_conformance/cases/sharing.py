@@ -1,4 +1,4 @@
-"""What one process does to a page, seen by another that is open all the while."""
+"""Visibility of pages between processes that have the store open at the same time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class SharingCases:
 
     @covers("ID-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_processes_share_pages(self, context: CaseContext) -> None:
-        """What one process sets, others find: opened before the set or after it, and having asked before."""
+        """Pages set by one process are found by others, opened before the set or after it, and
+        having asked before.
+        """
         group = ProcessGroup(context, SHAPES)
         # Interpreters of their own: what differs between two of them must not be part of a name.
         writer, early = group.worker("writer", fresh=True), group.worker("early")

@@ -87,12 +87,12 @@ class SpaceCases:
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option", "deletes"])
     def test_deleted_room_is_used_again(self, context: CaseContext) -> None:
-        """What was deleted makes room for as much."""
+        """Deleted pages make room for as many."""
         _check_reuse(context, lambda sut, keys: sut.call("delete", lambda: sut.storage.delete(keys)), "deleted")
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option", "clears"])
     def test_cleared_room_is_used_again(self, context: CaseContext) -> None:
-        """What was cleared makes room for as much."""
+        """Cleared pages make room for as many."""
         _check_reuse(context, lambda sut, _: sut.call("clear", sut.storage.clear), "cleared")
 
     @covers("SET-5", levels=FAULTS, needs=["max_page_bytes"])
@@ -170,7 +170,9 @@ def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolNam
 
 
 def _check_refused(keys: Sequence[str], answered: Sequence[bool], there: Sequence[bool], *, lasting: bool) -> None:
-    """What was answered with True is there, unless it may have been evicted; what was refused is not."""
+    """Check that acknowledged pages are there, unless they may have been evicted,
+    and refused ones are not.
+    """
     for index, (key, said, found) in enumerate(zip(keys, answered, there, strict=True)):
         page = f"page {index} key {short(key)} of a batch that does not fit was answered with {said}"
         if found and not said:

@@ -1,4 +1,4 @@
-"""How much memory calls need while they run."""
+"""Transient memory of calls."""
 
 from __future__ import annotations
 

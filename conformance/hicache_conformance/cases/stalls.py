@@ -1,4 +1,4 @@
-"""A writer that is held up in the middle of a set, while others clear, delete and set."""
+"""Writers delayed in the middle of a set, while others clear, delete and set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What get_stats() counts."""
+"""Counters of get_stats()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing: what True promises, and what a set leaves alone."""
+"""Writing: the meaning of True, and pages that a set must not touch."""
 
 from __future__ import annotations
 

@@ -31,17 +31,17 @@ class Pending(Generic[AnswerT_co]):
         self._thread.start()
 
     def ended(self, within: float) -> bool:
-        """Whether it has come back `within` seconds of its beginning; waits for that."""
+        """Return whether it has ended `within` seconds of its beginning; waits for that."""
         self._thread.join(max(0.0, self._began + within - time.monotonic()))
         return self.seconds is not None and self.seconds <= within
 
     def comes_back(self, within: float) -> bool:
-        """Whether it comes back within so many seconds from now."""
+        """Return whether it ends within so many seconds from now."""
         self._thread.join(within)
         return self.seconds is not None
 
     def answer(self) -> AnswerT_co:
-        """What it answered, or has raised; for a call that has come back."""
+        """Return or raise the result of a call that has ended."""
         if self._error is not None:
             raise self._error
         return self._answers[0]

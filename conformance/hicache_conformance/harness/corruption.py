@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ObjectCorruption(StrEnum):
-    """What is wrong with an object."""
+    """Kinds of corrupt objects."""
 
     SHORT = "short"
     """Its last component is too short."""
@@ -36,7 +36,7 @@ class ObjectCorruption(StrEnum):
 
 
 class FileCorruption(StrEnum):
-    """What happens to the files that hold pages."""
+    """Kinds of damage to files that hold pages."""
 
     FLIPPED = "one bit flipped"
     """In each page, one bit of its bytes."""
@@ -48,7 +48,7 @@ class FileCorruption(StrEnum):
 
 
 def can_corrupt(storage: HiCacheStorage) -> bool:
-    """Whether `corrupt_object` knows a way into this storage."""
+    """Return whether `corrupt_object` can write into this storage."""
     return isinstance(innermost(storage), ObjectStorage)
 
 

@@ -1,4 +1,4 @@
-"""How much a store takes on disk, where it is a directory that the suite has given it."""
+"""Disk usage of a store, where it is a directory that the suite has given it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the SDK asks a driver for something."""
+"""Counts of the calls that the SDK makes on a driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS: Final = ("objects_exist", "read_objects", "write_objects")
 
 
 def has_steps(storage: HiCacheStorage) -> bool:
-    """Whether a driver is an `ObjectStorage`, whose methods can be watched."""
+    """Return whether a driver is an `ObjectStorage`, whose methods can be counted."""
     return isinstance(innermost(storage), ObjectStorage)
 
 

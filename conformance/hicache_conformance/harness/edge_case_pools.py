@@ -1,4 +1,4 @@
-"""Host pools that a driver rarely meets in its own tests."""
+"""Host pools that a driver's own tests rarely cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to the process and not to a driver: set to something unmistakable, and looked at again afterwards."""
+"""A guard on process-global state: set to marked values, and compared afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing and constructing a driver does, watched from inside a fresh process."""
+"""Effects of importing and constructing a driver, observed in a fresh process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process has open: to be compared before and after."""
+"""Leak check: threads and descriptors that are open before and after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OpenResources:
         return cls(threads, descriptors)
 
     def beyond(self, before: OpenResources) -> str:
-        """What is here and was not before; empty if nothing is."""
+        """Describe resources that were not open before; empty if there are none."""
         words = [f"thread {name!r}" for ident, name in self.threads.items() if ident not in before.threads]
         words += [
             f"descriptor {number} ({target.replace(os.getcwd(), '.')})"

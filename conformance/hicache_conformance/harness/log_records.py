@@ -1,4 +1,4 @@
-"""Listening to what a driver logs."""
+"""Capture of a driver's log records."""
 
 from __future__ import annotations
 

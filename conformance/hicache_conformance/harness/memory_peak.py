@@ -1,4 +1,4 @@
-"""How much memory a call needs for as long as it runs."""
+"""Peak memory of a call, beyond the memory that it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exists must answer, straight from the text of the rules EX-1 to EX-6 and by no shorter way."""
+"""Oracle for exists: the answers by the text of the rules EX-1 to EX-6, independent of the SDK."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Asked:
     present: Sequence[bool]
 
     def is_legal(self, endpoint: int) -> bool:
-        """Whether the pool can restore a prefix of `endpoint` pages."""
+        """Return whether the pool can restore a prefix of `endpoint` pages."""
         match self.transfer.hit_policy:
             case PoolHitPolicy.ALL_PAGES:
                 return all(self.present[page] for page in range(endpoint))

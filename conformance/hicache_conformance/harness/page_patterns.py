@@ -1,4 +1,4 @@
-"""Pages that describe themselves: whose they are is written all over them, so that a wrong byte tells where it is from.
+"""Self-describing pages: a wrong byte identifies the page that it comes from.
 
 A page is a row of cells of 16 bytes, the last of which may be cut short:
 
@@ -27,7 +27,7 @@ _CELL = struct.Struct("<4s6sHI")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page is: its owner, pool, key and generation."""
+    """Description of a page: its owner, pool, key and generation."""
 
     identity: StorageIdentity
     pool: str
@@ -62,7 +62,7 @@ class PagePatterns:
         return b"".join(cells)[:length]
 
     def explain(self, found: bytes, expected: Page) -> str:
-        """What `found` holds where it is not `expected`; empty where it is."""
+        """Describe the content of `found` where it is not `expected`; empty where it is."""
         wanted = self.render(expected, len(found))
         if found == wanted:
             return ""
@@ -72,14 +72,16 @@ class PagePatterns:
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
 
     def generation(self, found: bytes, page: Page) -> int | None:
-        """Which generation of `page`, whatever its own, `found` is as a whole; None where it is none."""
+        """Return the generation of `page` that `found` is as a whole; None where it is none."""
         if len(found) < CELL_BYTES:
             return None
         generation = int(_CELL.unpack_from(found)[2])
         return generation if self.render(replace(page, generation=generation), len(found)) == found else None
 
     def passages(self, found: bytes, page: Page) -> list[Passage]:
-        """What `found`, which should be a generation of `page`, holds from its first byte to its last."""
+        """List the passages of `found`, which should be a generation of `page`, from its first byte
+        to its last.
+        """
         parts = list[Passage]()
         for start in range(0, len(found), CELL_BYTES):
             cell = found[start : start + CELL_BYTES]
@@ -129,13 +131,16 @@ SPENT_MARK = b"\xc5SPENT!\xc5"
 
 
 def canary(call: int, length: int) -> bytes:
-    """What destinations and their neighbours hold before a get; differs from call to call."""
+    """Return the bytes of destinations and their neighbours before a get.
+
+    They differ from call to call.
+    """
     cell = CANARY_MARK + struct.pack("<Q", call)
     return (cell * (length // CELL_BYTES + 1))[:length]
 
 
 def spent(length: int) -> bytes:
-    """What a source page is overwritten with as soon as the set has returned."""
+    """Return the bytes that overwrite a source page as soon as the set has returned."""
     return (SPENT_MARK * (length // len(SPENT_MARK) + 1))[:length]
 
 

@@ -1,4 +1,4 @@
-"""Host pools that the cases register, and how the cases themselves read and write the pages in them."""
+"""Host pools that the cases register, and access to the pages in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PoolMemory(Protocol):
 
     @property
     def host_pool(self) -> object:
-        """What is registered."""
+        """The object to register."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class PoolMemory(Protocol):
         ...
 
     def guards_intact(self) -> bool:
-        """Whether the bytes before and behind the pool's memory are what they were."""
+        """Return whether the bytes before and behind the pool's memory are unchanged."""
         ...
 
 

@@ -19,7 +19,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def accepts(port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Return whether a server accepts connections there."""
     try:
         socket.create_connection((LOOPBACK, port), timeout=1.0).close()
     except OSError:

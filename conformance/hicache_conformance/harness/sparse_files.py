@@ -1,4 +1,4 @@
-"""Files that are mostly holes: stores may lay out far more room than they use."""
+"""Sparse files: stores may allocate far more room than they use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def find_all(descriptor: int, wanted: Sequence[bytes]) -> list[int]:
-    """Where each of some byte strings, all of one length and none of it zeros, lies first in a file; -1 where it does not."""
+    """Find the first offset of each byte string, all of one length and none of it zeros, in a file;
+    -1 where it is missing.
+    """
     places = [-1] * len(wanted)
     for begin, end in extents(descriptor):
         for at in range(begin, end, PIECE_BYTES):

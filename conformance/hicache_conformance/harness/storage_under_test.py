@@ -1,4 +1,7 @@
-"""The storage under test, seen through calls that check every answer's form and every destination's neighbours."""
+"""A checked client of the storage under test.
+
+Verifies the form of every answer and the neighbours of every destination.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class StorageUnderTest:
 
     @property
     def identity(self) -> StorageIdentity:
-        """Whose bytes it reads and writes."""
+        """Identity of the pages that it reads and writes."""
         return self.storage.identity
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
@@ -141,7 +144,7 @@ class StorageUnderTest:
         return answer
 
     def has(self, key: str, pool: str = PoolName.KV) -> bool:
-        """Whether one page exists, by the pool's own verdict."""
+        """Return whether one page exists, by the pool's own verdict."""
         window = () if pool == PoolName.KV else (all_pages(pool),)
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
 
@@ -253,12 +256,12 @@ class StorageUnderTest:
             )
 
     def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
-        """Which of several generations a page holds; None if it is none of them."""
+        """Return the one of several generations that a page holds; None if it is none of them."""
         owner = (Page(self.identity, pool, key, generation) for generation in generations)
         return next((page.generation for page in owner if self._patterns.render(page, len(content)) == content), None)
 
     def explain(self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0) -> str:
-        """What a page holds instead of what it should."""
+        """Describe the content of a page that should hold something else."""
         return self._patterns.explain(content, Page(self.identity, pool, key, generation))
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:

@@ -1,4 +1,4 @@
-"""Comparing what calls cost, on machines that do other things meanwhile."""
+"""Relative timing of calls on machines that are busy."""
 
 from __future__ import annotations
 

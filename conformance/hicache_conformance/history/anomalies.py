@@ -1,4 +1,4 @@
-"""What cannot be in a history: the kind, and the few events that show it."""
+"""Anomalies of a history: their kinds, and the events that prove one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class AnomalyKind(StrEnum):
-    """What is wrong with an answer."""
+    """Kinds of impossible answers."""
 
     FOREIGN = "foreign"
     """A get delivered bytes that are no value of this page: half of one, two mixed, another page's, or nobody's."""

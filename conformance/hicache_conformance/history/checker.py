@@ -1,4 +1,4 @@
-"""Decides whether the answers of a history can be, in time linear in its events.
+"""Checker of histories: finds answers that cannot be, in time linear in the events.
 
 **Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its own. A set looks whether
 the page is there and, if it is not, publishes its value whole, at some moment between its call and its return; two sets that
@@ -100,7 +100,7 @@ class _Page:
 
 @dataclass(slots=True)
 class _Before:
-    """What was known of a page when a get or exists of it began."""
+    """State of a page at the beginning of a get or exists."""
 
     acknowledged: _Latest
     removals: tuple[_Latest, _Latest]
@@ -208,7 +208,7 @@ class HistoryChecker:
             self._find(AnomalyKind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
 
     def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
-        """Whether a removal that has begun by now did not end before `moment`."""
+        """Return whether a removal that has begun by now did not end before `moment`."""
         return any(removals.running or removals.last_end >= moment for removals in (page.deletes, self._clears))
 
     def _begun_later(self, event: Event, index: int, value: int) -> Event | None:

@@ -1,4 +1,4 @@
-"""Tells an anomaly: what was answered, and the few calls that rule it out, one line each."""
+"""Counterexamples: an impossible answer, and the few calls that rule it out, one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of one thread, told as they happen."""
+"""Random calls of one thread, with both ends of each published as events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What the threads of a process do."""
+    """Work of the threads of a process."""
 
     seed: str
     clients: int = 1
@@ -42,7 +42,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> int:
-        """How many values it may write."""
+        """Number of values that it may write."""
         return self.clients * self.calls
 
 

@@ -1,4 +1,4 @@
-"""A plan at work: counts operations and says which faults strike each."""
+"""An active fault plan: counts operations, and selects the faults of each."""
 
 from __future__ import annotations
 

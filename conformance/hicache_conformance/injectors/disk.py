@@ -1,4 +1,4 @@
-"""The injector `disk`: a file system that fails as it is told."""
+"""The injector `disk`: a directory on a FUSE file system that injects faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_SECONDS: Final = 30.0
 
 
 def missing_for_disk() -> str:
-    """What this machine lacks for the injector `disk`; empty if nothing."""
+    """Name the requirement of the injector `disk` that this machine lacks; empty if none."""
     if not os.path.exists("/dev/fuse"):
         return "/dev/fuse"
     if shutil.which("fusermount3") is None:
@@ -77,12 +77,12 @@ class DiskInjector(FaultInjector):
 
     @property
     def backing(self) -> Path:
-        """What lies behind `tmp`: the same files, without faults."""
+        """Directory behind `tmp`: the same files, without faults."""
         return self._home / "backing" / "tmp"
 
     @property
     def alive(self) -> bool:
-        """Whether the file system's process is there."""
+        """Return whether the file system's process runs."""
         return self._process.poll() is None
 
     def apply(self, plan: FaultPlan) -> None:

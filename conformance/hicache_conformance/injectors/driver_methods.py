@@ -1,4 +1,4 @@
-"""The injector `objects`: between the SDK and a driver's own methods."""
+"""The injector `objects`: wraps the methods of an `ObjectStorage` driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process behind the injector `disk`: a FUSE file system that passes everything on to a directory, or fails as it is told.
+"""The process of the injector `disk`: a FUSE pass-through file system with fault injection.
 
 `python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on `HOME/disk`, and answers commands: one
 line of JSON on its standard input for each, one on its standard output. It ends with its standard input, and takes the mount
@@ -39,7 +39,7 @@ STATVFS_FIELDS: Final = (
 
 
 class Control:
-    """What the file system's threads and the one that reads commands share."""
+    """State shared by the file system's threads and the one that reads commands."""
 
     def __init__(self) -> None:
         self.active = ActiveFaults()
@@ -99,7 +99,10 @@ class Control:
 
 
 class Passthrough:
-    """What libfuse calls through mfusepy. The sorts of operations are `look`, `open`, `create`, `read`, `write`, `sync`, `name`."""
+    """Operations that libfuse calls through mfusepy.
+
+    `look`, `open`, `create`, `read`, `write`, `sync` and `name`.
+    """
 
     use_ns = True
 

@@ -1,4 +1,4 @@
-"""What all injectors have in common."""
+"""The interface of fault injectors."""
 
 from __future__ import annotations
 

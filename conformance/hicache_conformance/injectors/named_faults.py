@@ -1,4 +1,4 @@
-"""The faults that each injector is tried with one by one, under the names that reports show."""
+"""Named faults of each injector, tried one by one; reports show the names."""
 
 from __future__ import annotations
 

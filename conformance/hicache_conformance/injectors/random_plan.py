@@ -1,4 +1,4 @@
-"""Random plans: which faults an injector knows, and a seeded choice among them."""
+"""Generator of random fault plans: the faults of each injector, and a seeded choice among them."""
 
 from __future__ import annotations
 

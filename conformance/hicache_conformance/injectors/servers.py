@@ -1,4 +1,7 @@
-"""The servers that a driver needs: started, killed, restarted on the same ports; and the injector `services` made of them."""
+"""Servers that a driver needs.
+
+Started, killed, restarted on the same ports; and the injector `services`.
+"""
 
 from __future__ import annotations
 

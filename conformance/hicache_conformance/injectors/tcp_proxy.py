@@ -1,4 +1,4 @@
-"""The injector `network`: a TCP proxy in front of each server, in a thread of the suite's own."""
+"""The injector `network`: a TCP proxy in front of each server, in a thread of the suite."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TcpProxyInjector(FaultInjector):
         self._loop.close()
 
     async def through(self, operation: str, content: bytes, *, begins: bool) -> bytes:
-        """What becomes of bytes on their way.
+        """Pass bytes on, as the active faults let them.
 
         Args:
             begins: they are the first of a turn.
@@ -165,7 +165,7 @@ class _Proxy:
 
 
 class _Turn:
-    """Whose turn it is on a connection."""
+    """Direction of a connection's current transfer."""
 
     def __init__(self) -> None:
         self.of = ""

@@ -1,4 +1,4 @@
-"""The injector `network` in a process of its own.
+"""The injector `network` in a subprocess.
 
 A driver whose library holds the interpreter's lock while it waits for its server would wait for ever for proxies in the same process.
 """
@@ -24,7 +24,7 @@ _SERVE: Final = "from hicache_conformance.injectors.tcp_proxy_process import ser
 
 
 class _Command(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the process is told, a line each; it answers each with a line."""
+    """A command to the subprocess, one a line; it answers each with a line."""
 
     do: Literal["listen", "apply", "heal", "requests", "injected_count", "close"]
     servers: dict[str, int] = {}

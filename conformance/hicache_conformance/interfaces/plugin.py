@@ -1,4 +1,4 @@
-"""Registers the foreign driver of a run, in each process of that run and nowhere else."""
+"""Driver plugin that registers the foreign driver of a run, in the processes of that run alone."""
 
 from __future__ import annotations
 

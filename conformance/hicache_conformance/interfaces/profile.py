@@ -1,4 +1,6 @@
-"""What a foreign interface promises of the contract, as `sglang/rules.toml` says it rule by rule and case by case."""
+"""Interface profiles: the rules and cases of the contract that a foreign interface promises
+(`sglang/rules.toml`).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     entry: tuple[Entry, ...]
 
     def undeclared(self, driver: str, case: str, rules: Collection[str], levels: Collection[str]) -> str:
-        """Why a case is not declared; empty where it is.
+        """Return the reason why a case is not declared; empty where it is.
 
         What is said about the case comes first, then about all of its levels, then about all of its rules.
 
@@ -60,7 +62,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return reasons[0] if all(reasons) else ""
 
     def rule(self, driver: str, rule: str) -> str:
-        """Why a rule is not declared; empty where it is.
+        """Return the reason why a rule is not declared; empty where it is.
 
         Raises:
             LookupError: nothing is said about it.
@@ -71,7 +73,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         raise LookupError(f"nothing is written down about whether {self.interface} promises {rule}")
 
     def _about(self, driver: str) -> list[Entry]:
-        """What is said about one driver comes before what is said about all."""
+        """Return the entries about a driver, those about it alone before those about all."""
         entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
         return sorted(entries, key=lambda entry: not entry.drivers)
 
@@ -82,7 +84,7 @@ def _level_reason(entries: list[Entry], level: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceProfile:
-    """How far the cases may go with an interface; HiCacheStorage v2 is the whole of it."""
+    """Limits of an interface that cases have to respect; HiCacheStorage v2 has none."""
 
     promises: Promises | None = None
     block_groups: bool = True
@@ -101,7 +103,7 @@ class InterfaceProfile:
     """Fields of the identity that the driver is told, whatever the pool; None for all."""
 
     def distinguishes(self, change: Mapping[str, object]) -> bool:
-        """Whether a driver can know of this difference between two identities."""
+        """Return whether a driver can know of this difference between two identities."""
         return self.visible_fields is None or set(change) <= self.visible_fields
 
 
@@ -113,7 +115,7 @@ SGLANG_FIELDS: Final = frozenset({"model", "tp_rank", "tp_size", "pp_rank", "pp_
 
 @cache
 def sglang_promises() -> Promises:
-    """What SGLang's interface promises."""
+    """Return the promises of SGLang's interface."""
     text = files("hicache_conformance.interfaces.sglang").joinpath("rules.toml").read_bytes()
     return msgspec.toml.decode(text, type=Promises)
 

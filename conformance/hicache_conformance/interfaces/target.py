@@ -16,7 +16,7 @@ class ForeignConformance(DriverConformance):
     """`DriverConformance`, with damages put in place through the driver itself."""
 
     def can_corrupt(self, storage: HiCacheStorage) -> bool:
-        """Whether it is a foreign driver's."""
+        """Return whether the storage is a foreign driver's."""
         return is_foreign(storage)
 
     def corrupt(self, storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:

@@ -1,4 +1,4 @@
-"""Faults as data: what goes wrong, at which operation, and for how long."""
+"""Fault plans as data: the faults, the operations that they hit, and their duration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FaultKind(StrEnum):
-    """What goes wrong."""
+    """Kinds of faults."""
 
     DELAY = "delay"
     """The operation takes `seconds` longer."""
@@ -106,12 +106,12 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     @property
     def destroys(self) -> bool:
-        """Whether an acknowledged page may be gone afterwards."""
+        """Return whether an acknowledged page may be gone afterwards."""
         return any(fault.kind in DESTRUCTIVE for fault in self.faults)
 
     @property
     def hangs(self) -> bool:
-        """Whether operations may not come back before the injector is healed."""
+        """Return whether operations may not come back before the injector is healed."""
         return any(fault.kind is FaultKind.HANG for fault in self.faults)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of cases and rules, and the file that a run streams its outcomes to.
+"""Outcomes of cases and rules, and the file that a run streams them to.
 
 The file has one line of JSON, a kind and its content, for each of these: a header, the number of cases, a start and an outcome for each case, a footer. A
 driver that takes the process down leaves a file without a footer, whose last start says which case it was.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(StrEnum):
-    """What became of a case or of a rule. They are never merged."""
+    """Outcome of a case or of a rule. They are never merged."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -35,7 +35,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """What became of one case."""
+    """Outcome of one case."""
 
     case: str
     """Name of the test, with its parameters."""
@@ -80,7 +80,7 @@ def failing_cases(rule: str, cases: Sequence[CaseT]) -> list[CaseT]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What it takes to run a case again, beyond what the header says anyway."""
+    """Data to run a case again, beyond that in the header."""
 
     run: str
     """Name of the run within the identities' salts."""
@@ -99,7 +99,7 @@ class Replay:
 
 @dataclass(slots=True, kw_only=True)
 class Header:
-    """What is known before the first case."""
+    """Facts that are known before the first case."""
 
     driver: str
     seed: int
@@ -165,12 +165,12 @@ class Stream:
 
     @property
     def undeclared(self) -> list[str]:
-        """What rules need and the driver does not declare."""
+        """Needs of rules that the driver does not declare."""
         return self.header.undeclared if self.header else []
 
     @property
     def subject(self) -> str:
-        """What kind of thing is judged."""
+        """Kind of the thing under test."""
         return self.header.subject if self.header else "driver"
 
     @classmethod

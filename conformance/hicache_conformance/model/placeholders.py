@@ -24,5 +24,5 @@ def port_names(texts: Iterable[object]) -> list[str]:
 
 
 def mentions_tmp(texts: Iterable[object]) -> bool:
-    """Whether `{tmp}` stands in one of the texts."""
+    """Return whether `{tmp}` stands in one of the texts."""
     return any(TMP in text for text in texts if isinstance(text, str))

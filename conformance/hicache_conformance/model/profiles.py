@@ -1,4 +1,4 @@
-"""How much chance a run spends."""
+"""Profiles: the number of random trials of a run."""
 
 from __future__ import annotations
 

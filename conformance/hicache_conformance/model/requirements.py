@@ -1,4 +1,4 @@
-"""Which capabilities a rule or a case asks for, written as text: `"clears"`, `"sharing>=process"`."""
+"""Capability requirements of rules and cases, written as text: `"clears"`, `"sharing>=process"`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROMISES: Final = ("sharing", "durability", "deletes", "clears", "evicts", "dev
 
 
 def declares(capabilities: Capabilities, need: str) -> bool:
-    """Whether a driver declares what `need` says; the empty text is declared by all.
+    """Return whether a driver declares `need`; the empty text is declared by all.
 
     Raises:
         ValueError: there is no such capability, or no such value of it.

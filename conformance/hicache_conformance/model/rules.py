@@ -1,4 +1,4 @@
-"""The rules of the contract, as the packaged `rules.toml` lists them."""
+"""The rules of the contract, loaded from the packaged `rules.toml`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Level(StrEnum):
-    """What a driver can be tested for; in the order of `docs/spec.md`."""
+    """Levels of conformance; in the order of `docs/spec.md`."""
 
     CORE = "core"
     POOLS = "pools"

@@ -1,4 +1,4 @@
-"""What a run was asked for."""
+"""Settings of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTINGS: Final = pytest.StashKey["Settings"]()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to run, whatever the driver."""
+    """Settings that do not depend on the driver."""
 
     seed: int
     run: str
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """What the command line hands to its child process, out of sight of `ps`."""
+    """Parameters that the command line hands to its child process, out of sight of `ps`."""
 
     driver: str
     config: dict[str, str]

@@ -1,4 +1,4 @@
-"""From the outcomes of cases to one outcome for each rule, and one verdict."""
+"""Verdict of a run: from the outcomes of cases to one outcome for each rule, and one verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORST_FIRST = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.PASS, Out
 
 
 class Verdict(StrEnum):
-    """What a run says about a driver, over the levels that were selected."""
+    """Verdict on a driver, over the levels that were selected."""
 
     CONFORMANT = "conformant"
     NON_CONFORMANT = "non-conformant"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class RuleResult:
-    """What became of a rule."""
+    """Result of a rule."""
 
     rule: Rule
     selected: bool
@@ -61,7 +61,7 @@ class Judgement:
     rules: list[RuleResult]
 
     def count(self, outcome: Outcome, level: Level | None = None) -> int:
-        """How many of the rules that count ended so, in one level or as a whole."""
+        """Count the selected rules of an outcome, in one level or as a whole."""
         if level is None:
             return sum(result.selected and result.outcome is outcome for result in self.rules)
         return sum(result.levels.get(level) is outcome for result in self.rules)

@@ -1,4 +1,4 @@
-"""What a case raises: a broken rule, or that it has no way to find out."""
+"""Exceptions that a case raises: a broken rule, or no way to test it."""
 
 from __future__ import annotations
 

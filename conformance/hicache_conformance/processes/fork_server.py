@@ -1,4 +1,4 @@
-"""The process that workers are born of, and that buries them.
+"""A fork server: starts worker processes from a preloaded interpreter, kills and reaps them.
 
 It has loaded what takes long to load and knows nothing of drivers, nor of this project: a fork of it that goes on as
 `workers.child` imports the driver as a new interpreter would, in a tenth of the time. What differs between interpreters and
@@ -45,7 +45,7 @@ class ForkServer:
         self.owner = os.getpid()
 
     def alive(self) -> bool:
-        """Whether it can be asked; a fork of the suite cannot."""
+        """Return whether it accepts requests; in a fork of the suite it does not."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def spawn(self, *, fresh: bool) -> tuple[int, socket.socket]:

@@ -1,4 +1,4 @@
-"""What a case and a worker say to each other."""
+"""Messages between a case and a worker process."""
 
 from __future__ import annotations
 

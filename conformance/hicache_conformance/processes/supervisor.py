@@ -1,4 +1,4 @@
-"""Listening to several workers that run workloads, and killing some of them on the way."""
+"""Supervisor of worker processes: collects their events, and kills some of them on schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_SPREAD_SECONDS: Final = 300e-6
 
 @dataclass(frozen=True, slots=True)
 class KillSchedule:
-    """When to kill a worker."""
+    """Time to kill a worker."""
 
     after_calls: int
     """That many calls have begun."""

@@ -1,4 +1,4 @@
-"""A storage of the driver under test in a process of its own, driven from a case."""
+"""A worker process with one storage of the driver under test, driven from a case."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class WorkerProcess:
         return list(self._ask(Call.GET, keys, pool).found)
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> int:
-        """How many of the keys, from the first, are there."""
+        """Return the number of keys, from the first, that are there."""
         return self._ask(Call.EXISTS, keys, pool).hit
 
     def delete(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
@@ -214,13 +214,13 @@ class WorkerProcess:
                 self.busy = False
 
     def unexpected_end(self) -> Violation:
-        """What to say of a process that ended without having been told to."""
+        """Return the violation or error for a process that ended without a request to."""
         doing = self._doing()
         self.kill()
         return Violation("", f"process {self.name} {self._died} in {doing}")
 
     def hangs(self) -> Violation:
-        """What to say of a process that says nothing any more; it is killed."""
+        """Kill a process that has stopped answering, and return the violation."""
         doing = self._doing()
         self.kill()
         return Violation("FT-3", f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s")

@@ -1,4 +1,4 @@
-"""The process of a worker: does what it is asked, and tells what happens as it happens."""
+"""Main program of a worker process: executes requests, and publishes events as they happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a case works with: fresh scopes and keys on the server under test, chance, and waiting for conditions."""
+"""The context of a case.
+
+Fresh scopes and keys on the server under test, a random source, and waits for conditions.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +81,14 @@ class ServerContext:
 
     @property
     def rest_seconds(self) -> float:
-        """How long a slot that was let go may take to be given out again."""
+        """Longest time until a slot that was let go is assigned again."""
         quarantine = self.server_info.limits.quarantine_seconds
         self.can_wait(quarantine, "the quarantine")
         return quarantine + SLACK_SECONDS
 
     @property
     def abandoned_seconds(self) -> float:
-        """How long a reservation of the compatible part may take to end when nobody confirms it."""
+        """Longest time until a reservation of the compatible part ends that nobody confirms."""
         assert self.server_info.lease_seconds is not None, "only for cases that need leases"
         self.can_wait(self.server_info.lease_seconds, "a lease")
         return self.server_info.lease_seconds + SLACK_SECONDS

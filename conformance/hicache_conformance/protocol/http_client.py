@@ -42,7 +42,7 @@ class Reply:
 
     @property
     def is_json(self) -> bool:
-        """Whether it calls itself JSON and is."""
+        """Return whether it calls itself JSON and is."""
         try:
             msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeError):

@@ -1,4 +1,6 @@
-"""Who owns which slot of a scope, kept beside the server: what must be true after each step of a history."""
+"""Ownership model of a scope's slots, kept beside the server, and the invariants after each step of
+a history.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Part(StrEnum):
 
 
 class Need(StrEnum):
-    """What a rule may need of a server; `server_info` finds out whether it is there."""
+    """Requirements of rules; `server_info` determines whether the server meets them."""
 
     NATIVE = "native"
     """It answers under /v2."""

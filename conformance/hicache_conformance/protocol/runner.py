@@ -1,4 +1,4 @@
-"""Runs the cases against one server, one after the other, and writes down what became of each."""
+"""Runner of the protocol's cases against one server, one after the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DETAIL_LIMIT = 12_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What to judge, and how."""
+    """Parameters of a run: the server, the settings and the selected cases."""
 
     server: Remote
     settings: Settings

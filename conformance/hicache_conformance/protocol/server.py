@@ -36,12 +36,12 @@ class Remote:
 
     @property
     def can_restart(self) -> bool:
-        """Whether `kill` and `start` work."""
+        """Return whether `kill` and `start` work."""
         return False
 
     @property
     def keeps(self) -> bool:
-        """Whether its command line gives it a place to keep its state."""
+        """Return whether its command line gives it a place to keep its state."""
         return False
 
     def start(self) -> None:
@@ -63,11 +63,11 @@ class Remote:
         raise CannotStartError("only a server that --start-server started can be killed")
 
     def is_running(self) -> bool:
-        """Whether it is there to be asked."""
+        """Return whether its process runs."""
         return True
 
     def log(self) -> str:
-        """What it has printed, as far as we can see it."""
+        """Return its output, as far as it is available."""
         return ""
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class Served(Remote):
 
     @property
     def keeps(self) -> bool:
-        """Whether it is given a directory."""
+        """Return whether it is given a directory."""
         return TMP in self.command
 
     def start(self) -> None:
@@ -142,11 +142,11 @@ class Served(Remote):
             self._log = None
 
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """Return whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     def log(self) -> str:
-        """What it has printed."""
+        """Return its output, as far as it is available."""
         path = Path(self._home.name) / "log" if self._home else None
         return path.read_text("utf-8", "replace") if path and path.exists() else ""
 

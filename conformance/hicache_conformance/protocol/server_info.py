@@ -1,4 +1,4 @@
-"""What the server under test offers, found out before the first case."""
+"""Capabilities and limits of the server under test, determined before the first case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CannotBeginError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What rules may count on."""
+    """Capabilities and limits that rules may rely on."""
 
     about: About | None
     """None where there is no native part, or where it does not introduce itself as it must."""
@@ -38,7 +38,7 @@ class ServerInfo:
 
     @property
     def undeclared(self) -> list[str]:
-        """What rules need and this server does not server_info."""
+        """Requirements of rules that this server does not meet."""
         return [str(need) for need in Need if need not in self.declared]
 
 

@@ -1,4 +1,7 @@
-"""The compatible part, one scope at a time: calls that see to it that answers have their documented shape."""
+"""Client of the compatible part, one scope at a time.
+
+Checks that answers have their documented shape.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class SglangScope:
         expect(self.post("initialize", num_pages=pages), "MD-INIT-1", 204)
 
     def exists(self, keys: Sequence[str], rule: str = "MD-FIND-1") -> list[bool]:
-        """Which keys are there."""
+        """Return for each key whether it is there."""
         reply = self.post("exists", keys=list(keys))
         return self._column(reply, "exists", len(keys), rule, _is_bool, "true or false")
 

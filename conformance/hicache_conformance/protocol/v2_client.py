@@ -1,4 +1,4 @@
-"""The native part: typed calls, and one scope with the calls that cases make most."""
+"""Client of the native part: typed calls, and one scope with the calls that cases make most."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class V2Scope:
 
     @property
     def geometry(self) -> ScopeGeometry:
-        """What it is initialized with."""
+        """Parameters of its initialization."""
         return ScopeGeometry(
             scope=self.name, slots=self.slots, slot_bytes=self.slot_bytes, geometry="page_first", identity="cf-identity"
         )
@@ -130,11 +130,11 @@ class V2Scope:
         return created[0]
 
     def lookup(self, keys: Sequence[str], *, touch: bool = True) -> Found:
-        """Where keys are."""
+        """Look keys up; their slots."""
         return self.pinned_lookup(keys, 0.0, touch=touch)[0]
 
     def pinned_lookup(self, keys: Sequence[str], seconds: float, *, touch: bool = True) -> tuple[Found, int]:
-        """Where keys are, with their slots pinned; and the pin."""
+        """Look keys up and pin their slots; the slots, and the pin."""
         request = Lookup(scopes=[LookupScope(scope=self.name, keys=list(keys))], pin_seconds=seconds, touch=touch)
         answer = self.client.call("/v2/lookup", request, LookedUp)
         found = self._only(answer.scopes, "lookup")
@@ -142,7 +142,7 @@ class V2Scope:
         return found, answer.pin
 
     def live(self, keys: Sequence[str]) -> list[bool]:
-        """Which keys are live, without counting as use."""
+        """Return which keys are live, without counting as use."""
         return [slot >= 0 for slot in self.lookup(keys, touch=False).slots]
 
     def reserve(
@@ -193,7 +193,7 @@ class V2Scope:
         return found[0]
 
     def inspect(self, keys: Sequence[str] = (), slots: Sequence[int] = ()) -> list[SlotStatus | None]:
-        """What is known about slots, then about keys."""
+        """Inspect slots, then keys."""
         request = Inspect(scope=self.name, keys=list(keys), slots=list(slots))
         answer = self.client.call("/v2/inspect", request, Inspected).slots
         self._columns("inspect", len(keys) + len(slots), answer)

@@ -1,4 +1,4 @@
-"""What a report says about where it was made."""
+"""Header of a report: driver, versions, settings and machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drivers beside each other: one table from the `results.json` of several runs, and what was found, with the way to see it again.
+"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with commands to reproduce them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """
@@ -42,7 +42,7 @@ PREFACE: Final = (
 
 
 class DriverName(msgspec.Struct, frozen=True):
-    """Which driver, of which distribution."""
+    """Name and distribution of a driver."""
 
     name: str
     distribution: str
@@ -158,7 +158,7 @@ def _findings(run: DriverRun) -> Iterable[str]:
 
 
 def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
-    """Why a rule, or a case of a rule that counts, was not asked of which drivers; each reason once."""
+    """List the reasons why rules and cases were not tested, each with its drivers."""
     rules, cases, drivers = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
     for run in runs:
         for rule in run.rules:

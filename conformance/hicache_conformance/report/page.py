@@ -1,4 +1,4 @@
-"""`index.html`: one file that needs nothing else, verdict first."""
+"""`index.html`: a self-contained page, verdict first."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def shrinking(header: Header, rule: str, file: str) -> str:
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:
-    """Whether each run of a driver begins with an empty store, so that nothing of an earlier run is found in it."""
+    """Return whether each run of a driver begins with an empty store, so that no page of an earlier
+    run is found.
+    """
     texts = list(options.values())
     return capabilities.get("durability") in ("none", "reopen") or mentions_tmp(texts) or bool(port_names(texts))
 

@@ -28,7 +28,7 @@ STYLES: Final = {
 
 
 def exit_status(judgement: Judgement, stream: Stream) -> int:
-    """What a command that judged exits with."""
+    """Return the exit status of a command that judged a run."""
     if not stream.finished:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:

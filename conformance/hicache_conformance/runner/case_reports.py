@@ -1,4 +1,4 @@
-"""From pytest's reports of a case's three phases to its outcome."""
+"""Conversion of pytest's reports of a case's three phases into its outcome."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CaseReports:
 
 
 def describe_violation(error: BaseException) -> dict[str, str] | None:
-    """What a report has to carry about a violation; None if `error` is, and holds, none."""
+    """Return the report's record of a violation; None if `error` is, and holds, none."""
     violation = next((found for found in _unwrapped(error) if isinstance(found, Violation)), None)
     if violation is None:
         return None

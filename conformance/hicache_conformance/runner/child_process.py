@@ -1,4 +1,6 @@
-"""Runs the suite in a child process of its own, so that neither the user's pytest configuration nor a crash decides."""
+"""Run of the suite in a child process, isolated from the user's pytest
+configuration and from crashes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _FOREIGN: Final = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG", "PYTEST_C
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What is left of a run."""
+    """Results of a run: its stream, its log, and whether it hung."""
 
     stream: Stream
     log: str

@@ -1,4 +1,4 @@
-"""Before the first case of a command-line run: can the driver be loaded, constructed and opened at all?"""
+"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened."""
 
 from __future__ import annotations
 

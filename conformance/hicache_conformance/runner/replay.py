@@ -1,4 +1,4 @@
-"""Failures out of a `results.json`, run again as they were: the same driver, options, chance and faults."""
+"""Replay of failures from a `results.json`: the same driver, options, seed and faults."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def how(self) -> Replay:
-        """How the run was begun."""
+        """Parameters of the recorded run."""
         assert self.replay is not None
         return self.replay
 
     @property
     def is_throwaway(self) -> bool:
-        """Whether the run had a store of its own, that is gone now."""
+        """Return whether the run had a store of its own, that is gone now."""
         return store_is_fresh(self.capabilities, self.options)
 
     def failing(self, rule: str, text: str = "") -> list[RecordedCase]:
@@ -127,7 +127,7 @@ class Record(msgspec.Struct, frozen=True):
         return {**self.how.options, **given}
 
     def settings(self, run_id: str | None) -> Settings:
-        """What the run was asked for, and shrinking.
+        """Return the run's settings, with shrinking.
 
         Raises:
             ValueError: this suite does not know the levels.
@@ -151,17 +151,19 @@ class Repetition:
 
     @property
     def fails(self) -> bool:
-        """Whether it has failed again, of the driver or of the suite."""
+        """Return whether it has failed again, of the driver or of the suite."""
         return self.now is not None and self.now.outcome in (Outcome.FAIL, Outcome.ERROR)
 
     @property
     def same_faults(self) -> bool:
-        """Whether the faults below the driver were those of the file, as far as the file goes."""
+        """Return whether the faults below the driver were those of the file, as far
+        as the file goes.
+        """
         return self.now is not None and self.now.plans[: len(self.then.plans)] == self.then.plans
 
     @property
     def passes(self) -> bool:
-        """Whether it passes now, under the same faults as then."""
+        """Return whether it passes now, under the same faults as then."""
         return self.now is not None and self.now.outcome is Outcome.PASS and self.same_faults
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`hicache conformance repro`: one failure of a report again, made as short as it can be."""
+"""`hicache conformance repro`: repeats one failure of a report, and shrinks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pytest session that runs conformance cases: which it selects, and what becomes of them."""
+"""A pytest session with conformance cases: selects them, and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Session:
             item.user_properties.append((VIOLATION_PROPERTY, json.dumps(record)))
 
     def is_over(self) -> bool:
-        """Whether this process has done its share of a run, and another has to go on."""
+        """Return whether this process has done its share of a run, and another has to go on."""
         return self._run is not None and bool(self._run.interface) and process_is_full()
 
     def started(self, nodeid: str) -> None:
@@ -137,7 +137,7 @@ class Session:
         return not begun_before and (not wanted or any(text in item.name for text in wanted))
 
     def _ports(self, cases: list[pytest.Item]) -> Mapping[str, int]:
-        """Where the servers of the class under test listen; they stay up for its cases."""
+        """Return the ports of the servers of the class under test; they stay up for its cases."""
         home = cases[0].getparent(pytest.Class)
         assert home is not None
         owner = cast("type[DriverConformance]", home.obj)

@@ -1,4 +1,6 @@
-"""Signals that end a program end what it has started, too."""
+"""Conversion of SIGTERM and SIGHUP into SystemExit, so that child processes end
+with the program.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What SGLang hands to its storage drivers: its own types where it is installed, and their like where it is not."""
+"""The engine's side of SGLang's storage interface.
+
+Its own types, or equivalents where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class StorageConfig:
 
 @cache
 def has_sglang() -> bool:
-    """Whether SGLang can be imported."""
+    """Return whether SGLang can be imported."""
     return find_spec("sglang") is not None
 
 
@@ -82,7 +85,9 @@ def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping
 
 
 def namespace_suffix(identity: StorageIdentity) -> str:
-    """What an engine hashes into every page's key, so that its driver need not know of it: tenant, adapter and salt."""
+    """Return the tenant, adapter and salt that an engine hashes into every key, since its driver is
+    not told of them.
+    """
     text = repr((identity.tenant, identity.adapter, identity.salt)).encode()
     return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
 
@@ -121,7 +126,7 @@ def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
 
 
 def overrides(setup: Setup, method: str) -> bool:
-    """Whether a dynamically loaded class has a method of its own, and not only the one that does nothing."""
+    """Return whether a dynamically loaded class overrides a method of the base class."""
     return any(method in vars(base) for base in load_class(setup.target).__mro__ if base.__name__ != "HiCacheStorage")
 
 

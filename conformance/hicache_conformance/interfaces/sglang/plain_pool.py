@@ -1,4 +1,6 @@
-"""A host pool for drivers that do without SGLang: what SGLang's pools server_info to a driver, over one row of pages."""
+"""A host pool with the methods of SGLang's pools, over one row of pages, for drivers that work
+without SGLang.
+"""
 
 from __future__ import annotations
 

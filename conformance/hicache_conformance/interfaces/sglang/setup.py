@@ -1,4 +1,7 @@
-"""How a driver of another interface is set up: what its engine would construct it with, and what it needs around it."""
+"""Set-up of a foreign driver.
+
+Its constructor arguments, and the servers and files that it needs.
+"""
 
 from __future__ import annotations
 

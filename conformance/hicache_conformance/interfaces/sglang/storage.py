@@ -1,4 +1,4 @@
-"""`EngineStorage`: a driver with SGLang's interface, behind the contract's, called as SGLang's cache controller calls it.
+"""`EngineStorage`: adapts a driver with SGLang's interface to the contract, as SGLang's cache controller calls it.
 
 KV goes in batches of 128 pages through `batch_get_v1` and `batch_set_v1`, or through copies in `batch_get` and `batch_set`;
 side pools through `batch_get_v2` and `batch_set_v2`, before KV in a set and after it in a get. At most one lookup, one read
@@ -72,7 +72,7 @@ class _Lingering:
 
     @property
     def too_many(self) -> bool:
-        """Whether the process should come to its end."""
+        """Return whether the process should end."""
         return len(self._kept) > MAX_LINGERING
 
 
@@ -80,7 +80,9 @@ _lingering: Final = _Lingering()
 
 
 def process_is_full() -> bool:
-    """Whether so many closed drivers linger in this process that a run should go on in another."""
+    """Return whether too many closed drivers linger in this process, so that the run should go on
+    in another.
+    """
     return _lingering.too_many
 
 
@@ -129,12 +131,12 @@ class EngineStorage(HiCacheStorage):
 
     @property
     def identity(self) -> StorageIdentity:
-        """Whose bytes this rank reads and writes."""
+        """Identity of the pages that this rank reads and writes."""
         return self._identity
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the driver's setup says of it."""
+        """Capabilities by the driver's setup."""
         return self._capabilities
 
     @property
@@ -143,7 +145,7 @@ class EngineStorage(HiCacheStorage):
         return self._driver
 
     def geometry(self, pool: str) -> PageGeometry:
-        """What the pages of a registered pool are."""
+        """Return the geometry of a registered pool."""
         return self._mirrors[pool].source.geometry
 
     def companion(self) -> EngineStorage:
@@ -415,7 +417,7 @@ class EngineStorage(HiCacheStorage):
         return answers
 
     def _caught(self, call: str, ask: Callable[[], Any]) -> Any:
-        """What a call answers; None where the engine would have caught what it raised."""
+        """Return the answer of a call; None where the engine would have caught what it raised."""
         try:
             return ask()
         except Exception as error:  # noqa: BLE001 - whatever a stranger's driver raises

@@ -1,4 +1,6 @@
-"""Pages of a wrong length, put there by another rank of the driver whose pages are shorter or longer."""
+"""Pages of a wrong length, written by another rank of the driver whose pages are
+shorter or longer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ FACTORS: Final = {ObjectCorruption.SHORT: (1, 2), ObjectCorruption.LONG: (2, 1)}
 
 
 def is_foreign(storage: HiCacheStorage) -> bool:
-    """Whether `corrupt_length` knows a way to this storage's pages."""
+    """Return whether `corrupt_length` has access to this storage's pages."""
     return isinstance(innermost(storage), EngineStorage)
 
 

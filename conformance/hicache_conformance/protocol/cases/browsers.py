@@ -1,4 +1,4 @@
-"""Requests that a browser sends for pages of other sites."""
+"""Cross-site requests: those that a browser sends for pages of other sites."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class BrowserCases:
 
     @covers("MD-AUTH-3", needs=[Need.NATIVE])
     def test_pages_of_other_sites(self, context: ServerContext) -> None:
-        """What a page of another site can make a browser send is refused in both parts, and nothing is done."""
+        """Requests that a page of another site can make a browser send are refused in both parts,
+        and nothing is done.
+        """
         scope, keys, http = context.v2_scope(4), context.keys(2), context.client("")
         scope.store(keys)
         rank, _, namespace = scope.name.partition(":")

@@ -1,4 +1,4 @@
-"""Eviction that knows of chains and of use."""
+"""Eviction by prefix chains and recency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ChainCases:
-    """What goes first."""
+    """Order of eviction."""
 
     @covers("MD-EV-3", needs=[Need.NATIVE])
     def test_tails_go_before_heads(self, context: ServerContext) -> None:

@@ -93,7 +93,10 @@ class ClientCases:
 
 
 class _Crowd:
-    """What the threads know together: who holds which slot between the answer to a reserve and its confirm or release."""
+    """State shared by the threads.
+
+    The holder of each slot between the answer to a reserve and its confirm or release.
+    """
 
     def __init__(self, scope: SglangScope, keys: list[str], lease_seconds: float) -> None:
         self.scope, self.keys, self.lease_seconds = scope, keys, lease_seconds
@@ -145,7 +148,7 @@ class _Crowd:
             scope.confirm([], [index for _, index in mine])
 
     def _see_mine_alone(self, scope: SglangScope, mine: dict[str, int], begin: float) -> None:
-        """What I have reserved is announced for nobody, unless my time may be over."""
+        """Check that own reservations are announced for nobody, unless their time may be over."""
         found = scope.indices(self.keys)
         if time.monotonic() - begin < 0.8 * self.lease_seconds:
             for key, index in zip(self.keys, found, strict=True):

@@ -1,4 +1,4 @@
-"""Confirming and releasing reserved slots, rightly and wrongly."""
+"""Confirmation and release of reserved slots, valid and invalid."""
 
 from __future__ import annotations
 

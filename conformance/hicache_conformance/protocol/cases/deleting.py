@@ -1,4 +1,4 @@
-"""How pages go: deleted, cleared, evicted."""
+"""Removal of pages: deleted, cleared, evicted."""
 
 from __future__ import annotations
 

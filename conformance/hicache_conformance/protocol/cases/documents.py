@@ -1,4 +1,7 @@
-"""The native part as a whole: what the server says of itself, the types of messages, several scopes in a call."""
+"""The native part as a whole.
+
+The server's self-description, message types, several scopes in a call.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class DocumentCases:
 
     @covers("MD-API-1", needs=[Need.NATIVE])
     def test_msgpack_says_the_same(self, context: ServerContext) -> None:
-        """What is written by JSON is found by msgpack and the other way round, 64-bit checksums included."""
+        """Pages written by JSON are found by msgpack and the other way round, 64-bit checksums
+        included.
+        """
         scope = context.v2_scope(16)
         packed = V2Scope(V2Client(context.http, MSGPACK), scope.name, scope.slots, scope.slot_bytes, context.chance)
         if packed.initialize():

@@ -1,4 +1,4 @@
-"""Which keys are there, and where."""
+"""Lookups of keys and slots in the compatible part."""
 
 from __future__ import annotations
 

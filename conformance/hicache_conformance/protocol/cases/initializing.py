@@ -1,4 +1,4 @@
-"""Scopes: how they come to be, and how they keep apart."""
+"""Scopes: creation and isolation."""
 
 from __future__ import annotations
 

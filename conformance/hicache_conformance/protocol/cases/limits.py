@@ -56,7 +56,7 @@ WRONG: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
 
 
 class LimitCases:
-    """How much, and what."""
+    """Limits of size and number, and validation."""
 
     @covers("MD-LIM-1", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_keys_and_batches_at_their_limits(self, context: ServerContext) -> None:

@@ -1,4 +1,4 @@
-"""What clients should not send."""
+"""Malformed requests."""
 
 from __future__ import annotations
 

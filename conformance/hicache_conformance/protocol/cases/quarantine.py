@@ -1,4 +1,4 @@
-"""Slots that must not be given out yet: in quarantine, or pinned."""
+"""Slots that must not be assigned yet: in quarantine, or pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs a server to refuse a body."""
+"""Cost of refusing a request body."""
 
 from __future__ import annotations
 

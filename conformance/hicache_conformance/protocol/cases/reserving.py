@@ -1,4 +1,4 @@
-"""Reservations: who gets which slot, and what happens when there are none."""
+"""Reservations: assignment of slots, and a scope without free ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 of the server, and what is left after its restart."""
+"""kill -9 of the server, and its state after the restart."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TokenCases:
-    """Who may do what."""
+    """Permissions of each token."""
 
     @covers("MD-AUTH-1", needs=[Need.NATIVE, Need.TOKENS])
     def test_without_a_token(self, context: ServerContext) -> None:
