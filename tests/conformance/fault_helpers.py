@@ -8,11 +8,11 @@ import time
 from hicache_conformance.model.fault_plan import Fault, FaultPlan
 
 CONTENT = bytes(range(256)) * 64
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 
 
 def eventually(holds):
-    until = time.monotonic() + MOST_SECONDS
+    until = time.monotonic() + MAX_SECONDS
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)

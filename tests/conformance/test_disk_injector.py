@@ -17,7 +17,7 @@ from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
 from hicache_conformance.injectors.random_plan import MENU
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
-from tests.conformance.fault_helpers import CONTENT, MOST_SECONDS, background, bits_that_differ, eventually, find_fault
+from tests.conformance.fault_helpers import CONTENT, MAX_SECONDS, background, bits_that_differ, eventually, find_fault
 
 needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
 
@@ -232,7 +232,7 @@ def test_a_hang_ends_when_it_is_healed(disk):
     thread.join(0.05)
     assert thread.is_alive()
     disk.heal()
-    thread.join(MOST_SECONDS)
+    thread.join(MAX_SECONDS)
     assert found == [CONTENT]
 
 
@@ -255,7 +255,7 @@ def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
     hung, _ = background(lambda: os.path.exists(injector.tmp / "file"))
     eventually(lambda: injector.injected_count() > 0)
     injector.close()
-    hung.join(MOST_SECONDS)
+    hung.join(MAX_SECONDS)
     assert not hung.is_alive()
     assert not is_mounted(injector.tmp.parent)
     assert not injector.tmp.parents[1].exists()

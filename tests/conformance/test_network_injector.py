@@ -17,7 +17,7 @@ import pytest
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.injectors.tcp_proxy_process import TcpProxyProcess
 from hicache_conformance.model.fault_plan import FaultKind
-from tests.conformance.fault_helpers import CONTENT, MOST_SECONDS, bits_that_differ, eventually, find_fault
+from tests.conformance.fault_helpers import CONTENT, MAX_SECONDS, bits_that_differ, eventually, find_fault
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -47,7 +47,7 @@ def network(proxied):
 
 @pytest.fixture
 def client(network):
-    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MOST_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS) as connection:
         yield connection
 
 
@@ -103,7 +103,7 @@ def test_a_stall_ends_when_it_is_healed(network, client):
     client.settimeout(0.1)
     with pytest.raises(TimeoutError):
         client.recv(1)
-    client.settimeout(MOST_SECONDS)
+    client.settimeout(MAX_SECONDS)
     network.heal()
     assert said(client) == b"x" * 1000
 
@@ -121,11 +121,11 @@ def test_refused_and_taken_in_again_on_the_same_port(network, client):
     assert said(client, 1) == b"x"
     find_fault(network, FaultKind.REFUSE)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MOST_SECONDS)
+        socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS)
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(1) == b""
     network.heal()
-    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MOST_SECONDS) as again:
+    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS) as again:
         again.sendall(b"x")
         assert said(again, 1) == b"x"
 

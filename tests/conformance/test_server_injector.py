@@ -16,7 +16,7 @@ from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
-from tests.conformance.fault_helpers import MOST_SECONDS, background, eventually, find_fault
+from tests.conformance.fault_helpers import MAX_SECONDS, background, eventually, find_fault
 
 SERVER = """
 import socketserver, sys
@@ -50,7 +50,7 @@ def services(command):
 
 
 def told(services, line):
-    with socket.create_connection(("127.0.0.1", services.ports["memory"]), timeout=MOST_SECONDS) as connection:
+    with socket.create_connection(("127.0.0.1", services.ports["memory"]), timeout=MAX_SECONDS) as connection:
         connection.sendall(line + b"\n")
         return connection.makefile("rb").readline().strip()
 
@@ -83,7 +83,7 @@ def test_a_suspended_server_answers_when_it_goes_on(services):
     thread.join(0.1)
     assert thread.is_alive()
     injector.heal()
-    thread.join(MOST_SECONDS)
+    thread.join(MAX_SECONDS)
     assert answers == [b"a"]
     injector.close()
 

@@ -39,7 +39,7 @@ MUTATING: Final = {
     "objects": ("write", "remove"),
 }
 """Sorts of requests of each injector that change something; a lost reply is one to a request that may have."""
-MOST_STEPS: Final = 12
+MAX_STEPS: Final = 12
 """Requests of a set that are struck, one after the other; no more than there are."""
 BATCH: Final = 48
 APPLIED_SECONDS: Final = 2.0
@@ -58,7 +58,7 @@ class AppliedCases:
         reader = context.storage(writer.identity, options=UNGUARDED) if shared else writer
         plan = FaultPlan(injector.name, ())
         stored = dict.fromkeys(keys, plan)
-        for step in range(MOST_STEPS):
+        for step in range(MAX_STEPS):
             plan = _plan(injector, error, step)
             set_deadline(writer, APPLIED_SECONDS)
             injector.inject(plan)

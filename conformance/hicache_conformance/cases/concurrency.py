@@ -34,27 +34,27 @@ class ConcurrencyCases:
     def test_many_threads(self, context: CaseContext) -> None:
         """Eight threads set, read and look up the same few keys, and ask for counters; their history can be."""
         sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
-        crowd = _Crowd(context, sut.identity)
-        together("CC-1", [*crowd.workers(sut, keys, MIX), _counting(context, sut)])
+        history = _SharedHistory(context, sut.identity)
+        together("CC-1", [*history.threads(sut, keys, MIX), _counting(context, sut)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
-        last = crowd.client("afterwards", sut.client(0, THREADS, context.chance("places afterwards")))
-        last.call(Call.SET, keys, PoolName.KV, crowd.values(1))
+        last = history.client("afterwards", sut.client(0, THREADS, context.chance("places afterwards")))
+        last.call(Call.SET, keys, PoolName.KV, history.values(1))
         last.call(Call.GET, keys, PoolName.KV)
-        crowd.judge()
+        history.judge()
 
     @covers("CC-1", needs=["clears"])
     def test_many_threads_and_clear(self, context: CaseContext) -> None:
         """The same while one thread clears the namespace again and again."""
         sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
-        crowd = _Crowd(context, sut.identity)
-        clearing = crowd.client("clears", sut)
+        history = _SharedHistory(context, sut.identity)
+        clearing = history.client("clears", sut)
 
         def clear() -> None:
             for _ in range(context.profile.thread_calls // 4):
                 clearing.call(Call.CLEAR, [], PoolName.KV)
 
-        together("CC-1", [*crowd.workers(sut, keys, MIX), clear])
-        crowd.judge()
+        together("CC-1", [*history.threads(sut, keys, MIX), clear])
+        history.judge()
         fresh = context.keys(4)
         sut.store(fresh)
         sut.expect(fresh)
@@ -66,28 +66,30 @@ class ConcurrencyCases:
         suts = [context.unopened(identity) for _ in range(THREADS)]
         # Storages that share nothing have a history each.
         shares = context.capabilities.sharing is not Sharing.NONE
-        crowds = [_Crowd(context, identity)] * THREADS if shares else [_Crowd(context, identity) for _ in suts]
+        histories = [_SharedHistory(context, identity)] * THREADS if shares else [_SharedHistory(context, identity) for _ in suts]
 
         def use(number: int, sut: StorageUnderTest, client: Client) -> None:
             sut.call("open", sut.storage.open)
             for _ in range(5):
-                client.call(Call.SET, keys, PoolName.KV, crowds[number].values(1))
+                client.call(Call.SET, keys, PoolName.KV, histories[number].values(1))
                 client.call(Call.GET, keys, PoolName.KV)
             sut.call("close", sut.storage.close)
 
-        clients = [crowds[number].client(str(number), sut) for number, sut in enumerate(suts)]
+        clients = [histories[number].client(str(number), sut) for number, sut in enumerate(suts)]
         together("CC-1", [partial(use, number, *pair) for number, pair in enumerate(zip(suts, clients, strict=True))])
-        for crowd in dict.fromkeys(crowds):
-            crowd.judge()
+        for history in dict.fromkeys(histories):
+            history.judge()
 
 
-class _Crowd:
+class _SharedHistory:
     """Threads on storages of one identity, and the history that they make together."""
 
     def __init__(self, context: CaseContext, identity: StorageIdentity) -> None:
-        self._context, self._identity = context, identity
+        self._context = context
+        self._identity = identity
         self._recorders = list[Recorder]()
-        self._numbers, self._values = itertools.count(), itertools.count(1)
+        self._numbers = itertools.count()
+        self._values = itertools.count(1)
 
     def values(self, count: int) -> int:
         """The first of so many values that nobody else writes."""
@@ -99,7 +101,7 @@ class _Crowd:
         self._recorders.append(recorder)
         return Client(name, sut, self._context.patterns, recorder.note, self._numbers)
 
-    def workers(self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
+    def threads(self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
         """Return the work of each thread of one storage."""
         calls = self._context.profile.thread_calls
         work = Workload(

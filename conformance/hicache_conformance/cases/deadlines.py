@@ -238,14 +238,16 @@ class _Unusual:
 
     def __init__(self, sut: StorageUnderTest, seconds: float) -> None:
         self.seconds = seconds
-        self._sut, self._memory = sut, sut.memories[PoolName.KV]
+        self._sut = sut
+        self._memory = sut.memories[PoolName.KV]
         self._calls: dict[str, Pending[Any]] = {}
         self._new = list[str]()
         self._pages = list[int]()
 
     def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
         """Make the calls: ask for pages that are there, and set new ones."""
-        storage, self._new = self._sut.storage, new
+        storage = self._sut.storage
+        self._new = new
         self._pages = self._sut.own_pages([*keys, *new])
         read, written = self._pages[: len(keys)], self._pages[len(keys) :]
         getting = self._sut.transfers([PoolPages(keys)], [read])

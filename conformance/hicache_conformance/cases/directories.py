@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FAULTS: Final = (Level.FAULTS,)
 DELETIONS: Final = 3
 STORE_PAGES: Final = 24
-MOST_NAMES: Final = 12
+MAX_NAMES: Final = 12
 """Files of the store whose names strangers imitate."""
 _NUMBER: Final = re.compile(r"[0-9a-f]+")
 
@@ -107,7 +107,7 @@ def _make_again(context: CaseContext, sut: StorageUnderTest, keys: list[str], ho
 
 def _look_alikes(home: Path) -> Iterator[Path]:
     """Paths beside the store's files, each with one number of the name changed."""
-    for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MOST_NAMES]:
+    for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MAX_NAMES]:
         for number in _NUMBER.finditer(path.name):
             width = number.end() - number.start()
             for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):

@@ -50,7 +50,7 @@ class EvictionCases:
         pages = 40
         config = context.capped(capacity_of(pages))
         sut, stored, occupied = open_capped(context, config), list[str](), 0
-        for turn in range(context.profile.crowds):
+        for turn in range(context.profile.store_fills):
             stored += fill_store(context, sut, pages * 3 // 2, batch=context.random.choice((1, BATCH, 2 * BATCH)))
             there = readable(sut, stored, rule="EV-1")
             _within(there.count(True), pages, 2 * BATCH)
@@ -114,7 +114,7 @@ class EvictionCases:
         config, identity = context.capped(capacity_of(24)), context.identity()
         reader = open_capped(context, config, identity)
         writer = open_capped(context, config, identity) if shares_in_process(context) else reader
-        for turn in range(8 * context.profile.crowds):
+        for turn in range(8 * context.profile.store_fills):
             chain = context.keys(BATCH)
             (writer if turn % 2 else reader).set(chain)
             told = chain[: reader.exists(chain).kv_hit_pages]

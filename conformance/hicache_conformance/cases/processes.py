@@ -80,7 +80,7 @@ class ProcessCases:
         # A page that was lost where writers met was lost by their meeting.
         group.judge("SET-4", rules={AnomalyKind.REWRITTEN: "SET-3"})
         group.expect_sound("SET-4")
-        usage.judge("SET-4", most_at_a_time=PROCESSES * 4 * 8_000)
+        usage.judge("SET-4", max_at_a_time=PROCESSES * 4 * 8_000)
 
     @covers("CC-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_histories_of_processes(self, context: CaseContext) -> None:
@@ -133,7 +133,8 @@ class _Usage:
     """Disk usage of a store after each race; emptied in between where the driver can."""
 
     def __init__(self, context: CaseContext, worker: WorkerProcess) -> None:
-        self._context, self._worker = context, worker
+        self._context = context
+        self._worker = worker
         self.empties = context.capabilities.clears
         self._sizes = list[int]()
         self._payload = 0
@@ -147,18 +148,18 @@ class _Usage:
             self._sizes.append(footprint.bytes)
             self._payload += 0 if self.empties else payload
 
-    def judge(self, rule: str, *, most_at_a_time: int) -> None:
+    def judge(self, rule: str, *, max_at_a_time: int) -> None:
         """Compare the first race with the last.
 
         Args:
             rule: broken where the store has grown.
-            most_at_a_time: bytes that one race may leave for a while.
+            max_at_a_time: bytes that one race may leave for a while.
 
         Raises:
             Violation: the store has grown by more than it was given, twice.
         """
         grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
-        if grown > 2 * self._payload + most_at_a_time:
+        if grown > 2 * self._payload + max_at_a_time:
             raise Violation(
                 rule, f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the store grow by {grown} bytes; "
                 f"its pages take {self._payload}"

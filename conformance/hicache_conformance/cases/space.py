@@ -38,7 +38,7 @@ class SpaceCases:
     def test_batches_larger_than_the_store(self, context: CaseContext) -> None:
         """A batch of three times the capacity, many times over: its first pages are stored, and smaller batches go on to be."""
         sut = open_small_store(context, PAGES)
-        for turn in range(5 * context.profile.crowds):
+        for turn in range(5 * context.profile.store_fills):
             keys = context.keys(3 * PAGES)
             answered = _set_counted(sut, keys)
             there = readable(sut, keys, rule="GET-1")
@@ -55,7 +55,7 @@ class SpaceCases:
         length = 2 * capacity_of(PAGES)
         small = list[str]()
         wide = context.with_pool(sut, "draft", GuardedPool(pages=2, components=(length,)))
-        for turn in range(2 * context.profile.crowds):
+        for turn in range(2 * context.profile.store_fills):
             keys = context.keys(2, "long")
             answered = _set_counted(wide, keys, "draft")
             if not sut.storage.capabilities.evicts and any(answered):
@@ -74,7 +74,7 @@ class SpaceCases:
         evicts = sut.storage.capabilities.evicts
         stored = fill_store(context, sut, 3 * PAGES, batch=1)
         first = readable(sut, stored, rule="GET-1").count(True)
-        for turn in range(3 * context.profile.crowds):
+        for turn in range(3 * context.profile.store_fills):
             # Batches that do not fit at once, and the same keys twice, are where places get lost.
             keys = context.keys(PAGES - 2)
             sut.set_many([PoolPages(keys), PoolPages(keys[: PAGES // 2])])
@@ -100,7 +100,7 @@ class SpaceCases:
         """A page above max_page_bytes is refused, and one of just that length is stored."""
         limit = context.capabilities.max_page_bytes
         assert limit is not None
-        if limit > MOST_BYTES:
+        if limit > MAX_BYTES:
             raise Inconclusive(f"max_page_bytes is {limit}, more than this suite has memory for")
         pools = {PoolName.KV: GuardedPool(pages=2, components=(limit,)), "draft": GuardedPool(pages=2, components=(limit + 1,))}
         sut, max_keys, keys = context.storage(pools=pools), context.keys(1), context.keys(2)
@@ -129,7 +129,7 @@ class SpaceCases:
         sut.expect(keys)
 
 
-MOST_BYTES: Final = 256 << 20
+MAX_BYTES: Final = 256 << 20
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def _check_reuse(context: CaseContext, free: Callable[[StorageUnderTest, list[st
     """Fill a store, free all of it, and fill half of it again, many times over."""
     sut = open_small_store(context, PAGES)
     stored = fill_store(context, sut, 2 * PAGES)
-    for turn in range(3 * context.profile.crowds):
+    for turn in range(3 * context.profile.store_fills):
         free(sut, stored)
         half = context.keys(PAGES // 2)
         refused = sut.set(half).count(False)

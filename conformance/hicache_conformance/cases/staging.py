@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 PAGE_BYTES: Final = 256 << 10
-MOST_PAGES: Final = BATCH // 4
+MAX_PAGES: Final = BATCH // 4
 CALLS: Final = 3
 
 
@@ -50,6 +50,6 @@ def _check_that_pages_stay_here(context: CaseContext) -> None:
 def _check_memory(operation: str, sut: StorageUnderTest, calls: Sequence[Callable[[], None]]) -> None:
     page_bytes = sut.memories[PoolName.KV].page_bytes
     needed = transient_bytes(calls) / page_bytes
-    if needed > MOST_PAGES:
+    if needed > MAX_PAGES:
         told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
-        raise Violation("BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MOST_PAGES} at most")
+        raise Violation("BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MAX_PAGES} at most")

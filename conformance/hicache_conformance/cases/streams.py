@@ -170,7 +170,8 @@ class _Traffic:
     """A random program that keeps the engine's rules of use."""
 
     def __init__(self, context: CaseContext, pipeline: Pipeline) -> None:
-        self._context, self._pipeline = context, pipeline
+        self._context = context
+        self._pipeline = pipeline
         self._stored = list[str]()
         self._seen: list[tuple[str, torch.Tensor]] = []
 

@@ -67,7 +67,9 @@ class GuardedPool:
         dtype: str = "uint8",
     ) -> None:
         self.geometry = PageGeometry(layout, dtype, page_size, pages * page_size, tuple(components))
-        self.pages, self.page_size, self.page_bytes = pages, page_size, self.geometry.page_bytes
+        self.pages = pages
+        self.page_size = page_size
+        self.page_bytes = self.geometry.page_bytes
         self._start = GUARD_BYTES + skew
         self._memory = [memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD)) for length in components]
 
@@ -111,7 +113,8 @@ class LentMemory:
         geometry = pool.geometry
         self.host_pool: object = pool
         self._pool = pool
-        self.page_size, self.page_bytes = geometry.page_size, geometry.page_bytes
+        self.page_size = geometry.page_size
+        self.page_bytes = geometry.page_bytes
         self.pages = geometry.size // geometry.page_size
 
     def read(self, page: int) -> bytes:
@@ -135,7 +138,9 @@ class EnginePool:
     def __init__(self, *, pages: int = 16, page_size: int = 2, layers: int = 3, row: int = 32) -> None:
         import torch
 
-        self.dtype, self.page_size, self.pages = torch.uint8, page_size, pages
+        self.dtype = torch.uint8
+        self.page_size = page_size
+        self.pages = pages
         self.size = pages * page_size
         # Every second row belongs to somebody else, so that not even one layer of a page is contiguous.
         self.kv_buffer = torch.full((layers, self.size, 2, row), GUARD[0], dtype=self.dtype)

@@ -56,8 +56,10 @@ class StorageUnderTest:
     ) -> None:
         self.storage = storage
         self.memories = memories
-        self._patterns, self._random = patterns, random
-        self._client, self._clients = client, clients
+        self._patterns = patterns
+        self._random = random
+        self._client = client
+        self._clients = clients
         self._calls = client
         self.info: HiCacheStorageExtraInfo | None = None
         """What every call is told besides its pages; a short deadline, for instance."""

@@ -48,7 +48,8 @@ class _Latest:
 
     def tell(self, event: Event) -> None:
         if event.began_at > self.at:
-            self.at, self.event = event.began_at, event
+            self.at = event.began_at
+            self.event = event
 
     def copy(self) -> _Latest:
         return _Latest(self.at, self.event)

@@ -44,7 +44,9 @@ class Counterexample:
     """Tells the anomalies of one history."""
 
     def __init__(self, identity: StorageIdentity, patterns: PagePatterns, events: Sequence[Event]) -> None:
-        self._identity, self._patterns, self._events = identity, patterns, events
+        self._identity = identity
+        self._patterns = patterns
+        self._events = events
 
     def violation(self, anomalies: Sequence[Anomaly], rule: str, rules: Mapping[AnomalyKind, str] = RULES) -> Violation:
         """The worst anomaly as the violation of a rule, with its counterexample as a note; of equal ones the first."""

@@ -52,7 +52,11 @@ class Client:
     def __init__(
         self, name: str, sut: StorageUnderTest, patterns: PagePatterns, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]
     ) -> None:
-        self._name, self._sut, self._patterns, self._note, self._numbers = name, sut, patterns, note, numbers
+        self._name = name
+        self._sut = sut
+        self._patterns = patterns
+        self._note = note
+        self._numbers = numbers
 
     def run(self, work: Workload, number: int) -> None:
         """Make the calls of one thread of a workload.

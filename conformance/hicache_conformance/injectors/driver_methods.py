@@ -137,7 +137,8 @@ def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faul
         for read, stand_in in zip(batch.reads, other.reads, strict=True):
             # A driver may have verified it before, where it was asked twice.
             read.retract()
-            read.envelope, read.damaged = stand_in.envelope, stand_in.damaged and not swaps
+            read.envelope = stand_in.envelope
+            read.damaged = stand_in.damaged and not swaps
             with call.caller as waits:
                 if waits:
                     _damage(read.buffers[-1], None if flip is None else flip.place, cuts=short is not None)

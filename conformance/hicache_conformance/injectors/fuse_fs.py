@@ -107,7 +107,8 @@ class Passthrough:
     use_ns = True
 
     def __init__(self, root: str, control: Control) -> None:
-        self._root, self._control = root, control
+        self._root = root
+        self._control = control
         self._lately: deque[str] = deque(maxlen=64)
         """Files that were opened or got their names, the last one last."""
 

@@ -52,7 +52,8 @@ class TcpProxyInjector(FaultInjector):
         return self._ports
 
     def apply(self, plan: FaultPlan) -> None:
-        self._active, self._healed = ActiveFaults(plan.faults), asyncio.Event()
+        self._active = ActiveFaults(plan.faults)
+        self._healed = asyncio.Event()
         if find_fault(plan.faults, FaultKind.REFUSE):
             self._active.injected_count += 1
             for proxy in self._proxies.values():
@@ -112,7 +113,8 @@ class _Proxy:
     """One port in front of one server. All but the constructor runs in the injector's loop."""
 
     def __init__(self, injector: TcpProxyInjector, server: int) -> None:
-        self._injector, self._server = injector, server
+        self._injector = injector
+        self._server = server
         self._listener: asyncio.Server | None = None
         self._writers = set[asyncio.StreamWriter]()
         self.port = 0
@@ -150,7 +152,8 @@ class _Proxy:
 
     async def _pump(self, operation: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, turn: _Turn) -> None:
         while content := await reader.read(CHUNK_BYTES):
-            begins, turn.of = turn.of != operation, operation
+            begins = turn.of != operation
+            turn.of = operation
             try:
                 content = await self._injector.through(operation, content, begins=begins)
             except ConnectionResetError as cut:

@@ -18,7 +18,7 @@ class Profile:
     """Random chains of each existence case, beyond the exhaustive small ones."""
     thread_calls: int
     """Calls of each thread of the concurrent cases."""
-    crowds: int
+    store_fills: int
     """How often stores of limited capacity are filled again."""
     plans: int
     """Random plans of faults, on each injector."""
@@ -45,7 +45,7 @@ PROFILES = {
             steps=15,
             chains=50,
             thread_calls=30,
-            crowds=2,
+            store_fills=2,
             plans=4,
             plan_steps=10,
             process_calls=60,
@@ -60,7 +60,7 @@ PROFILES = {
             steps=30,
             chains=1000,
             thread_calls=200,
-            crowds=4,
+            store_fills=4,
             plans=24,
             plan_steps=20,
             process_calls=200,
@@ -75,7 +75,7 @@ PROFILES = {
             steps=120,
             chains=20_000,
             thread_calls=5_000,
-            crowds=40,
+            store_fills=40,
             plans=400,
             plan_steps=40,
             process_calls=2_000,

@@ -112,7 +112,8 @@ def _result(
     not_promised = stream.header.not_promised.get(rule.id) if stream.header else None
     if not_promised:
         result.levels = dict.fromkeys(levels, Outcome.NOT_DECLARED)
-        result.outcome, result.reason = Outcome.NOT_DECLARED, not_promised
+        result.outcome = Outcome.NOT_DECLARED
+        result.reason = not_promised
         return result
     reasons = dict[Outcome, str]()
     for level in levels:

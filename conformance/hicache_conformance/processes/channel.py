@@ -73,7 +73,8 @@ class Channel(Generic[MessageT]):
         """
         if not self._arrived:
             self._read()
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         return arrived
 
     def close(self) -> None:

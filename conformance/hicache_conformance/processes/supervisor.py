@@ -70,7 +70,8 @@ class _Killer:
     """Kills one worker."""
 
     def __init__(self, worker: WorkerProcess, schedule: KillSchedule) -> None:
-        self._worker, self._schedule = worker, schedule
+        self._worker = worker
+        self._schedule = schedule
         self._warm_at: int | None = None
         self._begun = self._ended = 0
         self._busy_ns = 0

@@ -47,7 +47,8 @@ class WorkerProcess:
     """
 
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
-        self.name, self.identity = name, identity
+        self.name = name
+        self.identity = identity
         self.recorder = Recorder()
         self._fork_server = _fork_server()
         self.pid, connection = self._fork_server.spawn(fresh=fresh)
@@ -163,7 +164,8 @@ class WorkerProcess:
         """
         if self.ended:
             return
-        self.ended, self.busy = True, False
+        self.ended = True
+        self.busy = False
         status = self._fork_server.kill(self.pid)
         try:
             with contextlib.suppress(EOFError):

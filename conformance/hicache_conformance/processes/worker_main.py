@@ -44,8 +44,11 @@ class _Worker:
     def __init__(self, channel: Channel[Request], request: OpenStorage) -> None:
         if request.clock:
             _set_clock(request.clock)
-        self._channel, self._name, self._seed = channel, request.name, request.seed
-        self._patterns, self._numbers = PagePatterns(), itertools.count()
+        self._channel = channel
+        self._name = request.name
+        self._seed = request.seed
+        self._patterns = PagePatterns()
+        self._numbers = itertools.count()
         storage = create_storage(request.driver, request.identity, request.config, options=request.options)
         memories = {
             pool: GuardedPool(pages=shape.pages, page_size=shape.page_size, components=shape.components)

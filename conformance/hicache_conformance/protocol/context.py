@@ -35,7 +35,11 @@ class ServerContext:
     def __init__(
         self, *, server: Remote, server_info: ServerInfo, http: HttpClient, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
     ) -> None:  # fmt: skip
-        self.server, self.server_info, self.http, self.profile, self.tokens = server, server_info, http, profile, tokens
+        self.server = server
+        self.server_info = server_info
+        self.http = http
+        self.profile = profile
+        self.tokens = tokens
         self.chance = random.Random(f"{seed}:{case}")
         self.native = V2Client(http)
         self.patience = patience

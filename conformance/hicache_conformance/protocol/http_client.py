@@ -60,7 +60,9 @@ class HttpClient:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http or https address")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port
         self._base = parts.path.rstrip("/")
         self.token = token
         self.answer_seconds = answer_seconds

@@ -50,7 +50,8 @@ class OwnershipModel:
         """Write down what was done."""
         self.steps.append(step)
         now = time.monotonic()
-        self.slowest, self._noted = max(self.slowest, now - self._noted), now
+        self.slowest = max(self.slowest, now - self._noted)
+        self._noted = now
 
     def forget_expired(self) -> None:
         """Reservations that may have ended by themselves count no more."""

@@ -111,7 +111,11 @@ class V2Scope:
     """One scope."""
 
     def __init__(self, client: V2Client, name: str, slots: int, slot_bytes: int, chance: random.Random) -> None:
-        self.client, self.name, self.slots, self.slot_bytes, self._chance = client, name, slots, slot_bytes, chance
+        self.client = client
+        self.name = name
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._chance = chance
 
     @property
     def geometry(self) -> ScopeGeometry:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 ONE_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
 
 
-def pause(most_ms: float = 2.0) -> None:
+def pause(max_ms: float = 2.0) -> None:
     """As if the disk were slow."""
-    time.sleep(Random().uniform(0.3, 1.0) * most_ms / 1000)
+    time.sleep(Random().uniform(0.3, 1.0) * max_ms / 1000)
 
 
 class Trusting(SharedFiles):

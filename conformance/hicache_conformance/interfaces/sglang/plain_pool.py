@@ -16,7 +16,9 @@ class PlainPool:
     def __init__(self, *, pages: int, page_size: int, page_bytes: int, dtype: torch.dtype, layout: str) -> None:
         import torch
 
-        self.layout, self.page_size, self.page_num = layout, page_size, pages
+        self.layout = layout
+        self.page_size = page_size
+        self.page_num = pages
         self.logical_page_size = page_size
         self.size = pages * page_size
         # Elements that do not fill a page would be no elements.

@@ -108,7 +108,9 @@ class EngineStorage(HiCacheStorage):
         setup = current()
         if setup is None:
             raise ConfigError("there is a foreign driver only in a run that names one")
-        self._identity, self._setup, self._config = identity, setup, config
+        self._identity = identity
+        self._setup = setup
+        self._config = config
         self._options = plain_options(setup, msgspec.structs.asdict(config))
         self._suffix = namespace_suffix(identity)
         capacity = self._options.get(setup.capacity_option)
@@ -118,7 +120,9 @@ class EngineStorage(HiCacheStorage):
         self._closed = False
         self._companions = list[EngineStorage]()
         self._attaching = threading.RLock()
-        self._looking, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
+        self._looking = threading.Lock()
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
         clears = overrides(setup, "clear") if setup.target else setup.clears
         self._capabilities = Capabilities(
             sharing=setup.sharing,
@@ -177,7 +181,9 @@ class EngineStorage(HiCacheStorage):
     def close(self) -> None:
         """Detach as the engine does: what the driver raises is logged there and goes no further."""
         with self._attaching:
-            driver, self._driver, self._closed = self._driver, None, True
+            driver = self._driver
+            self._driver = None
+            self._closed = True
         for companion in self._companions:
             companion.close()
         if driver is not None and self._setup.lingers:

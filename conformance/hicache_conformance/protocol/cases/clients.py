@@ -41,10 +41,10 @@ class ClientCases:
         """Threads reserve, confirm, release, delete and look up the same keys: what one holds is never another's."""
         pages, scope = 16, context.scope(16)
         keys = context.keys(24)
-        crowd = _Crowd(scope, keys, context.server_info.lease_seconds or FOR_EVER)
+        shared = _SharedOwnership(scope, keys, context.server_info.lease_seconds or FOR_EVER)
         threads = [
             threading.Thread(
-                target=crowd.client,
+                target=shared.client,
                 args=(scope.through(context.client()), random.Random(context.chance.getrandbits(64)), context.profile.thread_calls),
             )
             for _ in range(THREADS)
@@ -53,9 +53,9 @@ class ClientCases:
             thread.start()
         for thread in threads:
             thread.join()
-        if crowd.errors:
-            raise crowd.errors[0]
-        _see_no_slot_lost(context, scope, keys, pages, "clients worked at once")
+        if shared.errors:
+            raise shared.errors[0]
+        _check_no_slot_lost(context, scope, keys, pages, "clients worked at once")
 
     def _history(self, context: ServerContext, *, pages: int, keys: int, has_room: bool) -> None:
         scope, lease_seconds = context.scope(pages), context.server_info.lease_seconds or FOR_EVER
@@ -65,7 +65,7 @@ class ClientCases:
             for _ in range(2 * context.profile.steps):
                 self._step(context, model, context.chance.choice(clients))
             scope.try_confirm([], [*model.held, *model.expired])
-            _see_no_slot_lost(context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended")
+            _check_no_slot_lost(context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended")
         except Violation as violation:
             if model.slowest > 0.1 * lease_seconds:
                 raise Inconclusive(
@@ -92,14 +92,16 @@ class ClientCases:
                 model.reserve(chance.choices(model.keys, k=context.number(1, 5)), client)
 
 
-class _Crowd:
+class _SharedOwnership:
     """State shared by the threads.
 
     The holder of each slot between the answer to a reserve and its confirm or release.
     """
 
     def __init__(self, scope: SglangScope, keys: list[str], lease_seconds: float) -> None:
-        self.scope, self.keys, self.lease_seconds = scope, keys, lease_seconds
+        self.scope = scope
+        self.keys = keys
+        self.lease_seconds = lease_seconds
         self.holders: dict[int, str] = {}
         self.lock = threading.Lock()
         self.errors: list[Exception] = []
@@ -137,7 +139,7 @@ class _Crowd:
                         "MD-SLOT-1", f"slot {index} is given to {key[:8]}... while {self.holders[index][:8]}... has it reserved"
                     )
                 self.holders[index] = key
-        self._see_mine_alone(scope, dict(mine), begin)
+        self._check_own_hidden(scope, dict(mine), begin)
         with self.lock:
             # Before the call: as soon as the server has it, the slot may be somebody else's.
             for _, index in mine:
@@ -147,7 +149,7 @@ class _Crowd:
         else:
             scope.confirm([], [index for _, index in mine])
 
-    def _see_mine_alone(self, scope: SglangScope, mine: dict[str, int], begin: float) -> None:
+    def _check_own_hidden(self, scope: SglangScope, mine: dict[str, int], begin: float) -> None:
         """Check that own reservations are announced for nobody, unless their time may be over."""
         found = scope.indices(self.keys)
         if time.monotonic() - begin < 0.8 * self.lease_seconds:
@@ -156,6 +158,6 @@ class _Crowd:
                     raise Violation("MD-SLOT-1", f"slot {index} is announced for {key[:8]}... while another key has it reserved")
 
 
-def _see_no_slot_lost(context: ServerContext, scope: SglangScope, keys: list[str], pages: int, when: str) -> None:
+def _check_no_slot_lost(context: ServerContext, scope: SglangScope, keys: list[str], pages: int, when: str) -> None:
     scope.delete(keys)
     context.reserve_soon(scope, context.keys(pages), "MD-SLOT-2", f"{when} and all was deleted and released")

@@ -40,7 +40,7 @@ class ConfirmingCases:
             free = [index for index in range(16) if index != right]
             pairs = list(zip(keys[1:], context.chance.sample(free, 3), strict=True))
             _no_fault(scope.try_confirm([pairs[0], (keys[0], right), *pairs[1:]]), "MD-CONF-2", "a confirm of free slots")
-            _see_unmapped(scope, keys[1:], "slots that nobody had reserved were confirmed")
+            _check_unmapped(scope, keys[1:], "slots that nobody had reserved were confirmed")
             if scope.indices(keys[:1]) != [right]:
                 raise Violation("MD-CONF-2", "a right confirm is lost because others in the same call were wrong")
 
@@ -53,7 +53,7 @@ class ConfirmingCases:
             reserved = [index for _, index in scope.reserve(held)]
             reply = scope.try_confirm(list(zip(wrong, [*slots, *reserved], strict=True)))
             _no_fault(reply, "MD-CONF-2", "a confirm of other keys' slots")
-            _see_unmapped(scope, wrong, "other keys' slots were confirmed")
+            _check_unmapped(scope, wrong, "other keys' slots were confirmed")
             if scope.indices(live) != slots:
                 raise Violation("MD-CONF-2", f"slots {slots} became {scope.indices(live)} when others confirmed them")
             scope.confirm(list(zip(held, reserved, strict=True)))
@@ -67,7 +67,7 @@ class ConfirmingCases:
             slots = [index for _, index in scope.reserve(late)]
             scope.clear()
             _no_fault(scope.try_confirm([(late[0], slots[0])]), "MD-CONF-2", "a confirm after a clear")
-            _see_unmapped(scope, late, "a slot was confirmed that had been reserved before a clear")
+            _check_unmapped(scope, late, "a slot was confirmed that had been reserved before a clear")
         if context.cleared_seconds is None:
             return
         keys, because = context.keys(pages), "a scope with everything reserved was cleared"
@@ -76,7 +76,7 @@ class ConfirmingCases:
             now = context.reserve_soon(scope, keys, "MD-DEL-2", because)
             scope.confirm(list(zip(keys, now, strict=True)))
             _no_fault(scope.try_confirm(list(zip(late, slots, strict=True))), "MD-CONF-2", "a confirm after a clear")
-            _see_unmapped(scope, late, "slots were confirmed that had been reserved before a clear")
+            _check_unmapped(scope, late, "slots were confirmed that had been reserved before a clear")
             if scope.indices(keys) != now:
                 raise Violation("MD-CONF-2", "a confirm after a clear took slots that since belong to others")
 
@@ -88,7 +88,7 @@ class ConfirmingCases:
             slots = [index for _, index in scope.reserve(keys)]
             scope.confirm([], slots)
             _no_fault(scope.try_confirm(list(zip(keys, slots, strict=True))), "MD-CONF-2", "a confirm after a release")
-            _see_unmapped(scope, keys, "slots were confirmed after they had been released")
+            _check_unmapped(scope, keys, "slots were confirmed after they had been released")
 
     @covers("MD-CONF-3", levels=[Level.FAULTS])
     def test_a_slot_outside_the_file(self, context: ServerContext) -> None:
@@ -147,7 +147,7 @@ def _no_fault(reply: Reply, rule: str, because: str) -> None:
         raise Violation(rule, f"{because} is taken for a fault of the server: {reply}")
 
 
-def _see_unmapped(scope: SglangScope, keys: Sequence[str], because: str) -> None:
+def _check_unmapped(scope: SglangScope, keys: Sequence[str], because: str) -> None:
     flags, indices = scope.exists(keys), scope.indices(keys)
     if any(flags) or any(index is not None for index in indices):
         raise Violation("MD-CONF-2", f"{because}, and their keys are there: exists {flags}, get_page_indices {indices}")

@@ -21,8 +21,8 @@ HEALTH_SECONDS: Final = 1.0
 FACTOR: Final = 3.0
 SLACK_SECONDS: Final = 2.0
 """More than a busy machine takes for either body."""
-MOST_KEYS: Final = 16_384
-MOST_BYTES: Final = 8 << 20
+MAX_KEYS: Final = 16_384
+MAX_BYTES: Final = 8 << 20
 
 
 class RefusingCases:
@@ -32,8 +32,8 @@ class RefusingCases:
     def test_bodies_that_are_refused_cost_no_more_than_others(self, context: ServerContext) -> None:
         """Of the longest lookups, one with a wrong last key is refused in the time in which a right one is served; health goes on."""
         limits, scope = context.server_info.limits, context.v2_scope(4)
-        count = min(limits.keys, MOST_KEYS)
-        length = min(limits.key_bytes, (min(limits.body_bytes, MOST_BYTES) - 1000) // count - 8)
+        count = min(limits.keys, MAX_KEYS)
+        length = min(limits.key_bytes, (min(limits.body_bytes, MAX_BYTES) - 1000) // count - 8)
         keys = [key * (length // 64 + 1) for key in context.keys(8)]
         right = [f"{i:08x}{keys[i % 8]}"[:length] for i in range(count)]
         for content_type in (JSON, MSGPACK):
@@ -67,7 +67,8 @@ class _Health(threading.Thread):
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(daemon=True)
-        self._http, self._stopped = http, threading.Event()
+        self._http = http
+        self._stopped = threading.Event()
         self._worst = 0.0
         self._error: Violation | None = None
 

@@ -137,9 +137,9 @@ class ReservingCases:
         with context.while_held():
             scope, keys = context.scope(8), context.keys(4)
             slots = [index for _, index in scope.reserve(keys)]
-            _see_nowhere(scope.exists(keys), scope.indices(keys), "reserved")
+            _check_unlisted(scope.exists(keys), scope.indices(keys), "reserved")
             scope.confirm([], slots)
-            _see_nowhere(scope.exists(keys), scope.indices(keys), "released")
+            _check_unlisted(scope.exists(keys), scope.indices(keys), "released")
 
     @covers("MD-RES-6", needs=[Need.LEASES])
     def test_an_abandoned_reservation_ends(self, context: ServerContext) -> None:
@@ -157,6 +157,6 @@ class ReservingCases:
         context.eventually("MD-RES-6", lambda: f"only {len(got)} of {pages} abandoned slots came back", all_are_back, seconds)
 
 
-def _see_nowhere(flags: list[bool], indices: list[int | None], state: str) -> None:
+def _check_unlisted(flags: list[bool], indices: list[int | None], state: str) -> None:
     if any(flags) or any(index is not None for index in indices):
         raise Violation("MD-RES-5", f"keys that are only {state} are found: exists {flags}, get_page_indices {indices}")

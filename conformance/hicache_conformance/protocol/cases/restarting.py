@@ -69,7 +69,7 @@ class RestartingCases:
         for writer in writers:
             writer.join()
         for writer in writers:
-            writer.see_what_holds(scope)
+            writer.check_survivors(scope)
         keys = [key for writer in writers for key in writer.keys]
         found = [index for index in scope.indices(keys) if index is not None]
         fresh = context.keys(pages)
@@ -180,7 +180,8 @@ class _Writer(threading.Thread):
 
     def __init__(self, scope: SglangScope, keys: list[str]) -> None:
         super().__init__(daemon=True)
-        self.scope, self.keys = scope, keys
+        self.scope = scope
+        self.keys = keys
         self.acknowledged: dict[str, int | None] = {}
         self.unsure: str = ""
         """The key of the request that had no answer."""
@@ -206,7 +207,7 @@ class _Writer(threading.Thread):
             self.scope.confirm([(key, index)])
             self.acknowledged[key] = index
 
-    def see_what_holds(self, scope: SglangScope) -> None:
+    def check_survivors(self, scope: SglangScope) -> None:
         """Compare what was acknowledged with what is there."""
         for key, index in zip(self.keys, scope.indices(self.keys, rule="MD-DUR-1"), strict=True):
             if key != self.unsure and index != self.acknowledged.get(key):
