@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hicache_conformance.model.fault_plan import Fault
 
 MAX_HANG_SECONDS: Final = 60.0
-"""A hang ends after this long even if nobody heals it, so that no process is stuck for good where the suite was killed."""
+"""A hang ends after this long even without `heal`, so that no process is stuck for good where the suite was killed."""
 
 
 class ActiveFaults:
@@ -27,10 +27,10 @@ class ActiveFaults:
         self._lock = threading.Lock()
         self._healed = threading.Event()
         self.injected_count = 0
-        """Operations that a fault has struck."""
+        """Operations that a fault has hit."""
 
     def at(self, operation: str) -> list[Fault]:
-        """The faults that strike the operation that begins now."""
+        """Return the faults that hit the operation that begins now."""
         if not self._faults or self._healed.is_set():
             return []
         found: list[Fault] = []
@@ -44,8 +44,8 @@ class ActiveFaults:
             self.injected_count += bool(found)
         return found
 
-    def hold_up(self, faults: Iterable[Fault]) -> None:
-        """Wait as long as delays and hangs ask for, and then fail as errors ask for.
+    def apply(self, faults: Iterable[Fault]) -> None:
+        """Apply delays and hangs, and then errors.
 
         Raises:
             OSError: one of the faults is an error.
@@ -60,7 +60,7 @@ class ActiveFaults:
                 raise failure(fault.error)
 
     def heal(self) -> None:
-        """No more faults; what hangs goes on."""
+        """End the faults, and release the operations that hang."""
         self._healed.set()
 
 
@@ -71,7 +71,7 @@ def failure(name: str) -> OSError:
 
 
 def find_fault(faults: Iterable[Fault], kind: FaultKind) -> Fault | None:
-    """The fault of a kind among those that strike an operation."""
+    """Return the fault of a kind among those that hit an operation."""
     return next((fault for fault in faults if fault.kind is kind), None)
 
 

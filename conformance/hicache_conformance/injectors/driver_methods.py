@@ -72,7 +72,7 @@ class DriverMethodInjector(FaultInjector):
         self._seen = next(self._requests) + 1
         active = self._active
         faults = active.at(operation)
-        active.hold_up(faults)
+        active.apply(faults)
         return faults
 
     def _exists(self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:

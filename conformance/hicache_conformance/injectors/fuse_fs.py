@@ -50,8 +50,8 @@ class Control:
         self._requests = itertools.count()
         self.requests = 0
 
-    def obey(self, command: str, content: str) -> object:
-        """Do what a command says; the answer."""
+    def execute(self, command: str, content: str) -> object:
+        """Execute a command; the answer."""
         match command:
             case "inject":
                 plan = FaultPlan.from_json(content)
@@ -71,11 +71,11 @@ class Control:
         return None
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
-        """Count a request, wait and fail as the strike asks for; the faults that are left to do."""
+        """Count a request, apply delays and errors; return the faults, for those that the operation itself has to apply."""
         self.requests = next(self._requests) + 1
         active = self.active
         faults = active.at(operation)
-        active.hold_up(faults)
+        active.apply(faults)
         if handle is not None and find_fault(faults, FaultKind.LOST_DESCRIPTOR):
             self.lost |= {handle}
         if handle in self.lost:
@@ -270,7 +270,7 @@ def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
     """Obey commands until there are no more, then take everything away and end the process."""
     try:
         for line in sys.stdin.buffer:
-            answer = control.obey(*msgspec.json.decode(line, type=tuple[str, str]))
+            answer = control.execute(*msgspec.json.decode(line, type=tuple[str, str]))
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
     finally:

@@ -14,49 +14,49 @@ if TYPE_CHECKING:
 
 
 class FaultInjector(ABC):
-    """Something under a driver that can be made to fail. One strike at a time; healed before the next."""
+    """A place below a driver where operations can be made to fail. One plan at a time; healed before the next."""
 
     name: ClassVar[str]
 
     def __init__(self) -> None:
         self.plans: list[FaultPlan] = []
-        """Plans that have begun, each once, in their order; for the report of the case."""
+        """Plans that were injected, each once, in their order; for the report of the case."""
 
     @property
     def tmp(self) -> Path | None:
-        """The directory that `{tmp}` stands for on this injector; None where it does not matter."""
+        """The directory that `{tmp}` stands for with this injector; None where it does not matter."""
         return None
 
     @property
     def ports(self) -> Mapping[str, int]:
-        """The ports that `{port:NAME}` stands for on this injector; those of the servers themselves if empty."""
+        """The ports that `{port:NAME}` stands for with this injector; those of the servers themselves if empty."""
         return {}
 
     def attach(self, storage: HiCacheStorage) -> None:
-        """Get under a storage that was just constructed."""
+        """Put the injector below a storage that was just constructed."""
         return
 
     def inject(self, plan: FaultPlan) -> None:
-        """Let a plan begin."""
+        """Activate a plan, and record it for the report."""
         if plan.faults and plan not in self.plans:
             self.plans.append(plan)
         self.apply(plan)
 
     @abstractmethod
     def apply(self, plan: FaultPlan) -> None:
-        """Let a plan begin, without a record of it."""
+        """Activate a plan."""
 
     @abstractmethod
     def heal(self) -> None:
-        """End all faults, and let go what hangs. Harmless where nothing was struck."""
+        """End all faults, and release what hangs. Idempotent."""
 
     @abstractmethod
     def requests(self) -> int:
-        """Requests that have reached the injector so far."""
+        """Count the requests that have reached the injector so far."""
 
     @abstractmethod
     def injected_count(self) -> int:
-        """Requests of the present or last strike that a fault has struck."""
+        """Count the requests of the present or last plan that a fault has hit."""
 
     def close(self) -> None:
         """Heal, and leave nothing behind."""

@@ -41,7 +41,7 @@ class FaultKind(StrEnum):
     MALFORMED = "malformed answer"
     """The answer is for another number of pages."""
     LOST_DESCRIPTOR = "lost descriptors"
-    """Files that are open when the injector is struck, and those that an operation strikes, answer ESTALE for good. Opened again,
+    """Files that are open when the plan begins, and those whose operation is hit, answer ESTALE for good. Opened again,
     they are as they were."""
     CUT = "cut"
     """The connection is reset in the middle of the bytes."""
@@ -57,7 +57,7 @@ class FaultKind(StrEnum):
 
 
 UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.ENGINE)
-"""Kinds that strike once, when the injector is struck, whatever the operations; a server is back when it is healed."""
+"""Kinds that act once, when the plan begins, whatever the operations; a server is back when the injector is healed."""
 
 DESTRUCTIVE = frozenset(
     {FaultKind.SHORT_READ, FaultKind.BIT_FLIP, FaultKind.WRONG_KEY, FaultKind.TORN_WRITE, FaultKind.STALE, FaultKind.REORDERED}
@@ -70,11 +70,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: FaultKind
     operations: tuple[str, ...] = ()
-    """Sorts of operations that it strikes, as the injector names them; empty for all."""
+    """Sorts of operations that it hits, as the injector names them; empty for all."""
     first: int = 0
-    """How many of these operations it lets pass before it strikes."""
+    """Number of these operations that pass before it begins."""
     count: int = 0
-    """How many it strikes then; 0 for all until the injector is healed."""
+    """Number of operations that it hits then; 0 for all until the injector is healed."""
     error: str = ""
     """Name of an `errno`."""
     seconds: float = 0.0

@@ -1,10 +1,10 @@
 """A fork server: starts worker processes from a preloaded interpreter, kills and reaps them.
 
-It has loaded what takes long to load and knows nothing of drivers, nor of this project: a fork of it that goes on as
-`workers.child` imports the driver as a new interpreter would, in a tenth of the time. What differs between interpreters and
-not between forks is the hash seed alone; a case that is about such things asks for a fresh interpreter.
+It imports slow third-party modules, and no driver and nothing of this project: a fork of it that continues as
+`worker_main` imports the driver as a new interpreter would, in a tenth of the time. Forks share the hash
+seed and nothing else of an interpreter's start; a case that depends on it asks for a fresh interpreter.
 
-No process is waited for until the suite says so, so that its number stays its own as long as it may be killed.
+No process is reaped until the suite asks for it, so that its PID cannot be reused while it may still be killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class ForkServer:
-    """The suite's side. One for a process; not for several threads at once."""
+    """The suite's side: starts, kills and reaps workers. One a process; not thread-safe."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,16 +49,16 @@ class ForkServer:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def spawn(self, *, fresh: bool) -> tuple[int, socket.socket]:
-        """Start a worker in a session of its own; its number, and the socket that it listens to."""
+        """Start a worker in a session of its own; its PID, and the socket that it listens to."""
         ours, theirs = socket.socketpair()
         with theirs:
             environment = _environment()
             if fresh:
                 # A fixed hash seed would make two interpreters as alike as two forks.
                 environment.pop("PYTHONHASHSEED", None)
-            order = {"fresh": fresh, "environment": environment, "path": sys.path}
+            request = {"fresh": fresh, "environment": environment, "path": sys.path}
             try:
-                socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
+                socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno()])
                 return int(self._answer()), ours
             except BaseException:
                 ours.close()
@@ -68,18 +68,18 @@ class ForkServer:
         """Kill a worker and everything in its session, and wait for it.
 
         Returns:
-            What `os.waitpid` says; None if it does not die.
+            The status of `os.waitpid`; None if the process does not end.
         """
         try:
             self._control.send(json.dumps({"kill": pid}).encode())
             status = self._answer()
         except OSError:
-            # It has died, and its children were killed with it.
+            # The fork server has died, and its children were killed with it.
             return int(signal.SIGKILL)
         return None if status is None else int(status)
 
     def close(self) -> None:
-        """End it, and all workers with it."""
+        """End the fork server, and all workers with it."""
         self._control.close()
         self._process.wait()
 
@@ -97,31 +97,32 @@ def _environment() -> dict[str, str]:
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent()
-    _load_what_takes_long()
-    living = set[int]()
+    _preload_slow_modules()
+    alive_pids = set[int]()
     while True:
-        order, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
-        if not order:
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
+        if not message:
+            # The suite has closed its end, or has been killed.
             break
-        asked = json.loads(order)
-        if "kill" in asked:
-            status = _kill(asked["kill"])
+        request = json.loads(message)
+        if "kill" in request:
+            status = _kill(request["kill"])
             if status is not None:
-                living.discard(asked["kill"])
+                alive_pids.discard(request["kill"])
             control.send(json.dumps(status).encode())
             continue
         pid = os.fork()
         if not pid:
             control.close()
-            _become_worker(asked, descriptors[0])
+            _become_worker(request, descriptors[0])
         os.close(descriptors[0])
-        living.add(pid)
+        alive_pids.add(pid)
         control.send(json.dumps(pid).encode())
-    for pid in living:
+    for pid in alive_pids:
         _kill(pid)
 
 
-def _become_worker(asked: dict[str, Any], descriptor: int) -> None:
+def _become_worker(request: dict[str, Any], descriptor: int) -> None:
     """Become a worker; never returns."""
     status = 1
     try:
@@ -129,17 +130,17 @@ def _become_worker(asked: dict[str, Any], descriptor: int) -> None:
         # Holds across execve, so for a fresh interpreter too.
         die_with_parent()
         os.set_inheritable(descriptor, True)
-        if asked["fresh"]:
+        if request["fresh"]:
             command = [sys.executable, "-P", "-m", "hicache_conformance.processes.worker_main", str(descriptor)]
-            os.execve(sys.executable, command, asked["environment"])
+            os.execve(sys.executable, command, request["environment"])
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.path[:] = asked["path"]
+        os.environ.update(request["environment"])
+        sys.path[:] = request["path"]
         from hicache_conformance.processes.worker_main import serve
 
         serve(descriptor)
         status = 0
-    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second fork server
+    except BaseException:  # noqa: BLE001 - whatever it was, this process must not continue as a second fork server
         traceback.print_exc()
     finally:
         os._exit(status)
@@ -165,7 +166,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _load_what_takes_long() -> None:
+def _preload_slow_modules() -> None:
     # Nothing of this project, and nothing that draws random numbers when it is imported.
     import msgspec
     import pytest

@@ -30,7 +30,7 @@ class KillSchedule:
 
 
 def watch(workers: Sequence[WorkerProcess], kills: Mapping[WorkerProcess, KillSchedule] | None = None) -> None:
-    """Listen until every workload has come to its end or its process has been killed.
+    """Read events until every workload has come to its end or its process has been killed.
 
     Raises:
         Violation: a rule was broken, a process died by itself, or hangs (FT-3).

@@ -42,8 +42,8 @@ SILENCE_SECONDS: Final = 90.0
 class WorkerProcess:
     """A process with one open storage. For one thread of the suite.
 
-    Everything it does is in its `recorder`. It can be told to do one thing at a time; while it runs a workload it is to be
-    listened to with `watching.watch`.
+    Its `recorder` holds all its calls. It executes one request at a time; while it runs a workload, `supervisor.watch` has
+    to read its events.
     """
 
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
@@ -54,7 +54,7 @@ class WorkerProcess:
         self.pid, connection = self._fork_server.spawn(fresh=fresh)
         self.channel = Channel[Answer](connection, Answer)
         self.busy = False
-        """Whether it has been told to do something and has not yet done it."""
+        """A request has been sent and is not done yet."""
         self.ended = False
         self._died = ""
 
@@ -80,7 +80,7 @@ class WorkerProcess:
         """
         worker = cls(name, identity, fresh=fresh)
         try:
-            worker.tell(
+            worker.send(
                 OpenStorage(
                     name=name,
                     driver=driver,
@@ -131,15 +131,15 @@ class WorkerProcess:
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
-        self.tell(ReadStats(pool=pool))
-        counted = self._heard()
+        self.send(ReadStats(pool=pool))
+        counted = self._receive()
         assert isinstance(counted, Counted)
         self.busy = False
         return counted.stats
 
     def start(self, work: Workload) -> None:
-        """Begin a workload; `watching.watch` waits for its end."""
-        self.tell(RunWorkload(work=work))
+        """Begin a workload; `supervisor.watch` waits for its end."""
+        self.send(RunWorkload(work=work))
 
     def close(self) -> None:
         """Close the storage, and end the process.
@@ -151,13 +151,13 @@ class WorkerProcess:
             return
         try:
             if not self.busy:
-                self.tell(CloseStorage())
+                self.send(CloseStorage())
                 self.wait()
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """End the process with SIGKILL, whatever it does, and hear what it had still said.
+        """End the process with SIGKILL, and read the events that it had still sent.
 
         Raises:
             Violation: FT-3, it cannot be killed, because it waits in the kernel.
@@ -177,26 +177,26 @@ class WorkerProcess:
             raise Violation("FT-3", f"process {self.name} was killed in {self._doing()}, and does not end")
         self._died = _cause(status)
 
-    def tell(self, request: Request) -> None:
-        """Send it something to do."""
+    def send(self, request: Request) -> None:
+        """Send a request."""
         if self.busy or self.ended:
             raise RuntimeError(f"process {self.name} is {'busy' if self.busy else 'dead'}")
         self.busy = True
-        with contextlib.suppress(ConnectionError):  # it has died, which reading will tell
+        with contextlib.suppress(ConnectionError):  # it has died; the next read raises
             self.channel.send(request)
 
     def wait(self) -> None:
-        """Wait until it has done what it was told.
+        """Wait until the request is done.
 
         Raises:
             Violation: it broke a rule, died, or hangs (FT-3).
             Inconclusive: the driver cannot be made there.
         """
         while self.busy:
-            self.note(self._heard())
+            self.note(self._receive())
 
     def note(self, message: Answer) -> None:
-        """Take what it has said.
+        """Process a message of the worker.
 
         Raises:
             Violation: it broke a rule.
@@ -228,17 +228,17 @@ class WorkerProcess:
         return Violation("FT-3", f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s")
 
     def _ask(self, call: Call, keys: Sequence[str], pool: str, value: int = 0) -> Ended:
-        self.tell(MakeCall(call=call, keys=list(keys), pool=pool, value=value))
+        self.send(MakeCall(call=call, keys=list(keys), pool=pool, value=value))
         answer: Ended | None = None
         while self.busy:
-            message = self._heard()
+            message = self._receive()
             self.note(message)
             if isinstance(message, Ended):
                 answer = message
         assert answer is not None
         return answer
 
-    def _heard(self) -> Answer:
+    def _receive(self) -> Answer:
         try:
             return self.channel.receive(SILENCE_SECONDS)
         except EOFError:

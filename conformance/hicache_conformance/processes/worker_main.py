@@ -64,7 +64,7 @@ class _Worker:
         self._sut.call("open", storage.open)
 
     def do(self, request: Request) -> msgspec.Struct:
-        """Do what is asked; the last message of the answer."""
+        """Execute a request; return the last message of the answer."""
         match request:
             case MakeCall():
                 client = Client(self._name, self._sut, self._patterns, self._channel.send, self._numbers)
@@ -98,17 +98,17 @@ class _Worker:
 
 
 def _set_clock(ahead: float) -> None:
-    """Let the clock of this process be ahead, before the driver is loaded; times of files are still the kernel's."""
+    """Set the clock of this process ahead, before the driver is loaded; times of files stay the kernel's."""
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() + ahead
     time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)
 
 
 def serve(descriptor: int) -> None:
-    """Do what is asked over a socket until it is closed, or a storage has been closed."""
+    """Execute requests from a socket until it is closed, or the storage has been closed."""
     channel = Channel[Request](socket.socket(fileno=descriptor), Request)
     worker: _Worker | None = None
-    # Where the suite has gone, nobody is left to be told.
+    # Without the suite, there is no receiver for an answer.
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             request = channel.receive()
@@ -125,7 +125,7 @@ def serve(descriptor: int) -> None:
                 channel.send(Violated(rule=violation.rule, message=_without_rule(violation)))
             except ConnectionError:
                 raise
-            except BaseException:  # noqa: BLE001 - told to the suite
+            except BaseException:  # noqa: BLE001 - sent to the suite
                 channel.send(Broken(traceback=traceback.format_exc()))
             if isinstance(request, CloseStorage):
                 break
