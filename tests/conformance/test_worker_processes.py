@@ -31,18 +31,18 @@ def start(site, tmp_path, monkeypatch):
     """Start a worker with a driver; what a test leaves is killed."""
     monkeypatch.syspath_prepend(str(MUTANTS))
     monkeypatch.syspath_prepend(str(site.directory))
-    born = []
+    started = []
 
     def open_peer(driver="file", config=None, *, fresh=False, pools=None):
         options = {"path": str(tmp_path / "store")} if config is None else config
         worker = WorkerProcess.open(
-            f"p{len(born)}", driver, options, IDENTITY, pools=pools or {"kv": PoolShape()}, options=None, seed="1", fresh=fresh
+            f"p{len(started)}", driver, options, IDENTITY, pools=pools or {"kv": PoolShape()}, options=None, seed="1", fresh=fresh
         )
-        born.append(worker)
+        started.append(worker)
         return worker
 
     yield open_peer
-    for worker in born:
+    for worker in started:
         worker.kill()
 
 
@@ -166,7 +166,7 @@ def test_a_call_that_hangs_is_ended(start, monkeypatch):
     assert is_gone(one)
 
 
-def test_the_nursery_is_replaced_when_it_dies(start):
+def test_the_fork_server_is_replaced_when_it_dies(start):
     start()
     workers._fork_server()._process.kill()
     workers._fork_server()._process.wait()

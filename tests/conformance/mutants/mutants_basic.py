@@ -5,7 +5,7 @@ from __future__ import annotations
 from sample_driver import NOTHING, PATH, SampleDriver, in_module
 
 _BASIC = (
-    "Existence", "Reading", "Writing", "ObjectCorruption", "HostPool", "Pool", "Key", "Identity", "Replication", "Clearing", "History",
+    "Existence", "Reading", "Writing", "CorruptObject", "HostPool", "Pool", "Key", "Identity", "Replication", "Clearing", "History",
     "Concurrency", "Misuse", "Stats",
 )  # fmt: skip
 
@@ -17,14 +17,14 @@ SAMPLES = {
             "Objects": SampleDriver(case_classes=("Budget", "Staging", "Metrics")),
             "PromisesNothing": SampleDriver(capabilities=NOTHING, case_classes=("Identity", "Clearing", "Sharing", "Durability")),
             "PromisesTooLittle": SampleDriver(capabilities=NOTHING, case_classes=("Identity", "Sharing")),
-            "LeavesChecksumsOut": SampleDriver(case_classes=("ObjectCorruption",)),
+            "LeavesChecksumsOut": SampleDriver(case_classes=("CorruptObject",)),
             "CountsNoBytes": SampleDriver(breaks=("OB-1",), expect_message="bytes_read of pool 'kv' is 0, must be 1024", case_classes=("Stats",)),
             "PromisesTooMuch": SampleDriver(breaks=("ID-2",), expect_message="page 0 key", case_classes=("Identity",)),
-            "TrustsBytes": SampleDriver(breaks=("GET-5",), expect_message="is damaged (flipped bit), and a get delivers it", case_classes=("ObjectCorruption",)),
+            "TrustsBytes": SampleDriver(breaks=("GET-5",), expect_message="is damaged (flipped bit), and a get delivers it", case_classes=("CorruptObject",)),
             "HidesDamage": SampleDriver(
-                known_bug="D10", breaks=("GET-7", "EX-9"), expect_message="counted 0 damaged pages", case_classes=("ObjectCorruption",)
+                known_bug="D10", breaks=("GET-7", "EX-9"), expect_message="counted 0 damaged pages", case_classes=("CorruptObject",)
             ),
-            "KeepsDamage": SampleDriver(known_bug="D10", breaks=("SET-3",), expect_message="and a get answers False", case_classes=("ObjectCorruption",)),
+            "KeepsDamage": SampleDriver(known_bug="D10", breaks=("SET-3",), expect_message="and a get answers False", case_classes=("CorruptObject",)),
         },
     ),
     **in_module(
