@@ -33,7 +33,7 @@ STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
     "network": tuple((("request", "reply"), number) for number in range(6)),
     "objects": ((("write",), 0),),
 }
-"""Where a set is held up on each injector: a sort of requests, and how many of them pass; another one in each round."""
+"""Point at which a set is delayed, by injector: a sort of requests, and how many of them pass; another one in each round."""
 STORE_PAGES: Final = BATCH
 """What the small store holds: the pages of the writer that is held up, whose places another one needs."""
 CLEARING_SECONDS: Final = 0.6
