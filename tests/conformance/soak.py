@@ -28,7 +28,10 @@ MUTANTS_HOME = Path(__file__).with_name("mutants")
 EVERY = (
     "conformance",
     "hicache_storage",
-    *(f"tests/conformance/mutants/{name}.py" for name in ("sample_driver", "drivers_plugin", "drivers_selection", "drivers_suite")),
+    *(
+        f"tests/conformance/mutants/{name}.py"
+        for name in ("sample_driver", "drivers_plugin", "drivers_selection", "drivers_suite")
+    ),
 )
 """What the verdicts about all drivers depend on; those about a sample depend on its modules as well."""
 OWN = ("backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver")

@@ -26,7 +26,9 @@ def rule(name, outcome, *cases, reason="", selected=True):
 
 
 def run(driver, *found, interface="", verdict="conformant"):
-    return DriverRun(DriverName(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface)
+    return DriverRun(
+        DriverName(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface
+    )
 
 
 RIGHT = run("right", rule("GET-1", Outcome.PASS), rule("EX-1", Outcome.PASS), rule("ST-1", Outcome.UNTESTED, selected=False))

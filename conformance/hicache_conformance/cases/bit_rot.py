@@ -65,7 +65,9 @@ class BitRotCases:
         sut.expect(keys, rule="SET-3")
 
 
-def _damaged(context: CaseContext, injector: FaultInjector, sut: StorageUnderTest, keys: list[str], decay: FileCorruption) -> StorageUnderTest:
+def _damaged(
+    context: CaseContext, injector: FaultInjector, sut: StorageUnderTest, keys: list[str], decay: FileCorruption
+) -> StorageUnderTest:
     """The storage, or another one of its identity, over pages that have rotted."""
     if isinstance(injector, ServerInjector):
         with injector.stopped() as directory:
@@ -85,7 +87,9 @@ def _damaged(context: CaseContext, injector: FaultInjector, sut: StorageUnderTes
     if reopens:
         sut.call("close", sut.storage.close)
     if not corrupt_files(injector.backing, _contents(context, sut, keys), decay, context.chance("rot")):
-        raise Inconclusive("no file of the store contains the bytes of a page as they are, so that none can be damaged for certain")
+        raise Inconclusive(
+            "no file of the store contains the bytes of a page as they are, so that none can be damaged for certain"
+        )
     if reopens:
         sut = context.storage(sut.identity, options=UNGUARDED)
     return sut

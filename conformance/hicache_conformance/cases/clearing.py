@@ -87,7 +87,9 @@ def _pools() -> dict[str, PoolMemory]:
 
 def _directories(context: CaseContext) -> list[Path]:
     """The directory given to the driver, and those that its options name in there."""
-    named = [context.tmp / value for value in context.config.values() if isinstance(value, str) and value.startswith(str(context.tmp))]
+    named = [
+        context.tmp / value for value in context.config.values() if isinstance(value, str) and value.startswith(str(context.tmp))
+    ]
     return [directory for directory in dict.fromkeys([context.tmp, *named]) if directory.is_dir()]
 
 

@@ -224,7 +224,11 @@ class DeadlineCases:
         left = ""
         for life in range(LIVES):
             # What is there for good is waited for once, behind the last of them.
-            if not (left := _left_behind(context, injector, context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS)):
+            if not (
+                left := _left_behind(
+                    context, injector, context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS
+                )
+            ):
                 return
         raise Violation(
             "LC-2",
@@ -323,7 +327,9 @@ def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) 
 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
-    sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0))
+    sut, keys = serving_storage(
+        context, injector, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+    )
     plan = hang_plan(injector, sut)
     new = context.keys(4)
     pools = [sut.client(number, 3, context.chance(f"lane {number}")) for number in range(3)]

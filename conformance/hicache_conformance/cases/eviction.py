@@ -126,7 +126,9 @@ class EvictionCases:
         """Two threads look up and read what two others write into a store that is always full."""
         config, identity = context.capped(capacity_of(24)), context.identity()
         suts = (
-            [open_capped(context, config, identity) for _ in range(4)] if shares_in_process(context) else _clients(context, open_capped(context, config, identity))
+            [open_capped(context, config, identity) for _ in range(4)]
+            if shares_in_process(context)
+            else _clients(context, open_capped(context, config, identity))
         )
         recent, reading = [context.keys(BATCH) for _ in range(4)], [True, True]
         for chain in recent:

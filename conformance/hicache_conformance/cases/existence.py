@@ -63,7 +63,9 @@ class ExistenceCases:
         library = _Library(context, [PoolName.KV, *side], length=16)
         for _ in range(context.profile.chains):
             # Mostly present, so that prefixes are long enough to tell policies apart.
-            pattern = [context.random.choice([15, 15, 15, context.random.randrange(16)]) for _ in range(context.random.randint(1, 16))]
+            pattern = [
+                context.random.choice([15, 15, 15, context.random.randrange(16)]) for _ in range(context.random.randint(1, 16))
+            ]
             asked = context.random.sample(side, context.random.randint(1, len(side)))
             library.ask(pattern, [context.random.choice(_random_policies(context, pool)) for pool in asked])
 

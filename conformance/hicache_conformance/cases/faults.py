@@ -216,7 +216,13 @@ def _note(answers: list[list[bool]], sut: StorageUnderTest, keys: Sequence[str])
 
 
 def _use(
-    context: CaseContext, injector: FaultInjector, sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan, *, rounds: int = ROUNDS
+    context: CaseContext,
+    injector: FaultInjector,
+    sut: StorageUnderTest,
+    keys: Sequence[str],
+    plan: FaultPlan,
+    *,
+    rounds: int = ROUNDS,
 ) -> tuple[list[str], bool, int]:
     """Ask, read and write under a fault.
 

@@ -75,7 +75,9 @@ class IdentityCases:
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
-    def test_identities_that_look_alike(self, context: CaseContext, pair: tuple[Mapping[str, object], Mapping[str, object]]) -> None:
+    def test_identities_that_look_alike(
+        self, context: CaseContext, pair: tuple[Mapping[str, object], Mapping[str, object]]
+    ) -> None:
         """Identities that are one text where fields are pasted together."""
         base = context.identity(**BASE)
         one, two = (replace(base, **fields) for fields in pair)  # type: ignore[arg-type]

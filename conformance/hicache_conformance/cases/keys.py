@@ -119,6 +119,8 @@ def _outside(context: CaseContext) -> set[str]:
     climbed one level.
     """
     own = {context.tmp, *context.tmp.parents}
-    around = {entry for level in own if level != context.tmp and level.is_relative_to(context.sandbox) for entry in level.iterdir()}
+    around = {
+        entry for level in own if level != context.tmp and level.is_relative_to(context.sandbox) for entry in level.iterdir()
+    }
     stray = (around - own).union(context.tmp.glob("escape*"), Path("/tmp").glob(ESCAPED))
     return {str(path.relative_to(context.sandbox) if path.is_relative_to(context.sandbox) else path) for path in stray}

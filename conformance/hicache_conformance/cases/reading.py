@@ -69,7 +69,9 @@ class ReadingCases:
         sut, missing = context.storage(), context.keys(1)
         parts = [context.keys(3), context.keys(1), context.keys(4)]
         sut.store_many([PoolPages(part) for part in parts])
-        found = sut.get_many([PoolPages(parts[0]), PoolPages(missing), PoolPages([]), PoolPages(parts[1]), PoolPages(parts[2])])[PoolName.KV]
+        found = sut.get_many([PoolPages(parts[0]), PoolPages(missing), PoolPages([]), PoolPages(parts[1]), PoolPages(parts[2])])[
+            PoolName.KV
+        ]
         if found[3] is not None:
             raise Violation("GET-3", f"the second transfer's key {short(missing[0])} was never set, and its place says True")
         sut.compare([*parts[0], *parts[1], *parts[2]], found[:3] + found[4:], rule="GET-3")
@@ -139,7 +141,9 @@ class ReadingCases:
             raise Violation("GET-6", "reading missing pages counted as faults")
 
 
-def _read_with_holes(sut: StorageUnderTest, stored: list[str], missing: list[str], pattern: tuple[bool, ...] | list[bool]) -> None:
+def _read_with_holes(
+    sut: StorageUnderTest, stored: list[str], missing: list[str], pattern: tuple[bool, ...] | list[bool]
+) -> None:
     chain = [stored[index] if there else missing[index] for index, there in enumerate(pattern)]
     found = sut.get(chain)
     for index, (there, content) in enumerate(zip(pattern, found, strict=True)):

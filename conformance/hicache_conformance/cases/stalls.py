@@ -157,7 +157,11 @@ def _check_right(reader: StorageUnderTest, stored: Sequence[str], plan: FaultPla
 
 
 def _joined(
-    context: CaseContext, config: Mapping[str, object], identity: StorageIdentity | None = None, *, options: StorageOptions = UNGUARDED
+    context: CaseContext,
+    config: Mapping[str, object],
+    identity: StorageIdentity | None = None,
+    *,
+    options: StorageOptions = UNGUARDED,
 ) -> StorageUnderTest:
     return context.storage(identity, pools=small_store.pool(), config=config, options=options)
 

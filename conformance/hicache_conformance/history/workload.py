@@ -50,7 +50,12 @@ class Client:
     """A thread's share of a storage: makes calls, and tells both ends of each."""
 
     def __init__(
-        self, name: str, sut: StorageUnderTest, patterns: PagePatterns, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]
+        self,
+        name: str,
+        sut: StorageUnderTest,
+        patterns: PagePatterns,
+        note: Callable[[Begun | Ended], None],
+        numbers: itertools.count[int],
     ) -> None:
         self._name = name
         self._sut = sut

@@ -142,5 +142,7 @@ class DiskInjector(FaultInjector):
                 self._process.kill()
                 assert self._process.stderr is not None
                 said = self._process.stderr.read().decode("utf-8", "replace").strip()
-                raise Inconclusive(f"the injector 'disk' cannot mount a FUSE file system here: {said[-200:] or 'no reason given'}")
+                raise Inconclusive(
+                    f"the injector 'disk' cannot mount a FUSE file system here: {said[-200:] or 'no reason given'}"
+                )
             time.sleep(0.005)

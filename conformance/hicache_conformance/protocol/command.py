@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hicache_conformance.protocol.runner import RunRequest
     from hicache_conformance.protocol.server import Remote
 
+
 def metadata(
     url: Annotated[str, typer.Option(help="Address of a server that runs. Use one that nobody needs.")] = "",
     start_server: Annotated[

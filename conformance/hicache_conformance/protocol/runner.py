@@ -96,7 +96,9 @@ def _levels(case: Case) -> tuple[str, ...]:
     return tuple(map(str, case.levels))
 
 
-def _outcome(request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case) -> CaseOutcome:
+def _outcome(
+    request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case
+) -> CaseOutcome:
     begin = time.monotonic()
     outcome, reason, detail, broken = _tried(request, server_info, http, suite, case)
     return CaseOutcome(
@@ -105,7 +107,9 @@ def _outcome(request: RunRequest, server_info: ServerInfo, http: HttpClient, sui
     )  # fmt: skip
 
 
-def _tried(request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case) -> tuple[Outcome, str, str, str]:
+def _tried(
+    request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case
+) -> tuple[Outcome, str, str, str]:
     """Outcome, reason, detail and broken rule of a case."""
     missing = [need for need in case.needs if need in server_info.undeclared]
     if missing:

@@ -80,7 +80,17 @@ def test_a_whole_level_conforms(hicache):
 def test_a_faulty_server_and_the_way_to_see_it_again(hicache, tmp_path):
     serve = f"{SERVE} --fault BreaksWhenFull"
     done = hicache(
-        "metadata", "--start-server", serve, "--part", "compatible", "--case", "does_not_fit", "--seed", "7", "--report", str(tmp_path)
+        "metadata",
+        "--start-server",
+        serve,
+        "--part",
+        "compatible",
+        "--case",
+        "does_not_fit",
+        "--seed",
+        "7",
+        "--report",
+        str(tmp_path),
     )
     assert done.status == 1
     assert "MD-RES-2" in done.output

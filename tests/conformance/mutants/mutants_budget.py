@@ -12,7 +12,13 @@ _ONE_QUESTION = "test_one_question_for_all_pools"
 
 
 def _costly(name: str, rule: str, expect_message: str, *cases: str) -> SampleDriver:
-    return SampleDriver(breaks=(rule,), expect_message=expect_message, case_classes=_CASE_CLASSES[rule], cases=cases, target=f"drivers_budget:{name}")
+    return SampleDriver(
+        breaks=(rule,),
+        expect_message=expect_message,
+        case_classes=_CASE_CLASSES[rule],
+        cases=cases,
+        target=f"drivers_budget:{name}",
+    )
 
 
 SAMPLES = {

@@ -34,12 +34,28 @@ _BOUNDED = partial(
 )
 
 
-def _files(name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction") -> SampleDriver:
-    return _FILES(target=f"drivers_eviction:{name}", breaks=breaks, expect_message=expect_message, known_bug=known_bug, case_classes=(case_classes,))
+def _files(
+    name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction"
+) -> SampleDriver:
+    return _FILES(
+        target=f"drivers_eviction:{name}",
+        breaks=breaks,
+        expect_message=expect_message,
+        known_bug=known_bug,
+        case_classes=(case_classes,),
+    )
 
 
-def _slots(name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction") -> SampleDriver:
-    return _SLOTS(target=f"drivers_slots:{name}", breaks=breaks, expect_message=expect_message, known_bug=known_bug, case_classes=(case_classes,))
+def _slots(
+    name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction"
+) -> SampleDriver:
+    return _SLOTS(
+        target=f"drivers_slots:{name}",
+        breaks=breaks,
+        expect_message=expect_message,
+        known_bug=known_bug,
+        case_classes=(case_classes,),
+    )
 
 
 def _bounded(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:
@@ -56,7 +72,9 @@ SAMPLES = {
     "LeavesDraftsUncounted": _files(
         "LeavesDraftsUncounted", "EV-1", expect_message="bytes before, and takes", known_bug="D11", case_classes="EvictionProcess"
     ),
-    "CountsDraftsForGood": _files("CountsDraftsForGood", "EV-1", expect_message="pages before, and holds", case_classes="EvictionProcess"),
+    "CountsDraftsForGood": _files(
+        "CountsDraftsForGood", "EV-1", expect_message="pages before, and holds", case_classes="EvictionProcess"
+    ),
     "EvictsByName": _files("EvictsByName", "EV-1", expect_message="was taken for a page of 'b' by its name", known_bug="D11"),
     "CountsNoEvictions": _files("CountsNoEvictions", "OB-1", expect_message="pages_evicted is 0"),
     "HeadsFirst": _files("HeadsFirst", "EV-3", expect_message="can be used", known_bug="D20"),
@@ -68,8 +86,12 @@ SAMPLES = {
     "EvictsEverything": _files("EvictsEverything", "EV-4", expect_message="was used after every batch"),
     "ReusesSlots": _slots("ReusesSlots", "EV-2", expect_message="holds bytes of key", known_bug="D2"),
     "RemembersSlots": _slots("RemembersSlots", "EV-2", expect_message="holds bytes of key"),
-    "BricksWhenFull": _slots("BricksWhenFull", "SET-5", expect_message="and none was stored", known_bug="D4", case_classes="Space"),
-    "LeaksReservations": _slots("LeaksReservations", "SET-5", expect_message="takes no page", known_bug="D5", case_classes="Space"),
+    "BricksWhenFull": _slots(
+        "BricksWhenFull", "SET-5", expect_message="and none was stored", known_bug="D4", case_classes="Space"
+    ),
+    "LeaksReservations": _slots(
+        "LeaksReservations", "SET-5", expect_message="takes no page", known_bug="D5", case_classes="Space"
+    ),
     "DeletesForGood": _slots("DeletesForGood", "SET-5", expect_message="everything was deleted", case_classes="Space"),
     "RaisesWhenFull": _bounded("RaisesWhenFull", "SET-5", expect_message="raised OSError"),
     "TakesAllOrNothing": _bounded("TakesAllOrNothing", "SET-5", expect_message="and none was stored"),

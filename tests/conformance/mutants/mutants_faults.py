@@ -89,9 +89,19 @@ SAMPLES = dict(
             capabilities=HangsForGood.promises,
         ),
         _files(
-            "CountsNoFaults", "FT-1", expect_message="get_stats() counts no fault", case_classes=("Fault",), cases=("test_an_outage_is_told_once",)
+            "CountsNoFaults",
+            "FT-1",
+            expect_message="get_stats() counts no fault",
+            case_classes=("Fault",),
+            cases=("test_an_outage_is_told_once",),
         ),
-        _files("LogsEachPage", "FT-1", expect_message="was logged in", case_classes=("Fault",), cases=("test_an_outage_is_told_once",)),
+        _files(
+            "LogsEachPage",
+            "FT-1",
+            expect_message="was logged in",
+            case_classes=("Fault",),
+            cases=("test_an_outage_is_told_once",),
+        ),
         _files("PoisonedByTornFiles", "EX-9", expect_message="it goes on existing", case_classes=("BitRot",), known_bug="D10"),
         _files(
             "PublishesLate",
@@ -100,9 +110,20 @@ SAMPLES = dict(
             case_classes=("Deadline",),
             cases=("test_nothing_is_published_late",),
         ),
-        _files("ReadsLate", "GET-9", expect_message="was written after the get", case_classes=("Deadline",), cases=("test_nothing_arrives_late",)),
         _files(
-            "ShortReadsAreHits", "GET-1", expect_message="holds zeros", case_classes=("Fault",), cases=("test_a_trouble_is_a_miss",), known_bug="D12"
+            "ReadsLate",
+            "GET-9",
+            expect_message="was written after the get",
+            case_classes=("Deadline",),
+            cases=("test_nothing_arrives_late",),
+        ),
+        _files(
+            "ShortReadsAreHits",
+            "GET-1",
+            expect_message="holds zeros",
+            case_classes=("Fault",),
+            cases=("test_a_trouble_is_a_miss",),
+            known_bug="D12",
         ),
         _files(
             "ShortWritesAreDone",
@@ -112,10 +133,19 @@ SAMPLES = dict(
             cases=("test_a_trouble_is_a_miss",),
         ),
         _files(
-            "LeavesDrafts", "FT-6", expect_message="files behind", case_classes=("Fault",), cases=("test_failing_sets_leave_nothing",), known_bug="D11"
+            "LeavesDrafts",
+            "FT-6",
+            expect_message="files behind",
+            case_classes=("Fault",),
+            cases=("test_failing_sets_leave_nothing",),
+            known_bug="D11",
         ),
         _files(
-            "GivesUpForGood", "FT-4", expect_message="after the fault was gone", case_classes=("Fault",), cases=("test_no_descriptor_is_left",)
+            "GivesUpForGood",
+            "FT-4",
+            expect_message="after the fault was gone",
+            case_classes=("Fault",),
+            cases=("test_no_descriptor_is_left",),
         ),
         _files(
             "KeepsDeadDescriptors",
@@ -146,7 +176,9 @@ SAMPLES = dict(
             case_classes=("Deadline",),
             cases=("test_closing_a_hung_store",),
         ),
-        _files("TrustsTheDisk", "GET-1", expect_message="bytes differ", case_classes=("BitRot",), cases=("test_stored_bytes_rot",)),
+        _files(
+            "TrustsTheDisk", "GET-1", expect_message="bytes differ", case_classes=("BitRot",), cases=("test_stored_bytes_rot",)
+        ),
         _files(
             "LosesTheQueue",
             "SET-1",

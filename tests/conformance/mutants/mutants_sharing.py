@@ -17,7 +17,9 @@ SHARED: dict[str, Any] = {
 
 def _mutant(name: str, rule: str, case_classes: str, expect_message: str, **more: Any) -> SampleDriver:
     target = f"drivers_sharing:{name}"
-    return SampleDriver(breaks=(rule,), case_classes=(case_classes,), expect_message=expect_message, target=target, **{**SHARED, **more})
+    return SampleDriver(
+        breaks=(rule,), case_classes=(case_classes,), expect_message=expect_message, target=target, **{**SHARED, **more}
+    )
 
 
 SAMPLES = {

@@ -9,7 +9,11 @@ _CASE_CLASSES = ("Stream",)
 
 def _engine(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:
     return SampleDriver(
-        breaks=breaks, expect_message=expect_message, case_classes=_CASE_CLASSES, target="drivers_objects:Objects", transfer_engine=f"drivers_streams:{name}"
+        breaks=breaks,
+        expect_message=expect_message,
+        case_classes=_CASE_CLASSES,
+        target="drivers_objects:Objects",
+        transfer_engine=f"drivers_streams:{name}",
     )
 
 
@@ -17,7 +21,9 @@ SAMPLES = {
     "StreamsInOrder": _engine("Engine"),
     "StagesInOrder": _engine("StagingEngine"),
     "GathersTooEarly": _engine("GathersTooEarly", "ST-1", expect_message="nothing orders it behind 'kernel that writes layer 0"),
-    "WritesBackTooEarly": _engine("WritesBackTooEarly", "ST-1", expect_message="nothing orders it behind 'kernel that writes layer 0"),
+    "WritesBackTooEarly": _engine(
+        "WritesBackTooEarly", "ST-1", expect_message="nothing orders it behind 'kernel that writes layer 0"
+    ),
     "LoadsOverKernels": _engine("LoadsOverKernels", "ST-1", expect_message="nothing orders it behind 'kernel that "),
     "LoadsOverCopiesOut": _engine("LoadsOverCopiesOut", "ST-1", expect_message="nothing orders it behind 'write-back of layer 0"),
     "OverwritesTooEarly": _engine("OverwritesTooEarly", "ST-1", expect_message="'kernel that writes layer 0"),
@@ -28,9 +34,15 @@ SAMPLES = {
     "FreesUnderACopy": _engine("FreesUnderACopy", "ST-3", expect_message="handed out before the copy is done"),
     "FreesUnderALoad": _engine("FreesUnderALoad", "ST-3", expect_message="a load reads was freed"),
     "ReadsHostPagesLate": SampleDriver(
-        breaks=("ST-1",), expect_message="after the set had returned", case_classes=_CASE_CLASSES, target="drivers_pages:KeepsHostPages"
+        breaks=("ST-1",),
+        expect_message="after the set had returned",
+        case_classes=_CASE_CLASSES,
+        target="drivers_pages:KeepsHostPages",
     ),
     "DeliversHostPagesLate": SampleDriver(
-        breaks=("ST-1",), expect_message="as a kernel sees it", case_classes=_CASE_CLASSES, target="drivers_streams:DeliversHostPagesLate"
+        breaks=("ST-1",),
+        expect_message="as a kernel sees it",
+        case_classes=_CASE_CLASSES,
+        target="drivers_streams:DeliversHostPagesLate",
     ),
 }

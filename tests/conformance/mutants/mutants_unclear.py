@@ -19,11 +19,20 @@ _SLOTS: dict[str, Any] = {
 
 
 def _files(name: str, rule: str, expect_message: str, case_classes: str, case: str) -> SampleDriver:
-    return SampleDriver(breaks=(rule,), expect_message=expect_message, case_classes=(case_classes,), cases=(case,), target=f"drivers_unclear:{name}", **_DIRECTORY)
+    return SampleDriver(
+        breaks=(rule,),
+        expect_message=expect_message,
+        case_classes=(case_classes,),
+        cases=(case,),
+        target=f"drivers_unclear:{name}",
+        **_DIRECTORY,
+    )
 
 
 def _slots(name: str, expect_message: str, case: str) -> SampleDriver:
-    return SampleDriver(breaks=("SET-1",), expect_message=expect_message, cases=(case,), target=f"drivers_unclear:{name}", **_SLOTS)
+    return SampleDriver(
+        breaks=("SET-1",), expect_message=expect_message, cases=(case,), target=f"drivers_unclear:{name}", **_SLOTS
+    )
 
 
 SAMPLES = {

@@ -45,7 +45,11 @@ class ClientCases:
         threads = [
             threading.Thread(
                 target=shared.client,
-                args=(scope.through(context.client()), random.Random(context.chance.getrandbits(64)), context.profile.thread_calls),
+                args=(
+                    scope.through(context.client()),
+                    random.Random(context.chance.getrandbits(64)),
+                    context.profile.thread_calls,
+                ),
             )
             for _ in range(THREADS)
         ]

@@ -88,7 +88,9 @@ class DeletingCases:
                 f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to {many * 1e3:.0f} ms later",
             )
 
-    def _keeps_what_was_used(self, context: ServerContext, rule: str, use: Callable[[SglangScope, Sequence[str]], object]) -> None:
+    def _keeps_what_was_used(
+        self, context: ServerContext, rule: str, use: Callable[[SglangScope, Sequence[str]], object]
+    ) -> None:
         pages = 2 * context.number(4, 8)
         scope, keys = context.scope(pages), context.keys(pages)
         scope.store(keys)

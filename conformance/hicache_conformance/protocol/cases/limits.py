@@ -68,7 +68,9 @@ class LimitCases:
             raise Violation(
                 "MD-LIM-1", f"a key of {limits.key_bytes} bytes, as the limits allow, is stored and not found, or aliases"
             )
-        self._too_much(context, [LookupScope(scope=scope.name, keys=["a", longest + "k"])], (422,), "keys[1]", "a key over the limit")
+        self._too_much(
+            context, [LookupScope(scope=scope.name, keys=["a", longest + "k"])], (422,), "keys[1]", "a key over the limit"
+        )
         # Short keys, so that the limit of keys is met before that of the body.
         most = [f"{i:x}" for i in range(limits.keys)]
         if len(b'"12345",') * limits.keys < limits.body_bytes:
@@ -144,7 +146,9 @@ class LimitCases:
         _problem(expect(reply, "MD-REQ-6", 415, because="a form"))
         _problem(expect(context.http.send("POST", "/v2/nonsense", b"{}"), "MD-REQ-6", 404, because="a route that does not exist"))
 
-    def _too_much(self, context: ServerContext, scopes: list[LookupScope], statuses: tuple[int, ...], field: str, what: str) -> None:
+    def _too_much(
+        self, context: ServerContext, scopes: list[LookupScope], statuses: tuple[int, ...], field: str, what: str
+    ) -> None:
         reply = context.native.send("/v2/lookup", Lookup(scopes=scopes))
         expect(reply, "MD-LIM-1", *statuses, because=what)
         refused(reply, "MD-LIM-1", what, names=field)

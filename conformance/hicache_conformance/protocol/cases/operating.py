@@ -103,7 +103,10 @@ class OperatingCases:
             expect(context.http.get("/readyz"), "MD-OPS-5", 503, because="while the server drains")
             part = CommitScope(scope=scope.name, leases=[lease], lengths=[1], checksums=[1])
             expect(
-                context.native.send("/v2/commit", Commit(scopes=[part])), "MD-OPS-4", 200, because="a commit while the server drains"
+                context.native.send("/v2/commit", Commit(scopes=[part])),
+                "MD-OPS-4",
+                200,
+                because="a commit while the server drains",
             )
             if scope.lookup(keys[:1]).slots != [page.slot] or scope.live(keys[1:2]) != [True]:
                 raise Violation(

@@ -71,7 +71,9 @@ class ReservingCases:
             if len(set(given)) != len(given) or set(given) & set(left):
                 raise Violation("MD-RES-2", f"slots {given} are given out while {left} are live")
             scope.confirm([], given, rule="MD-RES-2")
-        context.reserve_soon(scope, context.keys(pages), "MD-RES-2", f"after a batch of {2 * pages} keys in {pages} slots was released")
+        context.reserve_soon(
+            scope, context.keys(pages), "MD-RES-2", f"after a batch of {2 * pages} keys in {pages} slots was released"
+        )
 
     @covers("MD-RES-3")
     def test_everything_reserved_and_nothing_confirmed(self, context: ServerContext) -> None:

@@ -172,7 +172,9 @@ class RestartingCases:
             got.update(given)
             return len(got) == 4
 
-        context.eventually("MD-QUAR-3", lambda: f"{len(got)} of 4 slots of a scope of earlier leases are given", all_are_given, limit)
+        context.eventually(
+            "MD-QUAR-3", lambda: f"{len(got)} of 4 slots of a scope of earlier leases are given", all_are_given, limit
+        )
 
 
 class _Writer(threading.Thread):
