@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from hicache_conformance.protocol.http_client import Unanswered, HttpClient
+from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 from hicache_conformance.protocol.v2_client import V2Client, V2Scope
 from hicache_metadata_server.protocol import Checked, Fsck, Reserved
 
