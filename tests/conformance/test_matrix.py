@@ -10,7 +10,7 @@ from hicache_conformance.interfaces.profile import sglang_promises
 from hicache_conformance.interfaces.sglang.setup import known
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
-from hicache_conformance.report.matrix import CaseRow, DriverName, DriverRun, RuleRow, matrix, read_run
+from hicache_conformance.report.matrix import CaseRow, DriverId, DriverRun, RuleRow, matrix, read_run
 from hicache_conformance.suite.driver_conformance import catalogue
 
 SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
@@ -27,7 +27,7 @@ def rule(name, outcome, *cases, reason="", selected=True):
 
 def run(driver, *found, interface="", verdict="conformant"):
     return DriverRun(
-        DriverName(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface
+        DriverId(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface
     )
 
 

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from hicache_conformance.harness.oracle import Asked, check
+from hicache_conformance.harness.oracle import PoolQuery, check
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
-from hicache_conformance.harness.pools import EnginePool, GuardedPool
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
 from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
@@ -56,7 +56,7 @@ def test_the_first_wrong_byte_counts():
 
 
 def test_pools_keep_what_is_written_and_their_guards():
-    for pool in (GuardedPool(components=(7, 33), skew=3), EnginePool()):
+    for pool in (GuardedPool(components=(7, 33), skew=3), EngineHostPool()):
         pages = {page: bytes((page + index) % 251 for index in range(pool.page_bytes)) for page in range(pool.pages)}
         for page, content in pages.items():
             pool.write(page, content)
@@ -80,7 +80,7 @@ def test_the_oracle_and_the_sdk_agree():
     ]
     for kv, other in product(product((True, False), repeat=4), repeat=2):
         for transfer in policies:
-            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [Asked(transfer, other)])
+            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [PoolQuery(transfer, other)])
 
 
 def test_the_oracle_says_what_is_wrong():

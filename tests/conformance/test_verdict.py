@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hicache_conformance.model.case import Case
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Stream, StreamWriter
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream, StreamWriter
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import Verdict, judge
 
@@ -29,7 +29,7 @@ def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), *
     known = {
         case.name: case for case in catalogue or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
     }
-    record = Stream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
+    record = OutcomeStream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
     return judge(record, levels, known)
 
 
@@ -136,7 +136,7 @@ def test_a_stream_without_a_footer_is_unfinished(tmp_path):
     writer.start("test_b", ("GET-2",), ("core",))
     with path.open("a") as file:
         file.write('["outcome", {"case": "tes')
-    stream = Stream.read(path)
+    stream = OutcomeStream.read(path)
     assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (header(), 2, ["test_a"])
     assert stream.running is not None
     assert stream.running.case == "test_b"

@@ -10,7 +10,7 @@ from hicache_conformance.fixtures.environment import injector_names
 from hicache_conformance.fixtures.large_batches import BATCH
 from hicache_conformance.harness.driver_calls import counted, has_steps
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PoolPages, all_pages, trailing
+from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
@@ -90,7 +90,7 @@ class BudgetCases:
         sut = _three_pools(context, pages=BATCH)
         if not has_steps(sut.storage):
             raise Inconclusive("the driver is no ObjectStorage, so that there are no calls of its own to count")
-        shares = [PoolPages(context.keys(BATCH), pool) for pool in sut.memories]
+        shares = [PageGroup(context.keys(BATCH), pool) for pool in sut.memories]
         with counted(sut.storage) as calls:
             sut.store_many(shares)
         _check_calls(calls, "set", "objects_exist", "write_objects")

@@ -23,7 +23,7 @@ from hicache_conformance.fixtures.fault_calls import (
 from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.page_patterns import canary, short, spent
-from hicache_conformance.harness.storage_under_test import PoolPages, StorageUnderTest
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
@@ -162,7 +162,7 @@ class DeadlineCases:
         plan = hang_plan(injector, sut, "read", "reply")
         memory = sut.memories[PoolName.KV]
         pages = sut.own_pages(keys)
-        transfers = sut.transfers([PoolPages(keys)], [pages])
+        transfers = sut.transfers([PageGroup(keys)], [pages])
         injector.inject(plan)
         reading = Pending(partial(sut.storage.batch_get_v2, transfers, INFO))
         if not reading.comes_back(IN_TIME):
@@ -194,7 +194,7 @@ class DeadlineCases:
         sut, _ = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
         keys, memory = context.keys(6), sut.memories[PoolName.KV]
-        share, pages = PoolPages(keys), sut.own_pages(keys)
+        share, pages = PageGroup(keys), sut.own_pages(keys)
         sut.fill(share, pages)
         transfers = sut.transfers([share], [pages])
         injector.inject(plan)
@@ -254,9 +254,9 @@ class _Unusual:
         self._new = new
         self._pages = self._sut.own_pages([*keys, *new])
         read, written = self._pages[: len(keys)], self._pages[len(keys) :]
-        getting = self._sut.transfers([PoolPages(keys)], [read])
-        setting = self._sut.transfers([PoolPages(new)], [written])
-        self._sut.fill(PoolPages(new), written)
+        getting = self._sut.transfers([PageGroup(keys)], [read])
+        setting = self._sut.transfers([PageGroup(new)], [written])
+        self._sut.fill(PageGroup(new), written)
         asks: dict[str, Callable[[], object]] = {
             "batch_exists_v2": lambda: storage.batch_exists_v2(keys, None, self._info()),
             "batch_set_v2": lambda: storage.batch_set_v2(setting, self._info()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hicache_conformance.harness.oracle import Asked, check
+from hicache_conformance.harness.oracle import PoolQuery, check
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, all_pages, block_groups, trailing
 from hicache_conformance.model.case import covers
@@ -157,7 +157,7 @@ class _Library:
             transfers = [transfer for transfer in transfers if transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
         present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
         answer = self.answer(patterns, transfers)
-        asked = [Asked(transfer, present[transfer.name]) for transfer in transfers]
+        asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
         check(answer, present[PoolName.KV], asked, verdicts=self._dialect.pool_verdicts)
 
     def answer(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_conformance.harness.edge_case_pools import POOLS, FailingPool, ReadOnlyPool, StridedPool, WrongLengthPool
-from hicache_conformance.harness.pools import EnginePool, GuardedPool, LentMemory
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, LentMemory
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import HiCacheError, PoolName
@@ -45,7 +45,7 @@ class HostPoolCases:
     @covers("GET-8")
     def test_an_engine_s_strided_pool(self, context: CaseContext) -> None:
         """A pool as engines have them, whose pages are not contiguous and can only be copied."""
-        _serve_or_refuse(context, EnginePool())
+        _serve_or_refuse(context, EngineHostPool())
 
     @covers("GET-8")
     @pytest.mark.parametrize("kind", [ReadOnlyPool, StridedPool, WrongLengthPool])
@@ -74,7 +74,7 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
         ("batch_get_v2", sut.storage.batch_get_v2, keys),
         ("batch_set_v2", sut.storage.batch_set_v2, new),
     ):
-        transfers = sut.transfers([PoolPages(some)], [pages])
+        transfers = sut.transfers([PageGroup(some)], [pages])
         memory.fails = True
         try:
             answer = ask(transfers)[PoolName.KV]

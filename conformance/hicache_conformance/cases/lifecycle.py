@@ -16,7 +16,7 @@ from hicache_conformance.harness.global_state import unchanged_globals
 from hicache_conformance.harness.import_probe import probe
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.requirements import beyond
 from hicache_conformance.model.violation import Violation
@@ -255,8 +255,8 @@ def _call_until_closed(sut: StorageUnderTest, keys: list[str], busy: threading.S
     try:
         while True:
             storage.batch_exists_v2(keys)
-            storage.batch_get_v2(sut.transfers([PoolPages(keys)], [sut.own_pages(keys)]))
-            storage.batch_set_v2(sut.transfers([PoolPages(keys)], [sut.own_pages(keys)]))
+            storage.batch_get_v2(sut.transfers([PageGroup(keys)], [sut.own_pages(keys)]))
+            storage.batch_set_v2(sut.transfers([PageGroup(keys)], [sut.own_pages(keys)]))
             rounds += 1
             if rounds == 2:
                 busy.release()

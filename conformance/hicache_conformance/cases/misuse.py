@@ -10,7 +10,7 @@ import pytest
 
 from hicache_conformance.harness.page_patterns import canary
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PoolPages, block_groups
+from hicache_conformance.harness.storage_under_test import PageGroup, block_groups
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
@@ -236,7 +236,7 @@ def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
     for pool, memory in sut.memories.items():
         for page in range(memory.pages):
             memory.write(page, canary(0, memory.page_bytes))
-        sut.fill(PoolPages(keys, pool), PAGES)
+        sut.fill(PageGroup(keys, pool), PAGES)
 
 
 def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str) -> None:

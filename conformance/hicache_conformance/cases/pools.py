@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
@@ -28,8 +28,8 @@ class PoolCases:
         """The same keys in four pools, set in one call and read in one call."""
         sut, keys = context.storage(pools=_four_pools()), context.keys(8)
         pools = list(sut.memories)
-        sut.store_many([PoolPages(keys, pool) for pool in pools])
-        found = sut.get_many([PoolPages(keys, pool) for pool in reversed(pools)])
+        sut.store_many([PageGroup(keys, pool) for pool in pools])
+        found = sut.get_many([PageGroup(keys, pool) for pool in reversed(pools)])
         for pool in pools:
             sut.compare(keys, found[pool], pool)
 
@@ -50,9 +50,9 @@ class PoolCases:
         sut = context.storage(pools=_four_pools())
         pools, keys = list(sut.memories), context.keys(12)
         stored = {pool: set(context.random.sample(keys, 6)) for pool in pools}
-        sut.store_many([PoolPages(sorted(stored[pool]), pool) for pool in pools])
+        sut.store_many([PageGroup(sorted(stored[pool]), pool) for pool in pools])
         for _ in range(10):
-            shares = [PoolPages(context.random.sample(keys, context.random.randint(0, 5)), pool) for pool in pools * 2]
+            shares = [PageGroup(context.random.sample(keys, context.random.randint(0, 5)), pool) for pool in pools * 2]
             context.random.shuffle(shares)
             _check_holes(sut, shares, stored)
 
@@ -73,7 +73,7 @@ class PoolCases:
         sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))})
         keys, pages = context.keys(4), [9, 2, 30, 5]
         for pool in ("kv", "indexer"):
-            sut.fill(PoolPages(keys, pool), pages)
+            sut.fill(PageGroup(keys, pool), pages)
         transfers = [
             PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV),
             PoolTransfer(PoolName.KV, slots_of(pages, 2), keys=keys),
@@ -105,7 +105,7 @@ def _four_pools() -> dict[str, PoolMemory]:
     }
 
 
-def _check_holes(sut: StorageUnderTest, shares: list[PoolPages], stored: dict[str, set[str]]) -> None:
+def _check_holes(sut: StorageUnderTest, shares: list[PageGroup], stored: dict[str, set[str]]) -> None:
     found = sut.get_many(shares)
     for pool, pages in found.items():
         keys = [key for share in shares if share.pool == pool for key in share.keys]

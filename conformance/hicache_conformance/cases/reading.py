@@ -11,7 +11,7 @@ import pytest
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
@@ -68,8 +68,8 @@ class ReadingCases:
         """Several transfers of a pool in one call answer in one list, one after the other."""
         sut, missing = context.storage(), context.keys(1)
         parts = [context.keys(3), context.keys(1), context.keys(4)]
-        sut.store_many([PoolPages(part) for part in parts])
-        found = sut.get_many([PoolPages(parts[0]), PoolPages(missing), PoolPages([]), PoolPages(parts[1]), PoolPages(parts[2])])[
+        sut.store_many([PageGroup(part) for part in parts])
+        found = sut.get_many([PageGroup(parts[0]), PageGroup(missing), PageGroup([]), PageGroup(parts[1]), PageGroup(parts[2])])[
             PoolName.KV
         ]
         if found[3] is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
@@ -95,7 +95,7 @@ class ReplicationCases:
         """One set of a rank that is not the writer: its KV is left alone, its state is stored."""
         _, other = _ranks(context, 2)
         keys = context.keys(3)
-        answer = other.set_many([PoolPages(keys), PoolPages(keys, PoolName.MAMBA)])
+        answer = other.set_many([PageGroup(keys), PageGroup(keys, PoolName.MAMBA)])
         if answer != {"kv": [False] * 3, "mamba": [True] * 3}:
             raise Violation("ID-3", f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it answers {answer}")
 

@@ -12,7 +12,7 @@ import pytest
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of, fill_store, open_small_store, readable
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, Violation
@@ -77,7 +77,7 @@ class SpaceCases:
         for turn in range(3 * context.profile.store_fills):
             # Batches that do not fit at once, and the same keys twice, are where places get lost.
             keys = context.keys(PAGES - 2)
-            sut.set_many([PoolPages(keys), PoolPages(keys[: PAGES // 2])])
+            sut.set_many([PageGroup(keys), PageGroup(keys[: PAGES // 2])])
             stored += fill_store(context, sut, PAGES, batch=BATCH)
             later = readable(sut, stored[-3 * PAGES :] if evicts else stored, rule="GET-1").count(True)
             if later < first - BATCH if evicts else later < first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
@@ -72,7 +72,7 @@ class WritingCases:
         sut.store(chain)
         sut.expect(keys)
         more = context.keys(2)
-        sut.store_many([PoolPages(more), PoolPages(more[::-1], generation=1)])
+        sut.store_many([PageGroup(more), PageGroup(more[::-1], generation=1)])
         for index, (key, content) in enumerate(zip(more, sut.get(more), strict=True)):
             if content is None or sut.generation_of(key, content, PoolName.KV, [0, 1]) is None:
                 held = "is not there" if content is None else sut.explain(key, content)

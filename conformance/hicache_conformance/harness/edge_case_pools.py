@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_conformance.harness.pools import EnginePool, GuardedPool
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
 from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class WrongLengthPool(GuardedPool):
         return [[view[:-1] for view in page] for page in super().page_buffers(first_slots)]
 
 
-class FailingPool(EnginePool):
+class FailingPool(EngineHostPool):
     """An engine's pool that raises while `fails` is set, as one on a device does when a kernel before has failed."""
 
     fails = False

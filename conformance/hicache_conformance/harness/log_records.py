@@ -15,11 +15,11 @@ def records_above_debug() -> Generator[list[logging.LogRecord]]:
     """The records above debug level that reach the root logger meanwhile, from any thread."""
     records = list[logging.LogRecord]()
 
-    class Listener(logging.Handler):
+    class _Capture(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    listener, root = Listener(logging.DEBUG + 1), logging.getLogger()
+    listener, root = _Capture(logging.DEBUG + 1), logging.getLogger()
     level = root.level
     root.addHandler(listener)
     # Otherwise whatever is logged at INFO would not get as far as the listener.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PoolQuery:
     """A side pool in a question: the transfer, and which pages of the chain are there in truth."""
 
     transfer: PoolTransfer
@@ -55,7 +55,7 @@ class Asked:
         return f"{self.transfer.name} {drawn(self.present)} ({policy}{detail})"
 
 
-def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[Asked] = (), *, verdicts: bool = True) -> None:
+def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[PoolQuery] = (), *, verdicts: bool = True) -> None:
     """Compare an answer with the truth.
 
     Args:
@@ -96,7 +96,7 @@ def _check_verdict(answer: PoolTransferResult, pool: PoolName, verdict: int, rul
         raise Violation(rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}")
 
 
-def _hit_rule(asked: Sequence[Asked]) -> str:
+def _hit_rule(asked: Sequence[PoolQuery]) -> str:
     """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where several do."""
     policies = {pool.transfer.hit_policy for pool in asked}
     if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:

@@ -130,7 +130,7 @@ class LentMemory:
         return True
 
 
-class EnginePool:
+class EngineHostPool:
     """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies (SGLang's `layer_first`)."""
 
     layout = "layer_first"

@@ -33,7 +33,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPages:
+class PageGroup:
     """One transfer of a call: pages of a pool, all of one generation."""
 
     keys: Sequence[str]
@@ -75,9 +75,9 @@ class StorageUnderTest:
 
     def set(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> list[bool]:
         """Store self-describing pages; the answer, one for each key."""
-        return self.set_many([PoolPages(keys, pool, generation)])[pool]
+        return self.set_many([PageGroup(keys, pool, generation)])[pool]
 
-    def set_many(self, groups: Sequence[PoolPages]) -> dict[str, list[bool]]:
+    def set_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
         """Store pages of several transfers in one call. Their sources are overwritten as soon as it returns (SET-7)."""
         placed = self._place(groups)
         for group, pages in zip(groups, placed, strict=True):
@@ -92,9 +92,9 @@ class StorageUnderTest:
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bytes | None]:
         """Read pages; for each key what was delivered, or None."""
-        return self.get_many([PoolPages(keys, pool)])[pool]
+        return self.get_many([PageGroup(keys, pool)])[pool]
 
-    def get_many(self, groups: Sequence[PoolPages]) -> dict[str, list[bytes | None]]:
+    def get_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bytes | None]]:
         """Read pages of several transfers in one call.
 
         Raises:
@@ -119,14 +119,14 @@ class StorageUnderTest:
             delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
         return delivered
 
-    def fill(self, group: PoolPages, pages: Sequence[int]) -> None:
+    def fill(self, group: PageGroup, pages: Sequence[int]) -> None:
         """Put a transfer's pages where it will read them."""
         memory = self.memories[group.pool]
         for key, page in zip(group.keys, pages, strict=True):
             owner = Page(self.identity, group.pool, key, group.generation)
             memory.write(page, self._patterns.render(owner, memory.page_bytes))
 
-    def transfers(self, groups: Sequence[PoolPages], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
+    def transfers(self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
         """The transfers of a call that moves `groups` from or to the given pages."""
         return [
             PoolTransfer(PoolName(group.pool), slots_of(pages, self.memories[group.pool].page_size), keys=list(group.keys))
@@ -168,9 +168,9 @@ class StorageUnderTest:
         Raises:
             Violation: SET-1, a page was refused.
         """
-        self.store_many([PoolPages(keys, pool, generation)])
+        self.store_many([PageGroup(keys, pool, generation)])
 
-    def store_many(self, groups: Sequence[PoolPages]) -> None:
+    def store_many(self, groups: Sequence[PageGroup]) -> None:
         """As `store`, in one call."""
         answer = self.set_many(groups)
         for pool in answer:
@@ -293,7 +293,7 @@ class StorageUnderTest:
         group = memory.pages // self._clients
         return range(self._client * group, (self._client + 1) * group)
 
-    def _place(self, groups: Sequence[PoolPages]) -> list[list[int]]:
+    def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
         """Pages for every transfer, in no order that a driver could guess, and no two the same in a pool."""
         free = dict[str, list[int]]()
         placed = list[list[int]]()
@@ -333,7 +333,7 @@ def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     return PoolTransfer(PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group)
 
 
-def _checked(answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PoolPages]) -> dict[str, list[bool]]:
+def _checked(answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
     expected = dict[str, int]()
     for group in groups:
         expected[group.pool] = expected.get(group.pool, 0) + len(group.keys)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import Header
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PromiseEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A verdict about rules, levels or cases, and the reason that a report prints with it."""
 
     declared: bool
@@ -40,7 +40,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     interface: str
     """With the version that was read."""
-    entry: tuple[Entry, ...]
+    entry: tuple[PromiseEntry, ...]
 
     def undeclared(self, driver: str, case: str, rules: Collection[str], levels: Collection[str]) -> str:
         """Return the reason why a case is not declared; empty where it is.
@@ -72,13 +72,13 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 return "" if entry.declared else entry.reason
         raise LookupError(f"nothing is written down about whether {self.interface} promises {rule}")
 
-    def _about(self, driver: str) -> list[Entry]:
+    def _about(self, driver: str) -> list[PromiseEntry]:
         """Return the entries about a driver, those about it alone before those about all."""
         entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
         return sorted(entries, key=lambda entry: not entry.drivers)
 
 
-def _level_reason(entries: list[Entry], level: str) -> str:
+def _level_reason(entries: list[PromiseEntry], level: str) -> str:
     return next((entry.reason for entry in entries if level in entry.levels and not entry.declared), "")
 
 

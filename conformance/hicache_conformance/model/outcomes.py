@@ -130,7 +130,7 @@ class Header:
 
 
 @dataclass(slots=True)
-class Stream:
+class OutcomeStream:
     """All that a run has written down so far."""
 
     header: Header | None = None

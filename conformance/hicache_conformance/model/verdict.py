@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, Stream
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
 from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Judgement:
 
 
 def judge(
-    stream: Stream, selected: Collection[Level], catalogue: Mapping[str, Case], by_id: Mapping[str, Rule] | None = None
+    stream: OutcomeStream, selected: Collection[Level], catalogue: Mapping[str, Case], by_id: Mapping[str, Rule] | None = None
 ) -> Judgement:
     """Judge what a run has written down.
 
@@ -89,7 +89,7 @@ def judge(
     return Judgement(verdict, reason, results)
 
 
-def _crash(stream: Stream) -> list[CaseOutcome]:
+def _crash(stream: OutcomeStream) -> list[CaseOutcome]:
     """The case that took the process down, if one did."""
     if stream.finished or stream.running is None:
         return []
@@ -101,7 +101,7 @@ def _crash(stream: Stream) -> list[CaseOutcome]:
 
 
 def _result(
-    rule: Rule, outcomes: list[CaseOutcome], selected: Collection[Level], catalogue: Mapping[str, Case], stream: Stream
+    rule: Rule, outcomes: list[CaseOutcome], selected: Collection[Level], catalogue: Mapping[str, Case], stream: OutcomeStream
 ) -> RuleResult:
     mine = [case for case in outcomes if rule.id in case.rules or rule.id == case.broken_rule]
     levels = [level for level in Level if level in selected and _counts_in(rule, level, mine)]
@@ -135,7 +135,7 @@ def _counts_in(rule: Rule, level: Level, cases: list[CaseOutcome]) -> bool:
 
 
 def _verdicts(
-    rule: Rule, level: Level, mine: list[CaseOutcome], catalogue: Mapping[str, Case], stream: Stream
+    rule: Rule, level: Level, mine: list[CaseOutcome], catalogue: Mapping[str, Case], stream: OutcomeStream
 ) -> Iterable[tuple[Outcome, str]]:
     ran = [case for case in mine if level in case.levels]
     for case in ran:
@@ -162,7 +162,7 @@ def _worst(outcomes: Iterable[Outcome]) -> Outcome:
     return next(outcome for outcome in _WORST_FIRST if outcome in present)
 
 
-def _verdict(results: list[RuleResult], stream: Stream) -> tuple[Verdict, str]:
+def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict, str]:
     def ids(outcome: Outcome) -> list[str]:
         return [result.rule.id for result in results if result.selected and result.outcome is outcome]
 

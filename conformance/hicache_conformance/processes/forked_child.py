@@ -9,7 +9,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.harness.storage_under_test import PoolPages
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_storage.spec import HiCacheError, PoolName
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def ask_in_child(sut: StorageUnderTest, keys: list[str], *, within: float = CHIL
     """
     pages = sut.own_pages(keys)
     # Before the fork, because torch must not start threads in the child.
-    transfers = sut.transfers([PoolPages(keys)], [pages])
+    transfers = sut.transfers([PageGroup(keys)], [pages])
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python warns of forking with threads, which is what this is about.

@@ -70,7 +70,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: PoolStats
 
 
-class Unusable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class DriverUnusable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The driver cannot be made in this process."""
 
     reason: str
@@ -83,11 +83,11 @@ class Violated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SuiteBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The suite itself broke in this process."""
 
     traceback: str
 
 
 Request = OpenStorage | MakeCall | RunWorkload | ReadStats | CloseStorage
-Answer = Begun | Ended | Ready | Counted | Unusable | Violated | Broken
+Answer = Begun | Ended | Ready | Counted | DriverUnusable | Violated | SuiteBroken

@@ -15,14 +15,14 @@ from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.fork_server import ForkServer
 from hicache_conformance.processes.messages import (
     Answer,
-    Broken,
     CloseStorage,
     Counted,
+    DriverUnusable,
     MakeCall,
     OpenStorage,
     ReadStats,
     RunWorkload,
-    Unusable,
+    SuiteBroken,
     Violated,
 )
 from hicache_storage.spec import PoolName
@@ -208,9 +208,9 @@ class WorkerProcess:
                 self.recorder.note(message)
             case Violated():
                 raise Violation(message.rule, f"{message.message} (process {self.name})")
-            case Unusable():
+            case DriverUnusable():
                 raise Inconclusive(f"a process of its own cannot use the driver: {message.reason}")
-            case Broken():
+            case SuiteBroken():
                 raise RuntimeError(f"the suite broke in process {self.name}:\n{message.traceback}")
             case _:
                 self.busy = False

@@ -19,16 +19,16 @@ from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.messages import (
-    Broken,
     CloseStorage,
     Counted,
+    DriverUnusable,
     MakeCall,
     OpenStorage,
     ReadStats,
     Ready,
     Request,
     RunWorkload,
-    Unusable,
+    SuiteBroken,
     Violated,
 )
 from hicache_storage.plugins import create_storage
@@ -120,13 +120,13 @@ def serve(descriptor: int) -> None:
                 assert worker is not None
                 channel.send(worker.do(request))
             except DriverError as error:
-                channel.send(Unusable(reason=str(error)))
+                channel.send(DriverUnusable(reason=str(error)))
             except Violation as violation:
                 channel.send(Violated(rule=violation.rule, message=_without_rule(violation)))
             except ConnectionError:
                 raise
             except BaseException:  # noqa: BLE001 - sent to the suite
-                channel.send(Broken(traceback=traceback.format_exc()))
+                channel.send(SuiteBroken(traceback=traceback.format_exc()))
             if isinstance(request, CloseStorage):
                 break
 

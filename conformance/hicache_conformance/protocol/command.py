@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import Stream
+from hicache_conformance.model.outcomes import OutcomeStream
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels
 from hicache_conformance.model.settings import Settings
@@ -22,7 +22,7 @@ from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status
 
 if TYPE_CHECKING:
     from hicache_conformance.protocol.runner import RunRequest
-    from hicache_conformance.protocol.server import Remote
+    from hicache_conformance.protocol.server import RemoteServer
 
 
 def metadata(
@@ -100,7 +100,7 @@ def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
         with request.server, ProgressBar(console) as bar:
             stream = run(request, bar.update)
     except CannotStartError as error:
-        stream = Stream(broken=str(error))
+        stream = OutcomeStream(broken=str(error))
     if stream.broken or stream.header is None:
         console.print(Text(stream.broken, "red"))
         return BROKEN
@@ -112,16 +112,16 @@ def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
     return exit_status(judgement, stream)
 
 
-def _server(url: str, start_server: str) -> Remote:
+def _server(url: str, start_server: str) -> RemoteServer:
     from hicache_conformance.protocol.http_client import HttpClient
-    from hicache_conformance.protocol.server import Remote, Served
+    from hicache_conformance.protocol.server import RemoteServer, Served
 
     if bool(url) == bool(start_server):
         raise ValueError("give either --url of a server that runs, or --start-server with a command that starts one")
     if start_server:
         return Served(command=start_server.replace("{python}", sys.executable))
     HttpClient(url)
-    return Remote(url)
+    return RemoteServer(url)
 
 
 def _again(url: str, start_server: str, lease_seconds: float | None, patience: float) -> str:

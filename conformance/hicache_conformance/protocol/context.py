@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from hicache_conformance.model.profiles import Profile
-    from hicache_conformance.protocol.server import Remote
+    from hicache_conformance.protocol.server import RemoteServer
     from hicache_conformance.protocol.server_info import ServerInfo
 
 SLACK_SECONDS: Final = 1.0
@@ -33,7 +33,7 @@ class ServerContext:
     """One case's view of the server."""
 
     def __init__(
-        self, *, server: Remote, server_info: ServerInfo, http: HttpClient, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
+        self, *, server: RemoteServer, server_info: ServerInfo, http: HttpClient, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
     ) -> None:  # fmt: skip
         self.server = server
         self.server_info = server_info

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Stream
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.model.violation import Inconclusive, Violation
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicache_conformance.model.case import Case
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement
-    from hicache_conformance.protocol.server import Remote
+    from hicache_conformance.protocol.server import RemoteServer
     from hicache_conformance.protocol.server_info import ServerInfo
 
 DETAIL_LIMIT = 12_000
@@ -37,7 +37,7 @@ DETAIL_LIMIT = 12_000
 class RunRequest:
     """Parameters of a run: the server, the settings and the selected cases."""
 
-    server: Remote
+    server: RemoteServer
     settings: Settings
     parts: tuple[Part, ...] = tuple(Part)
     tokens: dict[str, str] = field(default_factory=dict[str, str])
@@ -52,15 +52,15 @@ class RunRequest:
     """Names that a case must contain one of; empty for all."""
 
 
-def run(request: RunRequest, progress: Callable[[Stream], None] = lambda stream: None) -> Stream:
+def run(request: RunRequest, progress: Callable[[OutcomeStream], None] = lambda stream: None) -> OutcomeStream:
     """Run the cases of the request's parts and levels; the server is there already."""
     http = HttpClient(request.server.url, request.tokens.get("admin", ""))
     with closing(http):
         return _run(request, http, progress)
 
 
-def _run(request: RunRequest, http: HttpClient, progress: Callable[[Stream], None]) -> Stream:
-    stream = Stream()
+def _run(request: RunRequest, http: HttpClient, progress: Callable[[OutcomeStream], None]) -> OutcomeStream:
+    stream = OutcomeStream()
     try:
         server_info = look(http, request.server, request.lease_seconds)
     except (CannotBeginError, Violation) as error:
@@ -80,7 +80,7 @@ def _run(request: RunRequest, http: HttpClient, progress: Callable[[Stream], Non
     return stream
 
 
-def judge_run(request: RunRequest, stream: Stream) -> Judgement:
+def judge_run(request: RunRequest, stream: OutcomeStream) -> Judgement:
     """The verdict on what `run` has written down."""
     levels = [level for level in request.settings.levels if level in LEVELS]
     return judge(stream, levels, cases_of_parts(request.parts), rules_of(request.parts))

@@ -29,7 +29,7 @@ class CannotStartError(Exception):
 
 
 @dataclass
-class Remote:
+class RemoteServer:
     """A server that somebody else runs."""
 
     url: str
@@ -79,7 +79,7 @@ class Remote:
 
 
 @dataclass
-class Served(Remote):
+class Served(RemoteServer):
     """A server that the suite starts from a command with {port} and, for what it keeps, {tmp}."""
 
     url: str = field(init=False)

@@ -12,7 +12,7 @@ from hicache_metadata_server.protocol import PROTOCOL, About, Durability, Limits
 
 if TYPE_CHECKING:
     from hicache_conformance.protocol.http_client import HttpClient
-    from hicache_conformance.protocol.server import Remote
+    from hicache_conformance.protocol.server import RemoteServer
 
 UNKNOWN_LIMITS: Final = Limits(
     body_bytes=8_000_000, keys=16_384, scopes=16, key_bytes=512, lease_seconds=30, least_lease_seconds=1, most_lease_seconds=600,
@@ -42,7 +42,7 @@ class ServerInfo:
         return [str(need) for need in Need if need not in self.declared]
 
 
-def look(http: HttpClient, server: Remote, lease_seconds: float | None) -> ServerInfo:
+def look(http: HttpClient, server: RemoteServer, lease_seconds: float | None) -> ServerInfo:
     """Ask the server.
 
     Raises:

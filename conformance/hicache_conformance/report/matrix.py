@@ -41,7 +41,7 @@ PREFACE: Final = (
 )
 
 
-class DriverName(msgspec.Struct, frozen=True):
+class DriverId(msgspec.Struct, frozen=True):
     """Name and distribution of a driver."""
 
     name: str
@@ -77,7 +77,7 @@ class RuleRow(msgspec.Struct, frozen=True):
 class DriverRun(msgspec.Struct, frozen=True):
     """One `results.json`, as far as it goes into the matrix."""
 
-    driver: DriverName
+    driver: DriverId
     spec_version: str
     suite_version: str
     seed: int

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import Outcome, Stream
+from hicache_conformance.model.outcomes import Outcome, OutcomeStream
 from hicache_conformance.model.verdict import Verdict
 from hicache_conformance.report.results import reproduction, shrinking
 
@@ -27,7 +27,7 @@ STYLES: Final = {
 }  # fmt: skip
 
 
-def exit_status(judgement: Judgement, stream: Stream) -> int:
+def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
     """Return the exit status of a command that judged a run."""
     if not stream.finished:
         return BROKEN
@@ -37,7 +37,7 @@ def exit_status(judgement: Judgement, stream: Stream) -> int:
     return BROKEN if suite_broke else NOT_CONFORMANT
 
 
-def show(console: Console, judgement: Judgement, stream: Stream, results: Path | None = None) -> None:
+def show(console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None) -> None:
     """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
 
     Args:
@@ -64,7 +64,7 @@ def show(console: Console, judgement: Judgement, stream: Stream, results: Path |
     console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
 
 
-def _again(stream: Stream, result: RuleResult, results: Path | None) -> str:
+def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
     """The command that repeats a failure: from the results, where they have been written, or of the first failing case."""
     assert stream.header is not None
     command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
@@ -96,7 +96,7 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, stream: Stream) -> None:
+    def update(self, stream: OutcomeStream) -> None:
         """Show how far a run has come."""
         now = ", ".join(stream.running.rules) if stream.running else ""
         self._progress.update(self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now)

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, Stream
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
 from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _FOREIGN: Final = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG", "PYTEST_C
 class Ran:
     """Results of a run: its stream, its log, and whether it hung."""
 
-    stream: Stream
+    stream: OutcomeStream
     log: str
     """What the child printed."""
     hung: bool
@@ -53,7 +53,7 @@ def run(
     case_seconds: float = 300.0,
     services: Sequence[str] | None = None,
     interface: str = "",
-    progress: Callable[[Stream], None] = lambda stream: None,
+    progress: Callable[[OutcomeStream], None] = lambda stream: None,
 ) -> Ran:
     """Run the suite against a driver.
 
@@ -75,7 +75,7 @@ def run(
             driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases),
             services=None if services is None else list(services), interface=interface,
         )  # fmt: skip
-        stream = Stream()
+        stream = OutcomeStream()
         hung = _run_once(file, home, stream, case_seconds, progress)
         for process in range(1, MAX_PROCESSES):
             done = [outcome.case for outcome in stream.outcomes]
@@ -90,7 +90,9 @@ def run(
         return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung)
 
 
-def _run_once(file: RunFile, home: Path, stream: Stream, case_seconds: float, progress: Callable[[Stream], None]) -> bool:
+def _run_once(
+    file: RunFile, home: Path, stream: OutcomeStream, case_seconds: float, progress: Callable[[OutcomeStream], None]
+) -> bool:
     """Run what is not done yet in a process of its own; whether it was ended because a case took too long."""
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
@@ -147,7 +149,11 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], path: Path, stream: Stream, case_seconds: float, progress: Callable[[Stream], None]
+    child: subprocess.Popen[bytes],
+    path: Path,
+    stream: OutcomeStream,
+    case_seconds: float,
+    progress: Callable[[OutcomeStream], None],
 ) -> bool:
     """Read the outcomes as they are written, until the child has ended or a case takes too long; whether it was that."""
     heard, position, rest = time.monotonic(), 0, ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hicache_conformance.model.outcomes import CaseOutcome, Stream
+    from hicache_conformance.model.outcomes import CaseOutcome, OutcomeStream
     from hicache_conformance.runner.child_process import Ran
 
 
@@ -183,7 +183,7 @@ def repeat(
     settings: Settings,
     *,
     case_seconds: float,
-    progress: Callable[[Stream], None],
+    progress: Callable[[OutcomeStream], None],
 ) -> tuple[Ran, list[Repetition]]:
     """Run recorded cases again, in a process of their own."""
     ran = run(

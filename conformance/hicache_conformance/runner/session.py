@@ -12,7 +12,7 @@ import pytest
 from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
-from hicache_conformance.model.outcomes import Stream, StreamWriter
+from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
 from hicache_conformance.model.pytest_keys import CASE_MARK, CASE_PROPERTY, GATE_PROPERTY, VIOLATION_PROPERTY
 from hicache_conformance.model.settings import RunFile, settings_of
 from hicache_conformance.model.verdict import Verdict, judge
@@ -42,7 +42,7 @@ class Session:
         self._writer: StreamWriter | None = None
         self._starts = dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]()
         self._reports = CaseReports()
-        self._streams = dict[str, Stream]()
+        self._streams = dict[str, OutcomeStream]()
         """By class."""
         self._verdicts: dict[str, Judgement] = {}
         self._is_worker = hasattr(config, "workerinput")
@@ -145,11 +145,11 @@ class Session:
         return environment_of(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
 
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
-        self._streams.setdefault(owner, Stream()).outcomes.append(outcome)
+        self._streams.setdefault(owner, OutcomeStream()).outcomes.append(outcome)
         if self._writer:
             self._writer.outcome(outcome)
 
-    def _write_report(self, directory: Path, stream: Stream, judgement: Judgement) -> None:
+    def _write_report(self, directory: Path, stream: OutcomeStream, judgement: Judgement) -> None:
         from hicache_conformance.report import write_report
 
         header = stream.header

@@ -13,7 +13,7 @@ from hicache_conformance.model.settings import Settings
 from hicache_conformance.model.verdict import Verdict
 from hicache_conformance.protocol.rules import Part
 from hicache_conformance.protocol.runner import RunRequest, judge_run, run
-from hicache_conformance.protocol.server import Remote, Served
+from hicache_conformance.protocol.server import RemoteServer, Served
 from hicache_conformance.protocol.suite import protocol_cases
 from tests.conformance.metadata.faulty import FAULTS, server
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def listening(fault: str = "", **options: object) -> Iterator[Remote]:
+def listening(fault: str = "", **options: object) -> Iterator[RemoteServer]:
     """A reference server of this process."""
     made = server(fault, **options)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield Remote(f"http://127.0.0.1:{made.server_address[1]}")
+        yield RemoteServer(f"http://127.0.0.1:{made.server_address[1]}")
     finally:
         made.shutdown()
         made.server_close()
@@ -45,7 +45,7 @@ def served(fault: str = "") -> Served:
 
 
 def judged(
-    place: Remote, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
+    place: RemoteServer, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
 ) -> Judgement:
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}

@@ -29,7 +29,7 @@ NAMESPACE_DIGITS: Final = 16
 
 
 @dataclass(kw_only=True)
-class StorageConfig:
+class EngineStorageConfig:
     """The fields of SGLang's `HiCacheStorageConfig`, for a class that does without SGLang."""
 
     tp_rank: int
@@ -67,7 +67,7 @@ def types() -> Any:
 
 def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping[str, Any]) -> Any:
     """An identity as the engine's cache controller tells it to its driver."""
-    make: Any = types().HiCacheStorageConfig if has_sglang() else StorageConfig
+    make: Any = types().HiCacheStorageConfig if has_sglang() else EngineStorageConfig
     return make(
         tp_rank=identity.tp_rank,
         tp_size=identity.tp_size,

@@ -1,6 +1,4 @@
-"""Pages of a wrong length, written by another rank of the driver whose pages are
-shorter or longer.
-"""
+"""The suite for a foreign driver, with pages of a wrong length written by another rank of it."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.sglang.storage import EngineStorage
+from hicache_conformance.suite.driver_conformance import DriverConformance
 from hicache_storage.layers import innermost
 from hicache_storage.spec import PoolName, PoolTransfer
 
@@ -19,12 +18,19 @@ FACTORS: Final = {ObjectCorruption.SHORT: (1, 2), ObjectCorruption.LONG: (2, 1)}
 """Of the page's length, as numerator and denominator."""
 
 
-def is_foreign(storage: HiCacheStorage) -> bool:
-    """Return whether `corrupt_length` has access to this storage's pages."""
-    return isinstance(innermost(storage), EngineStorage)
+class ForeignConformance(DriverConformance):
+    """`DriverConformance`, with damages put in place through the driver itself."""
+
+    def can_corrupt(self, storage: HiCacheStorage) -> bool:
+        """Return whether the storage is a foreign driver's."""
+        return isinstance(innermost(storage), EngineStorage)
+
+    def corrupt(self, storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
+        """Put a page of a wrong length in place of the right one; `False` for every other damage."""
+        return _corrupt_length(storage, pool, key, damage)
 
 
-def corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
+def _corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
     """Let a rank of equal identity store the page with half its bytes, or twice as many.
 
     Returns:
