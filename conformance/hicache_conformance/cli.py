@@ -203,7 +203,7 @@ def _run(
 
 
 def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:
-    """See to it that a foreign driver is named as its interface wants it.
+    """Check that a foreign driver is named as its interface requires.
 
     Raises:
         ValueError: there is no such interface, or no such driver of it.

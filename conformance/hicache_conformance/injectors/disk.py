@@ -87,7 +87,7 @@ class DiskInjector(FaultInjector):
 
     def apply(self, plan: FaultPlan) -> None:
         if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
-            self._make_the_kernel_forget()
+            self._drop_page_cache()
         self._ask("inject", plan.as_json())
 
     def heal(self) -> None:
@@ -115,8 +115,8 @@ class DiskInjector(FaultInjector):
         unmount(self._home / "disk")
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def _make_the_kernel_forget(self) -> None:
-        """See to it that reads of files that are open now come here, and are not answered from memory: opening them anew does."""
+    def _drop_page_cache(self) -> None:
+        """Drop the kernel's cache of the files that are open now, by opening them anew, so that reads of them reach FUSE."""
         for path in msgspec.convert(self._ask("open"), list[str]):
             with contextlib.suppress(OSError):
                 os.close(os.open(f"{self._home}/disk{path}", os.O_RDONLY))

@@ -99,8 +99,10 @@ class ServerContext:
 
     @property
     def cleared_seconds(self) -> float | None:
-        """How long a slot may take to be given out again that was reserved by the compatible part when its scope was cleared: its writer may
-        write as long as the reservation would have lasted. None for longer than a case may wait."""
+        """Longest time until a slot is assigned again that was reserved by the compatible part when its scope was cleared.
+
+        Its writer may write as long as the reservation would have lasted. None for longer than a case may wait.
+        """
         lease = self.server_info.lease_seconds or 0.0
         return None if lease > self.patience else lease + self.rest_seconds
 
