@@ -35,7 +35,7 @@ def test_every_acknowledged_change_survives_kill_9(seed):
         for writer in writers:
             writer.join()
         place.start()
-        client.wire.drop()
+        client.http.drop()
         assert all(writer.live or writer.unsure for writer in writers), "a writer got nothing done before the kill"
         see_kept(scope, writers)
 
@@ -49,7 +49,7 @@ def test_sigterm_answers_what_was_accepted_and_keeps_it():
         place._process.wait(60)
         place.kill()
         place.start()
-        client.wire.drop()
+        client.http.drop()
         assert scope.lookup(["a", "b"]).slots == [page.slot for page in pages]
 
 

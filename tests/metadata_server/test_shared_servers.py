@@ -76,8 +76,8 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
             redis.start()
         else:
             places[0].start()
-        scopes[0].client.wire.drop()
-        until(lambda: scopes[0].client.wire.get("/readyz").status == 200)
+        scopes[0].client.http.drop()
+        until(lambda: scopes[0].client.http.get("/readyz").status == 200)
         see_kept(scopes[0], writers)
 
 

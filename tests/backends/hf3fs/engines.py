@@ -119,7 +119,7 @@ class Engines:
         # Mostly of this time; what is older has to be there, too.
         keys = self.keys[-EPOCH_KEYS:] if self._random.random() < 0.8 else self._random.sample(self.keys, EPOCH_KEYS)
         return Workload(
-            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, longest=8
+            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, max_keys=8
         )  # fmt: skip
 
     def read_all(self):

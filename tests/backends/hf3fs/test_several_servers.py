@@ -107,12 +107,12 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
 
 KEYS = ("a", "b", "c")
 SET = Event(
-    Begun(number=0, lane="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1), Ended(number=0, at=2, done=(True, True, True))
+    Begun(number=0, client="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1), Ended(number=0, at=2, done=(True, True, True))
 )
 
 
 def made(call, at, **answer):
-    return Event(Begun(number=1, lane="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
+    return Event(Begun(number=1, client="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
 
 
 def anomalies(*events, outages=()):
