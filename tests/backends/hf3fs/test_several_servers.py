@@ -107,7 +107,8 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
 
 KEYS = ("a", "b", "c")
 SET = Event(
-    Begun(number=0, client="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1), Ended(number=0, at=2, done=(True, True, True))
+    Begun(number=0, client="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1),
+    Ended(number=0, at=2, done=(True, True, True)),
 )
 
 
