@@ -22,8 +22,8 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from hicache_backends.hf3fs.client.remote import RemoteDirectory
-from hicache_conformance.grounds.services import Services, stand_still
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.injectors.servers import Servers, stand_still
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote, RemoteError
 from hicache_storage.objects import Call
@@ -44,7 +44,7 @@ def main() -> None:
     # The client tells of each server that it leaves.
     logging.disable(logging.WARNING)
     with ExitStack() as stack:
-        redis = stack.enter_context(closing(Services([shlex.split(REDIS)])))
+        redis = stack.enter_context(closing(Servers([shlex.split(REDIS)])))
         redis.start()
         command = f"{SERVE}redis://127.0.0.1:{redis.ports['redis']}/0"
         servers = [stack.enter_context(Served(command=command)) for _ in range(2)]

@@ -5,35 +5,24 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final, Self
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.ending import ended_in_order
-from hicache_conformance.manifest import Level, parse_levels, rules
-from hicache_conformance.metadata.command import list_protocol_rules, metadata
-from hicache_conformance.outcomes import Outcome, Stream
-from hicache_conformance.profiles import PROFILES
-from hicache_conformance.report.results import reproduction, shrinking
-from hicache_conformance.repro import repro
-from hicache_conformance.settings import Settings
-from hicache_conformance.verdict import Verdict, judge
+from hicache_conformance.model.profiles import PROFILES
+from hicache_conformance.model.rules import Level, parse_levels, rules
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.verdict import judge
+from hicache_conformance.protocol.command import list_protocol_rules, metadata
+from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
+from hicache_conformance.runner.repro import repro
+from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
 
-if TYPE_CHECKING:
-    from hicache_conformance.verdict import Judgement, RuleResult
-
 app = typer.Typer(help="Judge drivers by the contract, and metadata servers by their protocol.", no_args_is_help=True)
-
-CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
-STYLES: Final = {
-    Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_DECLARED: "dim", Outcome.UNTESTED: "yellow", Outcome.ERROR: "magenta",
-    Verdict.CONFORMANT: "bold green", Verdict.NON_CONFORMANT: "bold red", Verdict.INCOMPLETE: "bold yellow",
-}  # fmt: skip
 
 
 @app.command()
@@ -59,7 +48,7 @@ def run(
     ] = None,
     case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
     run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
-    serve: Annotated[
+    start_server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="COMMAND",
@@ -85,7 +74,7 @@ def run(
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
         _check_interface(interface, driver, options)
-        _check_commands(serve or [])
+        _check_commands(start_server or [])
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
@@ -93,7 +82,7 @@ def run(
     console.print(
         f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
     )
-    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, serve or None, interface))
+    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, start_server or None, interface))
 
 
 app.command()(repro)
@@ -102,8 +91,8 @@ app.command()(metadata)
 
 @app.callback()
 def conformance(context: typer.Context) -> None:
-    """Whether a driver keeps the HiCacheStorage v2 contract."""
-    context.with_resource(ended_in_order())
+    """Check whether a driver keeps the HiCacheStorage v2 contract."""
+    context.with_resource(exit_on_signals())
 
 
 @app.command("rules")
@@ -112,7 +101,7 @@ def list_rules(
     of_metadata: Annotated[bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")] = False,
 ) -> None:
     """List every rule of the contract, its levels, the capability it needs, and how many cases test it."""
-    from hicache_conformance.catalogue import catalogue
+    from hicache_conformance.suite.driver_conformance import catalogue
 
     if of_metadata:
         list_protocol_rules()
@@ -133,8 +122,9 @@ def list_rules(
 @app.command()
 def explain(rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")]) -> None:
     """Say what a rule asks, why it exists, and which cases test it."""
-    from hicache_conformance.catalogue import catalogue
-    from hicache_conformance.metadata.book import protocol_cases, protocol_rules
+    from hicache_conformance.protocol.rules import protocol_rules
+    from hicache_conformance.protocol.suite import protocol_cases
+    from hicache_conformance.suite.driver_conformance import catalogue
 
     console = Console(highlight=False)
     is_protocol = rule.upper() in protocol_rules()
@@ -186,10 +176,10 @@ def _run(
     services: list[str] | None,
     interface: str,
 ) -> int:
-    from hicache_conformance.catalogue import catalogue
-    from hicache_conformance.runner import run as run_suite
+    from hicache_conformance.runner.child_process import run as run_suite
+    from hicache_conformance.suite.driver_conformance import catalogue
 
-    with Bar(console) as bar:
+    with ProgressBar(console) as bar:
         ran = run_suite(
             driver, options, settings, cases=cases, case_seconds=case_seconds, services=services, interface=interface,
             progress=bar.update,
@@ -212,65 +202,13 @@ def _run(
     return exit_status(judgement, stream)
 
 
-def exit_status(judgement: Judgement, stream: Stream) -> int:
-    """What a command that judged exits with."""
-    if not stream.finished:
-        return BROKEN
-    if judgement.verdict is Verdict.CONFORMANT:
-        return CONFORMANT
-    suite_broke = judgement.count(Outcome.ERROR) and not judgement.count(Outcome.FAIL)
-    return BROKEN if suite_broke else NOT_CONFORMANT
-
-
-def show(console: Console, judgement: Judgement, stream: Stream, results: Path | None = None) -> None:
-    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
-
-    Args:
-        console: where to.
-        judgement: of the run.
-        stream: the run.
-        results: its `results.json`, if it has been written.
-    """
-    table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
-    counted = [result for result in judgement.rules if result.selected]
-    for result in counted:
-        if result.outcome not in (Outcome.PASS, Outcome.FAIL):
-            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason))
-    if table.row_count:
-        console.print(table)
-    for result in counted:
-        if result.outcome is Outcome.FAIL:
-            console.print(Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True)
-        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
-            console.print(Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True)
-    counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
-    seconds = sum(case.seconds for case in stream.outcomes)
-    console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
-    console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
-
-
-def _again(stream: Stream, result: RuleResult, results: Path | None) -> str:
-    """The command that repeats a failure: from the results, where they have been written, or of the first failing case."""
-    assert stream.header is not None
-    command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
-    return command or reproduction(stream.header, result.failing()[0].case)
-
-
-def _failure(result: RuleResult) -> str:
-    """A broken rule in one line: what its first failing case said, and how many there are."""
-    first, *more = result.failing()
-    others = f" and {len(more)} more" if more else ""
-    message = first.reason if first.broken_rule else f"{result.rule.id}: {first.reason}"
-    return f"{message} [{first.case}{others}]"
-
-
 def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:
-    """See to it that a foreign driver is named as its interface wants it.
+    """Check that a foreign driver is named as its interface requires.
 
     Raises:
         ValueError: there is no such interface, or no such driver of it.
     """
-    from hicache_conformance.foreign.setup import INTERFACES, setup_of
+    from hicache_conformance.interfaces.sglang.setup import INTERFACES, setup_of
 
     if interface and interface not in INTERFACES:
         raise ValueError(f"unknown interface {interface!r}; interfaces are {', '.join(INTERFACES)}")
@@ -283,32 +221,9 @@ def _check_commands(commands: list[str]) -> None:
         try:
             words = shlex.split(command)
         except ValueError as error:
-            raise ValueError(f"--serve {command!r}: {error}") from error
+            raise ValueError(f"--start-server {command!r}: {error}") from error
         if not words:
-            raise ValueError("--serve needs a command")
-
-
-class Bar:
-    """A progress bar where somebody watches; silent in a log."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, stream: Stream) -> None:
-        """Show how far a run has come."""
-        now = ", ".join(stream.running.rules) if stream.running else ""
-        self._progress.update(self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now)
+            raise ValueError("--start-server needs a command")
 
 
 __all__ = ["Level", "app"]

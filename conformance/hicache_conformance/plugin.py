@@ -6,22 +6,16 @@ It is loaded by every pytest of an environment that has the suite installed, so 
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicache_conformance.model.pytest_keys import CASE_MARK, CASE_PROPERTY, DRAWN_INPUT, drawn_seed
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_conformance.session import Session
-
-CASE_MARK = "hicache_case"
-CASE_PROPERTY = "hicache_case"
-"""User property that tells a report of the suite from any other; its value is JSON."""
-
-_DRAWN_INPUT = "hicache_drawn"
-_DRAWN = pytest.StashKey[tuple[int, str]]()
+    from hicache_conformance.runner.session import Session
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +40,7 @@ class _Hooks:
 
     def _begin(self) -> Session:
         if self._session is None:
-            from hicache_conformance.session import Session
+            from hicache_conformance.runner.session import Session
 
             self._session = Session(self._config)
         return self._session
@@ -88,18 +82,7 @@ class _Hooks:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         # pytest-xdist: all workers take their chances from one seed.
-        node.workerinput[_DRAWN_INPUT] = drawn(self._config)
-
-
-def drawn(config: pytest.Config) -> tuple[int, str]:
-    """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an option gives the seed."""
-    handed: dict[str, tuple[int, str]] | None = getattr(config, "workerinput", None)
-    if handed is not None:
-        return handed[_DRAWN_INPUT]
-    if _DRAWN not in config.stash:
-        seed = config.getoption("--hicache-seed")
-        config.stash[_DRAWN] = (secrets.randbelow(2**32) if seed is None else seed, secrets.token_hex(4))
-    return config.stash[_DRAWN]
+        node.workerinput[DRAWN_INPUT] = drawn_seed(self._config)
 
 
 def _is_case(item: pytest.Item) -> bool:

@@ -22,9 +22,9 @@ PORT = "{port:"
 @contextmanager
 def servers(driver: str, folder: Path) -> Generator[Mapping[str, int]]:
     """Run the servers that a driver registers for a throwaway store; their ports by name. Needs the conformance suite."""
-    from hicache_conformance.grounds.services import Services
+    from hicache_conformance.injectors.servers import Servers
 
-    services = Services(registry().get(driver).trial_services, folder)
+    services = Servers(registry().get(driver).trial_services, folder)
     try:
         services.start()
         yield services.ports

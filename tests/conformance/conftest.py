@@ -1,4 +1,4 @@
-"""Runs of the suite in processes of their own, with the control drivers installed."""
+"""Runs of the suite in processes of their own, with the sample drivers installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
-CONTROLS = Path(__file__).with_name("controls")
+MUTANTS = Path(__file__).with_name("mutants")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
 
 
@@ -36,12 +36,12 @@ class Site:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._install("hicache-controls", "controls = control_plugin")
+        self._install("hicache-samples", "samples = drivers_plugin")
         self._install("hicache-memory-driver", "memory = hicache_memory_driver.plugin")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PYTHONPATH": os.pathsep.join(
-                [str(directory), str(CONTROLS), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [str(directory), str(MUTANTS), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             "COLUMNS": "160",
         }
@@ -72,16 +72,16 @@ class Site:
             "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
         )
 
-    def controls(
+    def samples(
         self, kind: str, seed: int, directory: Path, seconds: float, drivers: Sequence[str] = (), profile: str = "smoke"
     ) -> Ran:
-        """Run the suite against the controls of a kind, all or those named, with a report of each below `directory`/report."""
+        """Run the suite against the samples of a kind, all or those named, with a report of each below `directory`/report."""
         directory.mkdir(exist_ok=True)
         return self.pytest(
             "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", f"--hicache-profile={profile}",
             f"--hicache-seed={seed}", f"--hicache-report={directory}/report", "-c", str(SUITE / "pytest.ini"), "--rootdir=.",
-            *([f"control_suite.py::Test{name}" for name in drivers] or ["control_suite.py"]), cwd=CONTROLS, plugins="hicache_conformance.plugin,control_selection", seconds=seconds,
-            HICACHE_CONTROLS=kind,
+            *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]), cwd=MUTANTS, plugins="hicache_conformance.plugin,drivers_selection", seconds=seconds,
+            HICACHE_SAMPLES=kind,
         )  # fmt: skip
 
     def _run(self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str) -> Ran:

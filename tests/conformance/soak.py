@@ -24,44 +24,47 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
-CONTROLS_HOME = Path(__file__).with_name("controls")
+MUTANTS_HOME = Path(__file__).with_name("mutants")
 EVERY = (
     "conformance",
     "hicache_storage",
-    *(f"tests/conformance/controls/{name}.py" for name in ("control", "control_plugin", "control_selection", "control_suite")),
+    *(
+        f"tests/conformance/mutants/{name}.py"
+        for name in ("sample_driver", "drivers_plugin", "drivers_selection", "drivers_suite")
+    ),
 )
-"""What the verdicts about all drivers depend on; those about a control depend on its modules as well."""
+"""What the verdicts about all drivers depend on; those about a sample depend on its modules as well."""
 OWN = ("backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver")
 APART = tuple(
     ROOT / name
     for name in (
         "conformance/hicache_conformance/cli.py",
-        "conformance/hicache_conformance/preflight.py",
-        "conformance/hicache_conformance/replay.py",
-        "conformance/hicache_conformance/repro.py",
-        "conformance/hicache_conformance/runner.py",
-        "conformance/hicache_conformance/foreign",
-        "conformance/hicache_conformance/metadata",
+        "conformance/hicache_conformance/interfaces",
+        "conformance/hicache_conformance/protocol",
         "conformance/hicache_conformance/report",
+        "conformance/hicache_conformance/runner/child_process.py",
+        "conformance/hicache_conformance/runner/preflight.py",
+        "conformance/hicache_conformance/runner/replay.py",
+        "conformance/hicache_conformance/runner/repro.py",
         "hicache_storage/cli",
         "hicache_storage/tools",
     )
 )
-"""What changes no verdict about a control."""
+"""What changes no verdict about a sample."""
 
-sys.path[:0] = [str(CONTROLS_HOME), str(CONTROLS_HOME.parent)]
+sys.path[:0] = [str(MUTANTS_HOME), str(MUTANTS_HOME.parent)]
 from conftest import Site
-from control_plugin import CONTROLS
+from drivers_plugin import SAMPLES
 
-from hicache_conformance.manifest import rules
+from hicache_conformance.model.rules import rules
 
 SEED_SECONDS = 1800
 DRIVERS = {
-    "mutants": [name for name, control in CONTROLS.items() if control.breaks],
-    "right": [name for name, control in CONTROLS.items() if not control.breaks],
+    "mutants": [name for name, sample in SAMPLES.items() if sample.breaks],
+    "right": [name for name, sample in SAMPLES.items() if not sample.breaks],
     "own": ["file", "memory"],
 }
-"""By kind. Our own are tried with everything and have to be conformant; right controls with the part that they are there for."""
+"""By kind. Our own are tried with everything and have to be conformant; right samples with the part that they are there for."""
 
 PROFILE = "smoke"
 
@@ -89,7 +92,7 @@ class Result:
             return False
         match self.kind:
             case "mutants":
-                return set(CONTROLS[self.driver].breaks) <= set(self.failed)
+                return set(SAMPLES[self.driver].breaks) <= set(self.failed)
             case "right":
                 return not self.failed
             case _:
@@ -132,7 +135,7 @@ class Record:
 def run_seed(site: Site, kind: str, seed: int, drivers: list[str]) -> list[Result]:
     """One pytest over some drivers of a kind."""
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as directory:
-        ran = site.controls(kind, seed, Path(directory), SEED_SECONDS, drivers, PROFILE)
+        ran = site.samples(kind, seed, Path(directory), SEED_SECONDS, drivers, PROFILE)
         reports = sorted(Path(directory, "report").rglob("results.json"))
         results = {result.driver: result for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)}
         missing = [name for name in drivers if name not in results]
@@ -175,7 +178,7 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
         "| mutant | found by | fault of the field | seeds |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {name} | {', '.join(_found_by(found))} | {CONTROLS[name].field_fault} | {_score(found)} |"
+            f"| {name} | {', '.join(_found_by(found))} | {SAMPLES[name].known_bug} | {_score(found)} |"
             for name, found in mutants.items()
         ),
         "",
@@ -197,7 +200,7 @@ def _joined(states: Mapping[str, str]) -> str:
 
 
 def _by_driver(results: list[Result], kind: str) -> dict[str, list[Result]]:
-    """In the order in which the controls are listed."""
+    """In the order in which the samples are listed."""
     found: dict[str, list[Result]] = {name: [] for name in DRIVERS[kind]}
     for result in results:
         if result.kind == kind:
@@ -211,7 +214,7 @@ def _found_by(found: list[Result]) -> list[str]:
 
 
 def _areas(name: str) -> str:
-    where = CONTROLS[name].where if name in CONTROLS else ()
+    where = SAMPLES[name].case_classes if name in SAMPLES else ()
     return ", ".join(area.lower() for area in where) or "everything"
 
 
@@ -221,22 +224,22 @@ def _score(found: list[Result]) -> str:
 
 def state_of(driver: str) -> str:
     """Digest of everything that a verdict about this driver depends on."""
-    control = CONTROLS.get(driver)
-    tops = [ROOT / top for top in (*EVERY, *(() if control else OWN))]
+    sample = SAMPLES.get(driver)
+    tops = [ROOT / top for top in (*EVERY, *(() if sample else OWN))]
     files = {path for top in tops for path in (top.rglob("*.*") if top.is_dir() else [top]) if path.suffix in (".py", ".toml")}
     files = {path for path in files if not any(path.is_relative_to(part) for part in APART)}
-    if control:
-        _add_modules(files, f"{control.target} {control.config} {control.transfer_engine} {control.trial_services}")
-    # Services are started by commands that name this machine's paths.
-    digest = hashlib.sha256(repr(control).replace(sys.executable, "").replace(str(ROOT), "").encode())
+    if sample:
+        _add_modules(files, f"{sample.target} {sample.config} {sample.transfer_engine} {sample.trial_services}")
+    # Servers are started by commands that name this machine's paths.
+    digest = hashlib.sha256(repr(sample).replace(sys.executable, "").replace(str(ROOT), "").encode())
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
 def _add_modules(files: set[Path], text: str) -> None:
-    """The controls' modules that a text names, and those that they name."""
-    for path in sorted(CONTROLS_HOME.glob("*.py")):
+    """The samples' modules that a text names, and those that they name."""
+    for path in sorted(MUTANTS_HOME.glob("*.py")):
         if path not in files and re.search(rf"\b{path.stem}\b", text):
             files.add(path)
             _add_modules(files, path.read_text())

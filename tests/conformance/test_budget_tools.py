@@ -7,10 +7,10 @@ import mmap
 import pytest
 import torch
 
-from hicache_conformance import memory_peak
-from hicache_conformance.driver_calls import counted, has_steps
-from hicache_conformance.memory_peak import transient_bytes
-from hicache_conformance.stopwatch import ROUNDS, least_cpu_seconds, seconds, surely_slower
+from hicache_conformance.harness import memory_peak
+from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.memory_peak import transient_bytes
+from hicache_conformance.harness.timing import ROUNDS, min_cpu_seconds, seconds, significantly_slower
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, StorageIdentity
 
@@ -106,7 +106,7 @@ def test_a_slow_call_is_slower_and_an_equal_one_is_not():
 
     slow, fast = seconds(spin(60_000), spin(10_000))
     assert len(slow) == len(fast) == ROUNDS
-    assert surely_slower(slow, fast) > 2
-    assert surely_slower([1.0, 5.0], [1.0, 1.0]) == 1.0
-    dear, cheap = least_cpu_seconds(spin(60_000), spin(10_000), repeat=3)
+    assert significantly_slower(slow, fast) > 2
+    assert significantly_slower([1.0, 5.0], [1.0, 1.0]) == 1.0
+    dear, cheap = min_cpu_seconds(spin(60_000), spin(10_000), repeat=3)
     assert dear > 2 * cheap

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hicache_conformance.manifest import rules
+from hicache_conformance.model.rules import rules
 
 RUN = ("conformance", "run")
 SMOKE = ("--profile", "smoke", "--seed", "5")
@@ -137,7 +137,7 @@ def test_results_are_the_same_for_the_same_seed(site, results, tmp_path):
 
     first, second = run("first"), run("second")
     assert first == second
-    assert first["driver"] == {"name": "Rewrites", "distribution": "hicache-controls", "version": "1.0"}
+    assert first["driver"] == {"name": "Rewrites", "distribution": "hicache-samples", "version": "1.0"}
 
 
 def test_one_case_can_be_run_again(wrong, site, results):

@@ -33,7 +33,7 @@ def test_the_guide_shows_the_generated_package_as_it_is():
 
 
 def test_the_guide_names_every_capability_that_binds_a_rule():
-    from hicache_conformance.manifest import all_needs
+    from hicache_conformance.model.rules import all_needs
 
     text = GUIDE.read_text("utf-8")
     for need in all_needs():

@@ -1,7 +1,7 @@
-"""Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands on its ground.
+"""Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands on its injector.
 
-What the grounds `disk`, `network` and `services` do to a plain program is in `test_disk_ground`, `test_network_ground` and
-`test_service_grounds`.
+What the injectors `disk`, `network` and `services` do to a plain program is in `test_disk_injector`, `test_network_injector` and
+`test_server_injector`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from random import Random
 
 import pytest
 
-from hicache_conformance.faults.drawing import KILLED_ENGINE, MENU, drawn_plan
-from hicache_conformance.faults.plan import UNTIMED, Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.rehearsal import HEAL, STRIKE, Rehearsal, drawn_steps
-from hicache_conformance.faults.shrinking import least
-from hicache_conformance.faults.strike import Strike
-from hicache_conformance.faults.troubles import AWAY, HUNG, TROUBLES
-from hicache_conformance.grounds.seam import ObjectsGround
+from hicache_conformance.fixtures.context import CaseContext
+from hicache_conformance.fixtures.pipeline import sdk_engine
+from hicache_conformance.fixtures.random_run import BEGIN_FAULTS, END_FAULTS, RandomRun, random_steps, shrink
 from hicache_conformance.history.events import Call
-from hicache_conformance.lab import Lab
-from hicache_conformance.profiles import PROFILES
+from hicache_conformance.injectors.active_faults import ActiveFaults
+from hicache_conformance.injectors.driver_methods import DriverMethodInjector
+from hicache_conformance.injectors.named_faults import HUNG, NAMED_FAULTS, UNAVAILABLE
+from hicache_conformance.injectors.random_plan import KILLED_ENGINE, MENU, generate_plan
+from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
+from hicache_conformance.model.profiles import PROFILES
 from hicache_storage.spec import Capabilities, Sharing
 
 KEYS = ["a", "b", "c", "d"]
@@ -35,17 +35,17 @@ def test_every_kind_is_on_a_menu():
     assert {fault.kind for menu in MENU.values() for fault in menu} | {KILLED_ENGINE.kind} == set(FaultKind)
 
 
-@pytest.mark.parametrize("ground", MENU)
-def test_every_trouble_can_also_be_drawn(ground):
-    kinds = {fault.kind for fault in MENU[ground]}
-    assert {fault.kind for faults in (*TROUBLES[ground].values(), AWAY[ground], HUNG) for fault in faults} <= kinds
+@pytest.mark.parametrize("injector", MENU)
+def test_every_trouble_can_also_be_drawn(injector):
+    kinds = {fault.kind for fault in MENU[injector]}
+    assert {fault.kind for faults in (*NAMED_FAULTS[injector].values(), UNAVAILABLE[injector], HUNG) for fault in faults} <= kinds
 
 
-@pytest.mark.parametrize("ground", MENU)
-def test_a_plan_depends_on_its_seed_alone(ground):
-    plans = [drawn_plan(ground, Random(seed), engines=True) for seed in range(300)]
-    assert plans == [drawn_plan(ground, Random(seed), engines=True) for seed in range(300)]
-    assert {fault.kind for plan in plans for fault in plan.faults} == {fault.kind for fault in (*MENU[ground], KILLED_ENGINE)}
+@pytest.mark.parametrize("injector", MENU)
+def test_a_plan_depends_on_its_seed_alone(injector):
+    plans = [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
+    assert plans == [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == {fault.kind for fault in (*MENU[injector], KILLED_ENGINE)}
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4}
     assert all(FaultPlan.from_json(plan.as_json()) == plan for plan in plans)
     # What is done at once is done once.
@@ -53,7 +53,7 @@ def test_a_plan_depends_on_its_seed_alone(ground):
 
 
 def test_hangs_and_killed_engines_are_drawn_only_where_they_may():
-    plans = [drawn_plan("disk", Random(seed), hangs=False) for seed in range(300)]
+    plans = [generate_plan("disk", Random(seed), hangs=False) for seed in range(300)]
     assert not any(plan.hangs or KILLED_ENGINE.kind in {fault.kind for fault in plan.faults} for plan in plans)
 
 
@@ -76,13 +76,13 @@ def test_a_plan_says_what_happens_where():
 
 def test_a_strike_counts_the_operations_of_each_fault():
     first, second = Fault(kind=FaultKind.CUT, operations=("read",), first=1, count=2), Fault(kind=FaultKind.HANG, first=3)
-    strike = Strike((first, second))
-    assert [strike.at(sort) for sort in ("read", "write", "read", "read", "read", "write")] == [
+    active = ActiveFaults((first, second))
+    assert [active.at(sort) for sort in ("read", "write", "read", "read", "read", "write")] == [
         [], [], [first], [first, second], [second], [second],
     ]  # fmt: skip
-    assert strike.struck == 4
-    strike.heal()
-    assert strike.at("read") == []
+    assert active.injected_count == 4
+    active.heal()
+    assert active.at("read") == []
 
 
 def test_shrinking_keeps_only_what_is_needed():
@@ -92,13 +92,13 @@ def test_shrinking_keeps_only_what_is_needed():
         tried.append(items)
         return {3, 17} <= set(items)
 
-    assert least(range(30), fails) == [3, 17]
+    assert shrink(range(30), fails) == [3, 17]
     assert len(tried) < 60
-    assert least([1, 2], lambda items: True) == []
+    assert shrink([1, 2], lambda items: True) == []
 
 
 def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
-    found = least(range(100), lambda items: {5, 50, 95} <= set(items), tries=6)
+    found = shrink(range(100), lambda items: {5, 50, 95} <= set(items), tries=6)
     assert {5, 50, 95} <= set(found)
     assert len(found) < 100
 
@@ -108,19 +108,19 @@ def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
 
 @pytest.fixture
 def stage(kit):
-    """A ground, a dict storage that stands on it and has three of KEYS, and the storage's pool."""
-    ground, (storage, pool) = ObjectsGround(), kit.memory_storage()
-    ground.attach(storage)
+    """An injector, a memory storage that stands on it and has three of KEYS, and the storage's pool."""
+    injector, (storage, pool) = DriverMethodInjector(), kit.memory_storage()
+    injector.attach(storage)
     storage.open()
     for place in PLACES:
         pool.fill(place, place)
     assert storage.batch_set_v2([pool.transfer("kv", KEYS[:3], PLACES[:3])]) == {"kv": [True] * 3}
     storage.operations.clear()
-    return ground, storage, pool
+    return injector, storage, pool
 
 
-def strike(ground, kind, *operations, **fields):
-    ground.strike(FaultPlan("objects", (Fault(kind=kind, operations=operations, **fields),)))
+def inject(injector, kind, *operations, **fields):
+    injector.inject(FaultPlan("objects", (Fault(kind=kind, operations=operations, **fields),)))
 
 
 def read(storage, pool, keys=KEYS):
@@ -136,84 +136,84 @@ def damaged(storage):
 
 
 def test_without_a_fault_the_ground_is_not_felt(stage):
-    ground, storage, pool = stage
+    injector, storage, pool = stage
     assert read(storage, pool) == [True, True, True, False]
     assert write(storage, pool, KEYS) == [True] * 4
     assert storage.batch_exists_v2(KEYS).kv_hit_pages == 4
-    assert (storage.fault_count(), damaged(storage), ground.plans) == (0, 0, [])
-    assert ground.requests() >= 3
+    assert (storage.fault_count(), damaged(storage), injector.plans) == (0, 0, [])
+    assert injector.requests() >= 3
 
 
 @pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.MALFORMED])
 def test_a_failing_call_is_a_counted_miss(stage, kind):
-    ground, storage, pool = stage
-    strike(ground, kind, error="EIO")
+    injector, storage, pool = stage
+    inject(injector, kind, error="EIO")
     assert read(storage, pool) == [False] * 4
     assert write(storage, pool, ["new"]) == [False]
     assert storage.batch_exists_v2(KEYS).kv_hit_pages == 0
     # A set asks before it writes.
     assert storage.fault_count() == 4
-    ground.heal()
+    injector.heal()
     assert read(storage, pool, KEYS[:3]) == [True] * 3
 
 
 def test_a_write_takes_effect_and_fails(stage):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.APPLIED, "write")
+    injector, storage, pool = stage
+    inject(injector, FaultKind.APPLIED, "write")
     assert write(storage, pool, ["new"]) == [False]
     assert storage.fault_count() == 1
-    ground.heal()
+    injector.heal()
     assert read(storage, pool, ["new"]) == [True]
 
 
 def test_deletes_are_struck_too(stage):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.ERROR, "remove", error="EIO")
+    injector, storage, pool = stage
+    inject(injector, FaultKind.ERROR, "remove", error="EIO")
     assert storage.delete(KEYS[:1]) == [False]
-    strike(ground, FaultKind.APPLIED, "remove")
+    inject(injector, FaultKind.APPLIED, "remove")
     assert storage.delete(KEYS[1:2]) == [False]
-    ground.heal()
+    injector.heal()
     assert read(storage, pool, KEYS[:3]) == [True, False, True]
 
 
 def test_a_delay_takes_time(stage):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.DELAY, "read", seconds=0.05, count=1)
+    injector, storage, pool = stage
+    inject(injector, FaultKind.DELAY, "read", seconds=0.05, count=1)
     began = time.monotonic()
     assert read(storage, pool, KEYS[:3]) == [True] * 3
     assert time.monotonic() - began >= 0.05
 
 
 def test_a_hang_ends_when_it_is_healed(stage):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.HANG)
+    injector, storage, pool = stage
+    inject(injector, FaultKind.HANG)
     found = []
     call = threading.Thread(target=lambda: found.extend(read(storage, pool)))
     call.start()
     call.join(0.05)
     assert call.is_alive()
-    ground.heal()
+    injector.heal()
     call.join()
     assert found == [True, True, True, False]
 
 
 @pytest.mark.parametrize("place", [0.1, 0.4, 0.9])
 def test_one_page_of_a_batch_is_left_out(stage, place):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.PARTIAL, place=place)
+    injector, storage, pool = stage
+    inject(injector, FaultKind.PARTIAL, place=place)
     found = read(storage, pool, KEYS[:3])
     assert found.count(False) == 1
     assert found.index(False) == int(place * 3)
     written = write(storage, pool, ["e", "f", "g"])
     assert written == found
-    ground.heal()
+    injector.heal()
     assert read(storage, pool, ["e", "f", "g"]) == written
 
 
 @pytest.mark.parametrize("sort", ["read", "write"])
 def test_an_operation_is_done_twice(stage, sort):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.DUPLICATE, sort)
+    injector, storage, pool = stage
+    inject(injector, FaultKind.DUPLICATE, sort)
     if sort == "read":
         assert read(storage, pool) == [True, True, True, False]
     else:
@@ -222,22 +222,22 @@ def test_an_operation_is_done_twice(stage, sort):
 
 
 def test_answers_stand_in_the_opposite_order(stage):
-    ground, storage, pool = stage
-    strike(ground, FaultKind.REORDERED, "read")
+    injector, storage, pool = stage
+    inject(injector, FaultKind.REORDERED, "read")
     # The last page was not delivered, whatever the store says; of the first it denies having it.
     assert read(storage, pool) == [False, True, True, False]
 
 
 @pytest.mark.parametrize("kind", [FaultKind.BIT_FLIP, FaultKind.SHORT_READ, FaultKind.WRONG_KEY])
 def test_wrong_bytes_arrive(stage, kind):
-    ground, storage, pool = stage
-    strike(ground, kind, "read")
+    injector, storage, pool = stage
+    inject(injector, kind, "read")
     assert read(storage, pool, KEYS[:3]) == [False] * 3
     assert damaged(storage) == 3
 
 
 def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself(kit):
-    ground, (storage, pool) = ObjectsGround(), kit.memory_storage()
+    injector, (storage, pool) = DriverMethodInjector(), kit.memory_storage()
     real = storage.read_objects
 
     def verifying(batches, call):
@@ -248,10 +248,10 @@ def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself
         ]
 
     storage.read_objects = verifying
-    ground.attach(storage)
+    injector.attach(storage)
     pool.fill(0, 1)
     assert write(storage, pool, KEYS[:1]) == [True]
-    ground.strike(
+    injector.inject(
         FaultPlan(
             "objects",
             (Fault(kind=FaultKind.DUPLICATE, operations=("read",)), Fault(kind=FaultKind.BIT_FLIP, operations=("read",))),
@@ -263,55 +263,55 @@ def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself
 
 @pytest.mark.parametrize("kind", [FaultKind.BIT_FLIP, FaultKind.TORN_WRITE])
 def test_wrong_bytes_are_stored(stage, kind):
-    ground, storage, pool = stage
-    strike(ground, kind, "write")
+    injector, storage, pool = stage
+    inject(injector, kind, "write")
     assert write(storage, pool, ["new"]) == [True]
-    ground.heal()
+    injector.heal()
     assert read(storage, pool, ["new"]) == [False]
     assert damaged(storage) == 1
 
 
 def test_plans_are_recorded_once(stage):
-    ground, *_ = stage
-    strike(ground, FaultKind.HANG)
-    strike(ground, FaultKind.HANG)
-    strike(ground, FaultKind.CUT)
-    ground.strike(FaultPlan("objects", ()))
-    assert [[fault.kind for fault in plan.faults] for plan in ground.plans] == [[FaultKind.HANG], [FaultKind.CUT]]
+    injector, *_ = stage
+    inject(injector, FaultKind.HANG)
+    inject(injector, FaultKind.HANG)
+    inject(injector, FaultKind.CUT)
+    injector.inject(FaultPlan("objects", ()))
+    assert [[fault.kind for fault in plan.faults] for plan in injector.plans] == [[FaultKind.HANG], [FaultKind.CUT]]
 
 
 # Whole rehearsals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def lab(tmp_path):
-    """A lab of the file driver, on the ground `objects`."""
-    ground = ObjectsGround()
-    lab = Lab(
+def context(tmp_path):
+    """A context of the file driver, on the injector `objects`."""
+    injector = DriverMethodInjector()
+    context = CaseContext(
         driver="file", config={"path": str(tmp_path / "store")}, case="plans", seed=1, run="r", profile=PROFILES["smoke"],
-        tmp=tmp_path, sandbox=tmp_path, tamper=lambda *_: False, capabilities=Capabilities(sharing=Sharing.PROCESSES),
-        ground=ground,
+        tmp=tmp_path, sandbox=tmp_path, corrupt=lambda *_: False, capabilities=Capabilities(sharing=Sharing.PROCESSES),
+        injector=injector, transfer_engine=sdk_engine,
     )  # fmt: skip
-    yield lab
-    ground.heal()
-    lab.close()
+    yield context
+    injector.heal()
+    context.close()
 
 
-def test_another_engine_is_killed_and_this_one_goes_on(lab, monkeypatch):
-    rehearsal = Rehearsal(lab, lab.ground)
-    assert rehearsal.has_others()
+def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
+    random_run = RandomRun(context, context.injector)
+    assert random_run.has_others()
     killed = []
-    real = lab.peer
-    monkeypatch.setattr(lab, "peer", lambda *args, **named: killed.append(real(*args, **named)) or killed[-1])
+    real = context.worker
+    monkeypatch.setattr(context, "worker", lambda *args, **named: killed.append(real(*args, **named)) or killed[-1])
     plan = FaultPlan("objects", (Fault(kind=FaultKind.ENGINE, place=0.2), Fault(kind=FaultKind.ERROR, error="EIO", count=2)))
-    assert rehearsal.play(plan, drawn_steps(Random(1), 10)) is None
+    assert random_run.run(plan, random_steps(Random(1), 10)) is None
     (engine,) = killed
     assert engine.ended
     assert {event.call for event in engine.events} == {Call.SET}
-    assert lab.ground.plans == [plan]
+    assert context.injector.plans == [plan]
 
 
-def test_steps_begin_with_pages_and_the_faults_end(lab):
-    steps = drawn_steps(Random(3), 12)
-    assert [steps[0].what, steps[3].what, steps[-1].what] == ["set", STRIKE, HEAL]
-    assert steps == drawn_steps(Random(3), 12)
+def test_steps_begin_with_pages_and_the_faults_end(context):
+    steps = random_steps(Random(3), 12)
+    assert [steps[0].what, steps[3].what, steps[-1].what] == ["set", BEGIN_FAULTS, END_FAULTS]
+    assert steps == random_steps(Random(3), 12)

@@ -8,11 +8,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from hicache_conformance.harness.page_patterns import Page, PagePatterns
+from hicache_conformance.history.anomalies import Anomaly, AnomalyKind
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder, operations
-from hicache_conformance.history.findings import Finding, Kind
-from hicache_conformance.history.story import Story
-from hicache_conformance.pages import Page, PageBook
 from hicache_storage.spec import StorageIdentity
 
 IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
@@ -25,10 +25,10 @@ class Scribe:
     def __init__(self):
         self.events = []
 
-    def call(self, call, began, ended, keys=("k",), *, value=0, lane=None, **answer):
+    def call(self, call, began, ended, keys=("k",), *, value=0, client=None, **answer):
         number = len(self.events)
         begun = Begun(
-            number=number, lane=lane or f"L{number}", call=call, at=began * 1000, pool="kv", keys=tuple(keys), value=value
+            number=number, client=client or f"L{number}", call=call, at=began * 1000, pool="kv", keys=tuple(keys), value=value
         )
         end = None if ended is None else Ended(number=number, at=ended * 1000, **answer)
         self.events.append(Event(begun, end))
@@ -53,7 +53,7 @@ class Scribe:
 
 
 def kinds(scribe, **options):
-    return [finding.kind for finding in HistoryChecker(scribe.events, **options).check()]
+    return [anomaly.kind for anomaly in HistoryChecker(scribe.events, **options).check()]
 
 
 # One history for each kind -----------------------------------------------------------------------------------------------
@@ -74,33 +74,33 @@ def test_a_value_that_was_begun_is_fine(scribe):
 def test_bytes_that_are_no_value(scribe):
     scribe.set(0, 10, 7)
     scribe.get(11, 12, b"x" * PAGE_BYTES)
-    assert kinds(scribe) == [Kind.FOREIGN]
+    assert kinds(scribe) == [AnomalyKind.FOREIGN]
 
 
 def test_a_value_that_was_begun_too_late(scribe):
     scribe.get(0, 1, 7)
     later = scribe.set(2, 3, 7)
-    (finding,) = HistoryChecker(scribe.events).check()
-    assert finding.kind is Kind.UNBEGUN
-    assert finding.witnesses == (later,)
+    (anomaly,) = HistoryChecker(scribe.events).check()
+    assert anomaly.kind is AnomalyKind.UNBEGUN
+    assert anomaly.witnesses == (later,)
 
 
 def test_a_value_of_nobody(scribe):
     scribe.get(0, 1, 7)
-    assert kinds(scribe) == [Kind.UNBEGUN]
+    assert kinds(scribe) == [AnomalyKind.UNBEGUN]
 
 
 def test_another_key_s_value_is_not_this_key_s(scribe):
     scribe.set(0, 1, 7, keys=("other",))
     scribe.get(2, 3, 7)
-    assert kinds(scribe) == [Kind.UNBEGUN]
+    assert kinds(scribe) == [AnomalyKind.UNBEGUN]
 
 
 def test_an_acknowledged_page_that_is_lost(scribe):
     acknowledged = scribe.set(0, 1, 7)
     scribe.get(2, 3, None)
-    (finding,) = HistoryChecker(scribe.events).check()
-    assert (finding.kind, finding.witnesses) == (Kind.LOST, (acknowledged,))
+    (anomaly,) = HistoryChecker(scribe.events).check()
+    assert (anomaly.kind, anomaly.witnesses) == (AnomalyKind.LOST, (acknowledged,))
     assert kinds(scribe, keeps=False) == []
 
 
@@ -124,7 +124,7 @@ def test_a_page_that_is_written_anew(scribe):
     scribe.set(0, 1, 7)
     scribe.set(2, 3, 8)
     scribe.get(4, 5, 8)
-    assert kinds(scribe) == [Kind.REWRITTEN]
+    assert kinds(scribe) == [AnomalyKind.REWRITTEN]
 
 
 def test_sets_that_overlap_may_both_publish(scribe):
@@ -139,7 +139,7 @@ def test_a_removed_value_comes_back(scribe, remove):
     scribe.set(0, 1, 7)
     remove(scribe, 2, 3)
     scribe.get(4, 5, 7)
-    assert kinds(scribe) == [Kind.REMOVED]
+    assert kinds(scribe) == [AnomalyKind.REMOVED]
 
 
 @pytest.mark.parametrize(("began", "ended"), [(2, None), (2, 9), (0, 3), (1, 3)])
@@ -170,7 +170,7 @@ def test_a_clear_that_raised_excuses_nothing_that_came_before_it(scribe):
     scribe.get(6, 7, 7)
     scribe.clear(8, 9)
     scribe.get(10, 11, 7)
-    assert kinds(scribe) == [Kind.LOST, Kind.REMOVED]
+    assert kinds(scribe) == [AnomalyKind.LOST, AnomalyKind.REMOVED]
 
 
 def test_after_a_removal_a_page_may_be_set_anew(scribe):
@@ -179,7 +179,7 @@ def test_after_a_removal_a_page_may_be_set_anew(scribe):
     scribe.set(4, 5, 8)
     scribe.get(6, 7, 8)
     scribe.get(8, 9, None)
-    assert kinds(scribe) == [Kind.LOST]
+    assert kinds(scribe) == [AnomalyKind.LOST]
 
 
 def test_exists_is_held_to_the_same(scribe):
@@ -188,7 +188,7 @@ def test_exists_is_held_to_the_same(scribe):
     scribe.exists(4, 5, 0)
     scribe.delete(6, 7)
     scribe.exists(8, 9, 1)
-    assert kinds(scribe) == [Kind.CLAIMED, Kind.DENIED, Kind.CLAIMED]
+    assert kinds(scribe) == [AnomalyKind.CLAIMED, AnomalyKind.DENIED, AnomalyKind.CLAIMED]
 
 
 def test_a_page_is_promised_to_nobody_before_its_set_has_answered(scribe):
@@ -203,8 +203,8 @@ def test_a_page_is_promised_to_nobody_before_its_set_has_answered(scribe):
 def test_only_the_first_missing_page_is_denied(scribe):
     scribe.set(0, 1, 7, keys=("a", "b", "c"))
     scribe.exists(2, 3, 1, keys=("a", "b", "c"))
-    (finding,) = HistoryChecker(scribe.events).check()
-    assert (finding.kind, finding.key, finding.index) == (Kind.DENIED, "b", 1)
+    (anomaly,) = HistoryChecker(scribe.events).check()
+    assert (anomaly.kind, anomaly.key, anomaly.index) == (AnomalyKind.DENIED, "b", 1)
 
 
 # Against a definition by quantifiers, and against a right store -----------------------------------------------------------
@@ -242,12 +242,12 @@ def histories(draw):
 
 
 class Definition:
-    """The findings of a history, by trying all events against all: what `HistoryChecker` says in one sweep."""
+    """The anomalies of a history, by trying all events against all: what `HistoryChecker` says in one sweep."""
 
     def __init__(self, events, *, keeps):
         self.events, self.keeps = events, keeps
 
-    def findings(self):
+    def anomalies(self):
         found = set()
         for event in self.events:
             if event.ended is None:
@@ -257,26 +257,26 @@ class Definition:
                 if event.call is Call.GET:
                     kind = self.of_get(event, key, event.ended.found[index])
                 elif event.call is Call.EXISTS and index <= event.ended.hit:
-                    kind = self.of_claim(event, key) if index < event.ended.hit else self.of_miss(event, key, Kind.DENIED)
+                    kind = self.of_claim(event, key) if index < event.ended.hit else self.of_miss(event, key, AnomalyKind.DENIED)
                 if kind:
                     found.add((event.begun.number, index, kind))
         return found
 
     def of_get(self, get, key, found):
         if found is None:
-            return self.of_miss(get, key, Kind.LOST)
+            return self.of_miss(get, key, AnomalyKind.LOST)
         if isinstance(found, bytes):
-            return Kind.FOREIGN
+            return AnomalyKind.FOREIGN
         wrote = next((event for event in self.sets(key) if event.begun.value == found and event.began_at <= get.ended_at), None)
         if wrote is None:
-            return Kind.UNBEGUN
+            return AnomalyKind.UNBEGUN
         if self.acknowledges(wrote, key) and any(before(wrote, gone) and before(gone, get) for gone in self.removals(key)):
-            return Kind.REMOVED
+            return AnomalyKind.REMOVED
         if self.keeps and any(
             self.acknowledges(event, key) and before(event, wrote) and not self.removable_since(event, get, key)
             for event in self.sets(key)
         ):
-            return Kind.REWRITTEN
+            return AnomalyKind.REWRITTEN
         return None
 
     def of_miss(self, answer, key, kind):
@@ -289,7 +289,7 @@ class Definition:
     def of_claim(self, answer, key):
         possible = [event for event in self.sets(key) if event.began_at <= answer.ended_at]
         # An acknowledgement that comes later than the answer has not been seen yet, and excuses it.
-        standing = [
+        environment_of = [
             event
             for event in possible
             if not (
@@ -298,7 +298,7 @@ class Definition:
                 and any(before(event, gone) and before(gone, answer) for gone in self.removals(key))
             )
         ]
-        return None if standing else Kind.CLAIMED
+        return None if environment_of else AnomalyKind.CLAIMED
 
     def sets(self, key):
         return [event for event in self.events if event.call is Call.SET and key in event.keys]
@@ -324,53 +324,53 @@ def before(one, two):
 @hypothesis.settings(max_examples=1500, deadline=None, database=None)
 def test_the_sweep_finds_what_the_definition_says(events, keeps):
     swept = {
-        (finding.answer.begun.number, finding.index, finding.kind) for finding in HistoryChecker(events, keeps=keeps).check()
+        (anomaly.answer.begun.number, anomaly.index, anomaly.kind) for anomaly in HistoryChecker(events, keeps=keeps).check()
     }
-    assert swept == Definition(events, keeps=keeps).findings()
+    assert swept == Definition(events, keeps=keeps).anomalies()
 
 
 @hypothesis.given(histories())
 @hypothesis.settings(max_examples=500, deadline=None, database=None)
 def test_a_counterexample_needs_no_other_event_and_all_of_its_own(events):
-    for finding in HistoryChecker(events).check():
-        shown = [*finding.witnesses, finding.answer]
-        assert _is_found(finding, shown)
-        for witness in finding.witnesses:
+    for anomaly in HistoryChecker(events).check():
+        shown = [*anomaly.witnesses, anomaly.answer]
+        assert _is_found(anomaly, shown)
+        for witness in anomaly.witnesses:
             rest = [event for event in shown if event is not witness]
             # Without the set that came too late, its value is nobody's.
-            assert finding.kind is Kind.UNBEGUN or not _is_found(finding, rest)
+            assert anomaly.kind is AnomalyKind.UNBEGUN or not _is_found(anomaly, rest)
 
 
-def _is_found(finding, events):
+def _is_found(anomaly, events):
     return any(
-        (again.kind, again.answer, again.index) == (finding.kind, finding.answer, finding.index)
+        (again.kind, again.answer, again.index) == (anomaly.kind, anomaly.answer, anomaly.index)
         for again in HistoryChecker(events).check()
     )
 
 
 class RightStore:
-    """Runs lanes of calls step by step in a random order; every step is atomic, and every answer right."""
+    """Runs clients of calls step by step in a random order; every step is atomic, and every answer right."""
 
     def __init__(self, chance, *, deaths=0.002):
         self.chance, self.deaths = chance, deaths
         self.pages, self.now = {}, 0
         self.recorder, self.numbers = Recorder(), 0
 
-    def run(self, lanes, calls):
-        running = [self.lane(f"L{lane}", calls) for lane in range(lanes)]
+    def run(self, clients, calls):
+        running = [self.client(f"L{client}", calls) for client in range(clients)]
         while running:
-            lane = self.chance.choice(running)
+            client = self.chance.choice(running)
             self.now += self.chance.randint(0, 2)
             try:
-                next(lane)
+                next(client)
             except StopIteration:
-                running.remove(lane)
-            if lane in running and self.chance.random() < self.deaths:
+                running.remove(client)
+            if client in running and self.chance.random() < self.deaths:
                 # Killed in the middle of a call, or between two.
-                running.remove(lane)
+                running.remove(client)
         return self.recorder.events()
 
-    def lane(self, name, calls):
+    def client(self, name, calls):
         for _ in range(calls):
             self.numbers += 1
             number, call = (
@@ -378,7 +378,7 @@ class RightStore:
                 self.chance.choice([Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR]),
             )
             keys = tuple(self.chance.sample("abc", self.chance.randint(1, 3))) if call is not Call.CLEAR else ()
-            self.recorder.note(Begun(number=number, lane=name, call=call, at=self.now, pool="kv", keys=keys, value=number))
+            self.recorder.note(Begun(number=number, client=name, call=call, at=self.now, pool="kv", keys=keys, value=number))
             answer = {}
             yield from getattr(self, call.value)(keys, number, answer)
             self.recorder.note(Ended(number=number, at=self.now, **answer))
@@ -427,19 +427,19 @@ class RightStore:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_right_store_is_never_blamed(seed):
-    events = RightStore(random.Random(seed)).run(lanes=5, calls=40)
+    events = RightStore(random.Random(seed)).run(clients=5, calls=40)
     assert len(events) > 20
     assert HistoryChecker(events).check() == []
 
 
 def test_a_right_store_is_killed_in_its_calls():
-    histories = [RightStore(random.Random(seed)).run(lanes=5, calls=40) for seed in range(60)]
+    histories = [RightStore(random.Random(seed)).run(clients=5, calls=40) for seed in range(60)]
     assert sum(event.ended is None for events in histories for event in events) > 20
 
 
 def test_the_work_is_linear_in_the_history():
     def visits(calls):
-        events = RightStore(random.Random(1), deaths=0).run(lanes=4, calls=calls)
+        events = RightStore(random.Random(1), deaths=0).run(clients=4, calls=calls)
         checker = HistoryChecker(events)
         checker.check()
         return checker.visits / operations(events)
@@ -463,15 +463,15 @@ def test_clears_cost_no_more_where_there_are_many_pages(scribe):
 # How it is told ----------------------------------------------------------------------------------------------------------
 
 
-def told(scribe, book=None):
-    findings = HistoryChecker(scribe.events).check()
-    return Story(IDENTITY, book or PageBook(), scribe.events).violation(findings, "CC-2")
+def told(scribe, patterns=None):
+    anomalies = HistoryChecker(scribe.events).check()
+    return Counterexample(IDENTITY, patterns or PagePatterns(), scribe.events).violation(anomalies, "CC-2")
 
 
 def test_a_lost_page_is_told_in_aligned_lines(scribe):
-    scribe.set(0, 1500, 7, keys=("a", "k"), lane="writer.0")
+    scribe.set(0, 1500, 7, keys=("a", "k"), client="writer.0")
     scribe.set(0, 1500, 9, keys=("unrelated",))
-    scribe.get(2000, 12_000, None, lane="reader.11")
+    scribe.get(2000, 12_000, None, client="reader.11")
     violation = told(scribe)
     assert violation.rule == "SET-1"
     assert str(violation) == "SET-1: page 0 key 'k' of pool 'kv' was stored (True) and removed by nobody, and a get answers False"
@@ -483,26 +483,26 @@ def test_a_lost_page_is_told_in_aligned_lines(scribe):
 
 
 def test_a_clear_that_raised_is_told_with_its_error(scribe):
-    scribe.set(0, 10, 7, lane="writer")
+    scribe.set(0, 10, 7, client="writer")
     scribe.clear(20, 30)
     late = scribe.clear(40, 50, "StorageTimeoutError: late")
     assert late.ended_at is None
-    scribe.get(60, 70, 7, lane="reader")
-    story = Story(IDENTITY, PageBook(), scribe.events)
-    finding = Finding(Kind.REMOVED, "k", 0, scribe.events[-1], (late,))
+    scribe.get(60, 70, 7, client="reader")
+    counterexample = Counterexample(IDENTITY, PagePatterns(), scribe.events)
+    anomaly = Anomaly(AnomalyKind.REMOVED, "k", 0, scribe.events[-1], (late,))
     assert "0.000 .. 0.010 ms  L2      clear             raised StorageTimeoutError: late" in "\n".join(
-        story.counterexample(finding)
+        counterexample.counterexample(anomaly)
     )
 
 
 def test_a_mixed_page_names_both_writers(scribe):
-    book = PageBook()
-    one, two = (book.render(Page(IDENTITY, "kv", "k", value), PAGE_BYTES) for value in (7, 8))
-    scribe.set(0, 2, 7, lane="A")
-    scribe.set(1, None, 8, lane="B")
-    scribe.set(1, 2, 9, lane="C")
-    scribe.get(3, 4, one[:32] + two[32:], lane="D")
-    violation = told(scribe, book)
+    patterns = PagePatterns()
+    one, two = (patterns.render(Page(IDENTITY, "kv", "k", value), PAGE_BYTES) for value in (7, 8))
+    scribe.set(0, 2, 7, client="A")
+    scribe.set(1, None, 8, client="B")
+    scribe.set(1, 2, 9, client="C")
+    scribe.get(3, 4, one[:32] + two[32:], client="D")
+    violation = told(scribe, patterns)
     assert violation.rule == "CC-2"
     assert "page 0 key 'k' of pool 'kv' is value 7 in bytes 0..31, is value 8 in bytes 32..63 of 64" in str(violation)
     lines = violation.__notes__[0].splitlines()[1:]
@@ -512,9 +512,9 @@ def test_a_mixed_page_names_both_writers(scribe):
 
 
 def test_another_page_s_bytes_are_told_by_their_key(scribe):
-    book = PageBook()
-    scribe.get(3, 4, book.render(Page(IDENTITY, "kv", "other", 5), PAGE_BYTES))
-    assert "holds bytes of key 'other' in bytes 0..63 of 64" in str(told(scribe, book))
+    patterns = PagePatterns()
+    scribe.get(3, 4, patterns.render(Page(IDENTITY, "kv", "other", 5), PAGE_BYTES))
+    assert "holds bytes of key 'other' in bytes 0..63 of 64" in str(told(scribe, patterns))
 
 
 def test_wrong_bytes_are_told_before_missing_ones(scribe):
@@ -528,7 +528,7 @@ def test_wrong_bytes_are_told_before_missing_ones(scribe):
 
 def test_every_kind_can_be_told(scribe):
     event = scribe.get(0, 1, 3)
-    story = Story(IDENTITY, PageBook(), scribe.events)
-    for kind in Kind:
-        if kind is not Kind.FOREIGN:
-            assert story.headline(Finding(kind, "k", 0, event)).startswith("page 0 key 'k'")
+    counterexample = Counterexample(IDENTITY, PagePatterns(), scribe.events)
+    for kind in AnomalyKind:
+        if kind is not AnomalyKind.FOREIGN:
+            assert counterexample.headline(Anomaly(kind, "k", 0, event)).startswith("page 0 key 'k'")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.bench import CAPACITY, DIRECTORY, STEPS
-from hicache_conformance.catalogue import catalogue
-from hicache_conformance.manifest import Level, parse_levels, rules
-from hicache_conformance.needs import declares, undeclared
+from hicache_conformance.fixtures.open_context import CAPACITY, DIRECTORY, STEPS
+from hicache_conformance.model.requirements import declares, undeclared
+from hicache_conformance.model.rules import Level, parse_levels, rules
+from hicache_conformance.suite.driver_conformance import catalogue
 from hicache_storage.spec import Capabilities, Durability, Sharing
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec.md"

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from hicache_conformance.catalogue import catalogue
-from hicache_conformance.foreign.promises import sglang_promises
-from hicache_conformance.foreign.setup import known
-from hicache_conformance.manifest import Level, rules
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.report.matrix import CaseRow, DriverName, RuleRow, Run, matrix, read_run
+from hicache_conformance.interfaces.profile import sglang_promises
+from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level, rules
+from hicache_conformance.report.matrix import CaseRow, DriverId, DriverRun, RuleRow, matrix, read_run
+from hicache_conformance.suite.driver_conformance import catalogue
 
 SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
 AGAIN = "hicache conformance run wrong --seed 4 --case 'test_holes'"
@@ -26,7 +26,9 @@ def rule(name, outcome, *cases, reason="", selected=True):
 
 
 def run(driver, *found, interface="", verdict="conformant"):
-    return Run(DriverName(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface)
+    return DriverRun(
+        DriverId(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface
+    )
 
 
 RIGHT = run("right", rule("GET-1", Outcome.PASS), rule("EX-1", Outcome.PASS), rule("ST-1", Outcome.UNTESTED, selected=False))

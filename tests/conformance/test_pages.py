@@ -7,21 +7,21 @@ from itertools import product
 
 import pytest
 
-from hicache_conformance.memory import EnginePool, GuardedPool
-from hicache_conformance.oracle import Asked, check
-from hicache_conformance.pages import Page, PageBook, canary, spent
-from hicache_conformance.redact import redacted
-from hicache_conformance.subject import all_pages, block_groups, trailing
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.oracle import PoolQuery, check
+from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
+from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
+from hicache_storage.tools.options import redacted
 
 IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
 
 
 def told(found: Page | bytes, length: int = 100) -> str:
-    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
-    content = book.render(found, length) if isinstance(found, Page) else found
-    return book.explain(content, expected)
+    patterns, expected = PagePatterns(), Page(IDENTITY, "kv", "right")
+    content = patterns.render(found, length) if isinstance(found, Page) else found
+    return patterns.explain(content, expected)
 
 
 def test_a_right_page_is_not_explained():
@@ -47,16 +47,16 @@ def test_a_wrong_page_is_explained(found, words):
 
 
 def test_the_first_wrong_byte_counts():
-    book, expected = PageBook(), Page(IDENTITY, "kv", "right")
-    right = book.render(expected, 100)
-    other = book.render(Page(IDENTITY, "kv", "wrong"), 100)
-    assert "holds bytes of key 'wrong' at byte 48" in book.explain(right[:50] + other[50:], expected)
-    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in book.explain(right[:16] + right[:84], expected)
-    assert "differs in its last 4 bytes" in book.explain(right[:-1] + b"\0", expected)
+    patterns, expected = PagePatterns(), Page(IDENTITY, "kv", "right")
+    right = patterns.render(expected, 100)
+    other = patterns.render(Page(IDENTITY, "kv", "wrong"), 100)
+    assert "holds bytes of key 'wrong' at byte 48" in patterns.explain(right[:50] + other[50:], expected)
+    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in patterns.explain(right[:16] + right[:84], expected)
+    assert "differs in its last 4 bytes" in patterns.explain(right[:-1] + b"\0", expected)
 
 
 def test_pools_keep_what_is_written_and_their_guards():
-    for pool in (GuardedPool(components=(7, 33), skew=3), EnginePool()):
+    for pool in (GuardedPool(components=(7, 33), skew=3), EngineHostPool()):
         pages = {page: bytes((page + index) % 251 for index in range(pool.page_bytes)) for page in range(pool.pages)}
         for page, content in pages.items():
             pool.write(page, content)
@@ -80,7 +80,7 @@ def test_the_oracle_and_the_sdk_agree():
     ]
     for kv, other in product(product((True, False), repeat=4), repeat=2):
         for transfer in policies:
-            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [Asked(transfer, other)])
+            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [PoolQuery(transfer, other)])
 
 
 def test_the_oracle_says_what_is_wrong():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_conformance.pipeline import HOST_MEMORY, broken_rule, wait_for
-from hicache_conformance.target import DriverTarget
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures.pipeline import HOST_MEMORY, broken_rule, wait_for
+from hicache_conformance.fixtures.target import DriverTarget
+from hicache_conformance.model.violation import Violation
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.transfer import DevicePages, PageTransfers
 from hicache_storage.transfer.simulator import Access, Race, StreamSimulator

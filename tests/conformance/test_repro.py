@@ -1,4 +1,4 @@
-"""`hicache conformance repro` and `--serve`: a failure out of its results, in another process, another directory, later."""
+"""`hicache conformance repro` and `--start-server`: a failure out of its results, in another process, another directory, later."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from random import Random
 import msgspec
 import pytest
 
-from hicache_conformance.faults.drawing import drawn_plan
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.outcomes import CaseOutcome, Outcome, Replay
-from hicache_conformance.replay import Record, RecordedCase, Repetition
+from hicache_conformance.injectors.random_plan import generate_plan
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, Replay
 from hicache_conformance.report.results import store_is_fresh
+from hicache_conformance.runner.replay import Record, RecordedCase, Repetition
 
 RUN, REPRO = ("conformance", "run"), ("conformance", "repro")
 CASE = "test_random_faults[objects]"
-SERVER = Path(__file__).with_name("controls") / "control_server.py"
+SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 
 # Acknowledges pages that could not be written. A driver of the same name without the fault is right.
 DRIVER = """
-from control_files import SharedFiles
+from drivers_files import SharedFiles
 
 class Flawed(SharedFiles):
     pass
@@ -36,15 +36,15 @@ FAULT = """
         return {pool: [True] * len(pages) for pool, pages in super().batch_set_v2(transfers, extra_info).items()}
 """
 PLUGIN = """
-from control import PATH
-from control_faults import BUFFERED
+from sample_driver import PATH
+from drivers_faults import BUFFERED
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 
 @hookimpl
 def hicache_register_drivers():
     return [
         DriverSpec(
-            name="Flawed", target="flawed:Flawed", config="control_files:SharedFilesConfig", trial_config=PATH,
+            name="Flawed", target="flawed:Flawed", config="drivers_files:SharedFilesConfig", trial_config=PATH,
             capabilities=BUFFERED,
         )
     ]
@@ -55,7 +55,7 @@ def _seed():
     """The first seed with a plan in which no write succeeds, so that some set is refused while the faults last."""
     for seed in range(1000):
         for number in range(3):
-            plan = drawn_plan("objects", Random(f"{seed}/{CASE}/plan {number}"), hangs=False, engines=True)
+            plan = generate_plan("objects", Random(f"{seed}/{CASE}/plan {number}"), hangs=False, engines=True)
             if any(
                 fault.kind is FaultKind.ERROR and not fault.first and not fault.count and not plan.destroys
                 for fault in plan.faults
@@ -100,7 +100,7 @@ def failure(flawed, results):
 def test_the_faults_of_a_case_are_in_the_results(failure):
     _, case = failure
     plans = msgspec.convert(case["plans"], list[FaultPlan])
-    assert {plan.ground for plan in plans} == {"objects"}
+    assert {plan.injector for plan in plans} == {"objects"}
     # The last one is the one it has failed with.
     assert plans[-1].as_json() in case["detail"]
 
@@ -254,7 +254,7 @@ def test_when_a_run_begins_with_an_empty_store(durability, options, fresh):
     assert store_is_fresh({"durability": durability}, options) is fresh
 
 
-# --serve -------------------------------------------------------------------------------------------------------------
+# --start-server -------------------------------------------------------------------------------------------------------------
 
 SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log"])
 SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
@@ -262,13 +262,13 @@ SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
 
 def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(site, tmp_path, results):
     ran = site.hicache(
-        *RUN, "TakesAnythingForAnAnswer", *SMOKE, "--case", "told_once", "--case", "one_page", "--serve", SERVE,
+        *RUN, "TakesAnythingForAnAnswer", *SMOKE, "--case", "told_once", "--case", "one_page", "--start-server", SERVE,
         "-c", "port={port:mine}", "--report", str(tmp_path),
     )  # fmt: skip
     assert ran.status == 1, ran.output
     report = results(tmp_path)
     names = {case["name"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "pass"}
-    assert {f"test_one_page_fails[{ground}]" for ground in ("network", "services", "objects")} <= names
+    assert {f"test_one_page_fails[{injector}]" for injector in ("network", "services", "objects")} <= names
     assert report["replay"]["services"] == [SERVE]
     again = site.hicache(*REPRO, str(tmp_path), "FT-1", "--case", "network")
     assert again.status == 1, again.output
@@ -278,13 +278,13 @@ def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
 @pytest.mark.parametrize(
     ("serve", "port", "words"),
     [
-        ("", "1", "--serve needs a command"),
+        ("", "1", "--start-server needs a command"),
         ("server 'of", "1", "No closing quotation"),
-        (SERVE, "{port:other}", "no server listens on {port:other}; start one with --serve"),
+        (SERVE, "{port:other}", "no server listens on {port:other}; start one with --start-server"),
     ],
 )
 def test_servers_that_cannot_be_exit_2(site, serve, port, words):
-    ran = site.hicache(*RUN, "Networked", *SMOKE, "--serve", serve, "-c", f"port={port}")
+    ran = site.hicache(*RUN, "Networked", *SMOKE, "--start-server", serve, "-c", f"port={port}")
     assert ran.status == 2, ran.output
     assert words in ran.output.replace("\n", " ")
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hicache_conformance.faults.decay import Decay, let_rot
-from hicache_conformance.sparse import PIECE_BYTES, copy_file, extents, find_all
+from hicache_conformance.harness.corruption import FileCorruption, corrupt_files
+from hicache_conformance.harness.sparse_files import PIECE_BYTES, copy_file, extents, find_all
 
 HUGE = 1 << 40
 PLACES = (0, 7 << 20, HUGE - 10_000)
@@ -62,7 +62,7 @@ def test_small_files_are_copied_too(tmp_path, content):
 
 
 def test_flipped_pages_differ_in_one_bit(huge):
-    assert let_rot(huge.parent, PAGES, Decay.FLIPPED, random.Random(1)) == 3
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.FLIPPED, random.Random(1)) == 3
     assert huge.stat().st_size == HUGE
     with huge.open("rb") as file:
         for place, page in zip(PLACES, PAGES, strict=True):
@@ -71,11 +71,11 @@ def test_flipped_pages_differ_in_one_bit(huge):
 
 
 def test_other_decays(huge):
-    assert let_rot(huge.parent, PAGES[1:], Decay.TORN, random.Random(1)) == 2
+    assert corrupt_files(huge.parent, PAGES[1:], FileCorruption.TORN, random.Random(1)) == 2
     assert PLACES[1] < huge.stat().st_size < PLACES[1] + 8192
-    assert let_rot(huge.parent, PAGES[1:], Decay.EMPTIED, random.Random(1)) == 0
-    assert let_rot(huge.parent, PAGES, Decay.EMPTIED, random.Random(1)) == 1
+    assert corrupt_files(huge.parent, PAGES[1:], FileCorruption.EMPTIED, random.Random(1)) == 0
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.EMPTIED, random.Random(1)) == 1
     assert huge.stat().st_size == 0
     huge.write_bytes(PAGES[0])
-    assert let_rot(huge.parent, PAGES, Decay.GONE, random.Random(1)) == 1
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.GONE, random.Random(1)) == 1
     assert not huge.exists()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hicache_conformance.catalogue import Case
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import CaseOutcome, Header, Outcome, Stream, StreamWriter
-from hicache_conformance.verdict import Verdict, judge
+from hicache_conformance.model.case import Case
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream, StreamWriter
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import Verdict, judge
 
 CORE = [Level.CORE]
 
 
 def planned(name, *rules, levels=(Level.CORE,)):
-    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, damages=False, summary="")
+    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, corrupts=False, summary="")
 
 
 def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
@@ -29,7 +29,7 @@ def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), *
     known = {
         case.name: case for case in catalogue or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
     }
-    record = Stream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
+    record = OutcomeStream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
     return judge(record, levels, known)
 
 
@@ -38,7 +38,7 @@ def rule(judgement, name):
 
 
 def all_core_pass():
-    from hicache_conformance.manifest import rules
+    from hicache_conformance.model.rules import rules
 
     return [ended(f"test_{name}", name) for name, known in rules().items() if Level.CORE in known.levels]
 
@@ -136,7 +136,7 @@ def test_a_stream_without_a_footer_is_unfinished(tmp_path):
     writer.start("test_b", ("GET-2",), ("core",))
     with path.open("a") as file:
         file.write('["outcome", {"case": "tes')
-    stream = Stream.read(path)
+    stream = OutcomeStream.read(path)
     assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (header(), 2, ["test_a"])
     assert stream.running is not None
     assert stream.running.case == "test_b"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import yaml
 from blocks import COMPARED, printed, steps
 
-from hicache_conformance.ports import accepts, free_ports
+from hicache_conformance.harness.ports import accepts, free_ports
 
 if TYPE_CHECKING:
     from blocks import Block, Step

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from hicache_conformance.ports import accepts, free_ports
+from hicache_conformance.harness.ports import accepts, free_ports
 from tests.docs.blocks import blocks, steps
 from tests.interop.tiny_model import VOCABULARY
 

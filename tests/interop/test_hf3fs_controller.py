@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from hicache_conformance.grounds.services import stand_still
+from hicache_conformance.injectors.servers import stand_still
 from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
 from tests.interop.hybrids import MAMBA, PAGES, comes_back, hybrid, pages_back, works_again
 from tests.interop.metadata import live

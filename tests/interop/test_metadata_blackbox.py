@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.metadata.book import Part
-from hicache_conformance.metadata.run import Order, judge_run, run
-from hicache_conformance.metadata.server import Served
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.settings import Settings
-from hicache_conformance.verdict import Verdict
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.protocol.rules import Part
+from hicache_conformance.protocol.runner import RunRequest, judge_run, run
+from hicache_conformance.protocol.server import Served
 
 # A run against a server takes minutes where the processors are busy.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
@@ -57,7 +57,7 @@ KEPT = (
 
 def judged(levels=tuple(Level), **options):
     with Served(command=SERVE) as place:
-        order = Order(server=place, settings=Settings.fresh(1, "smoke", levels), **options)
+        order = RunRequest(server=place, settings=Settings.fresh(1, "smoke", levels), **options)
         stream = run(order)
         return judge_run(order, stream), stream
 

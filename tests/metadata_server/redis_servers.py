@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import redis
 from redis.exceptions import BusyLoadingError, RedisError
 
-from hicache_conformance.ports import free_ports
+from hicache_conformance.harness.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

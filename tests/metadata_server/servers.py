@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import closing, contextmanager
 
-from hicache_conformance.metadata.native import NativeClient
-from hicache_conformance.metadata.server import Served
-from hicache_conformance.metadata.wire import Wire
+from hicache_conformance.protocol.http_client import HttpClient
+from hicache_conformance.protocol.server import Served
+from hicache_conformance.protocol.v2_client import V2Client
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
@@ -17,5 +17,5 @@ DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --le
 
 @contextmanager
 def served(command=DURABLE, token=""):
-    with Served(command=command) as place, closing(Wire(place.url, token)) as wire:
-        yield place, NativeClient(wire)
+    with Served(command=command) as place, closing(HttpClient(place.url, token)) as wire:
+        yield place, V2Client(wire)

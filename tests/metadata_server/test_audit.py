@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_conformance.metadata.wire import Wire
+from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.service.tenants import Caller
 from hicache_metadata_server.settings import ServerSettings
@@ -175,7 +175,7 @@ class Given:
         )
 
     def wire(self, token):
-        wire = Wire(self.place.url.replace("http:", "https:"), token)
+        wire = HttpClient(self.place.url.replace("http:", "https:"), token)
         wire._connection = lambda: trusting(wire, self.directory / "authority.pem")
         return wire
 

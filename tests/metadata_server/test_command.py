@@ -26,8 +26,8 @@ def place(tmp_path_factory):
     (tokens / "client").write_text("all\n")
     (tokens / "reader").write_text("look\n")
     with served(f"{DURABLE} --token-file {tokens / 'server'}", "all") as (place, client):
-        client.wire.post("/0/initialize", {"num_pages": 50})
-        client.wire.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+        client.http.post("/0/initialize", {"num_pages": 50})
+        client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
         yield place.url, str(tokens / "client"), str(tokens / "reader")
 
 

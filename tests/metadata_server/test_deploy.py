@@ -164,7 +164,7 @@ def test_scheduled_backups_are_made(tmp_path, kind):
         command, url = shlex.split(line.replace("$$", "$").replace("%%", "%")), "http://127.0.0.1:18000"
     main = f"{sys.executable} -c 'from hicache_storage.cli.main import main; main()'"
     with served(f"{SERVE} --token-file {tmp_path}/tokens.json", "all") as (place, client):
-        client.wire.post("/0/initialize", {"num_pages": 50})
+        client.http.post("/0/initialize", {"num_pages": 50})
         for there, here in {
             url: place.url, "/backups/": f"{tmp_path}/", "/secrets/token": f"{tmp_path}/token", "/opt/hicache/bin/python": sys.executable,
             "/etc/hicache-metadata/backup.token": f"{tmp_path}/token", "/opt/hicache/bin/hicache": main,

@@ -228,8 +228,8 @@ def test_all_are_dropped_or_none():
 
 def test_the_command_waits_for_the_quarantine(tmp_path):
     with served() as (place, client):
-        client.wire.post("/0/initialize", {"num_pages": 50})
-        client.wire.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+        client.http.post("/0/initialize", {"num_pages": 50})
+        client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
         run = CliRunner().invoke
         refused = run(app, ["drop", "0:kv", "--url", place.url])
         assert refused.exit_code == 2

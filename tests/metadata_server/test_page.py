@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from hicache_conformance.metadata.native import NativeScope
+from hicache_conformance.protocol.v2_client import V2Scope
 from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Scopes
 from hicache_metadata_server.web.page.assets import read_assets
 from tests.metadata_server.browser import browser
@@ -58,8 +58,8 @@ def server():
     """With forty small scopes, and one whose slots are in every state."""
     with served(LASTING) as (place, client):
         for number in range(1, 40):
-            NativeScope(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)).initialize()
-        scope = NativeScope(client, SCOPE, SLOTS, 4096, random.Random(1))
+            V2Scope(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)).initialize()
+        scope = V2Scope(client, SCOPE, SLOTS, 4096, random.Random(1))
         scope.initialize()
         client.wire.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
         keys = [ODD, *(f"page-{i:03}" for i in range(99))]
@@ -340,7 +340,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
     file = write_tokens(tmp_path / "tokens.json", operator="admin all", reader="read look")
     page.expected = ["401"]
     with served(f"{LASTING} --token-file {file}", "all") as (place, client):
-        NativeScope(client, SCOPE, SLOTS, 4096, random.Random(1)).initialize()
+        V2Scope(client, SCOPE, SLOTS, 4096, random.Random(1)).initialize()
         page.open(f"{place.url}/#/scope/{SCOPE}")
         page.shows("h1", "This server asks for a token")
         assert SCOPE not in page.text("body"), "nothing is told without one"
@@ -362,7 +362,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
 def test_a_server_that_is_killed_and_comes_back(page):
     page.expected = ["ERR_CONNECTION"]
     with served(LASTING) as (place, client):
-        scope = NativeScope(client, SCOPE, SLOTS, 4096, random.Random(1))
+        scope = V2Scope(client, SCOPE, SLOTS, 4096, random.Random(1))
         scope.initialize()
         scope.store(["a", "b"])
         page.open(place.url)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hicache_conformance.metadata.native import NativeScope
+from hicache_conformance.protocol.v2_client import V2Scope
 from tests.conformance.metadata.judging import broken, conforms_entirely, errors, judged
 from tests.metadata_server.servers import DURABLE, SERVE, Served, served
 from tests.metadata_server.token_files import write_tokens
@@ -25,7 +25,7 @@ LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --le
 def test_every_acknowledged_change_survives_kill_9(seed):
     chance = random.Random(seed)
     with served(LASTING) as (place, client):
-        scope = NativeScope(client, "0:kv", SLOTS, 4096, chance)
+        scope = V2Scope(client, "0:kv", SLOTS, 4096, chance)
         scope.initialize()
         writers = [Writer(place.url, number) for number in range(3)]
         for writer in writers:
@@ -35,28 +35,28 @@ def test_every_acknowledged_change_survives_kill_9(seed):
         for writer in writers:
             writer.join()
         place.start()
-        client.wire.drop()
+        client.http.drop()
         assert all(writer.live or writer.unsure for writer in writers), "a writer got nothing done before the kill"
         see_kept(scope, writers)
 
 
 def test_sigterm_answers_what_was_accepted_and_keeps_it():
     with served() as (place, client):
-        scope = NativeScope(client, "0:kv", SLOTS, 4096, random.Random(1))
+        scope = V2Scope(client, "0:kv", SLOTS, 4096, random.Random(1))
         scope.initialize()
         pages = scope.store(["a", "b"])
         place._process.send_signal(signal.SIGTERM)
         place._process.wait(60)
         place.kill()
         place.start()
-        client.wire.drop()
+        client.http.drop()
         assert scope.lookup(["a", "b"]).slots == [page.slot for page in pages]
 
 
 def test_a_second_server_on_the_same_store_says_so(tmp_path):
     command = f"{SERVE} --store sqlite:///{tmp_path}/m.db"
     with served(command):
-        from hicache_conformance.metadata.server import CannotStartError
+        from hicache_conformance.protocol.server import CannotStartError
 
         with pytest.raises(CannotStartError, match="another server has this store"), Served(command=command):
             pass

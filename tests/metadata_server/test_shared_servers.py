@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from hicache_conformance.metadata.native import NativeClient, NativeScope
-from hicache_conformance.metadata.wire import Wire
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.protocol.http_client import HttpClient
+from hicache_conformance.protocol.v2_client import V2Client, V2Scope
 from tests.conformance.metadata.judging import conforms_entirely, judged
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import SERVE, Served
@@ -55,9 +55,9 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
         places = [stack.enter_context(Served(command=command)) for _ in range(2)]
         scopes = []
         for place in places:
-            wire = Wire(place.url)
+            wire = HttpClient(place.url)
             stack.callback(wire.close)
-            scopes.append(NativeScope(NativeClient(wire), "0:kv", SLOTS, 4096, random.Random(1)))
+            scopes.append(V2Scope(V2Client(wire), "0:kv", SLOTS, 4096, random.Random(1)))
         scopes[0].initialize()
         writers = [SharedWriter(places[number % 2].url, number) for number in range(3)]
         for writer in writers:
@@ -76,8 +76,8 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
             redis.start()
         else:
             places[0].start()
-        scopes[0].client.wire.drop()
-        until(lambda: scopes[0].client.wire.get("/readyz").status == 200)
+        scopes[0].client.http.drop()
+        until(lambda: scopes[0].client.http.get("/readyz").status == 200)
         see_kept(scopes[0], writers)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.metadata.wire import Wire
+from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_metadata_server.service.refused import RefusedError
@@ -121,7 +121,7 @@ class Crowd:
 
     def _run(self, url, work, number):
         try:
-            with closing(Wire(url, "token-of-acme")) as wire:
+            with closing(HttpClient(url, "token-of-acme")) as wire:
                 work(wire, number)
         except Exception as error:  # noqa: BLE001 - it is told where the threads are joined
             self.failures.append(error)
@@ -168,19 +168,19 @@ def test_a_crowd_gets_no_more_than_its_quota(place):
     assert given
     place.kill()
     place.start()
-    client.wire.drop()
+    client.http.drop()
     assert Holding.of(listed(client)) == Holding.of(given)
-    refused = client.wire.post("/v2/initialize", p.Initialize(scopes=[geometry("9:x", 2000, 500)]))
+    refused = client.http.post("/v2/initialize", p.Initialize(scopes=[geometry("9:x", 2000, 500)]))
     assert refused.status == 200, "an admin without a tenant has no quota"
 
 
 def listed(client):
-    return p.decode(client.wire.get("/v2/scopes").body, p.Scopes).scopes
+    return p.decode(client.http.get("/v2/scopes").body, p.Scopes).scopes
 
 
 def test_a_crowd_sends_no_more_than_its_rate(place):
     place, client, quotas = place
-    assert client.wire.post("/0/initialize", {"num_pages": 1}).status == 204
+    assert client.http.post("/0/initialize", {"num_pages": 1}).status == 204
     rate, burst = 4.0, 5
     quotas.write_text(f"[default]\nrequests_per_second = {rate}\nburst = {burst}\n")
     until_metric(client, 'hicache_metadata_reloads_total{what="tenants"} 2.0')
@@ -195,12 +195,12 @@ def test_a_crowd_sends_no_more_than_its_rate(place):
     assert set(answers) == {200, 429}
     assert answers.count(200) <= rate * seconds + burst
     assert answers.count(200) >= burst
-    assert client.wire.get("/v2").status == 200, "others are not held up"
+    assert client.http.get("/v2").status == 200, "others are not held up"
 
 
 def until_metric(client, line):
     until = time.monotonic() + 30
-    while line not in client.wire.get("/metrics").body.decode():
+    while line not in client.http.get("/metrics").body.decode():
         assert time.monotonic() < until, f"{line} does not come"
         time.sleep(0.05)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 
-from hicache_conformance.metadata.native import NativeClient, NativeScope
-from hicache_conformance.metadata.wire import Unanswered, Wire
+from hicache_conformance.protocol.http_client import HttpClient, Unanswered
+from hicache_conformance.protocol.v2_client import V2Client, V2Scope
 from hicache_metadata_server.protocol import Checked, Fsck, Reserved
 
 # So many that nothing is evicted.
@@ -18,11 +18,11 @@ class Writer(threading.Thread):
 
     def __init__(self, url, number):
         super().__init__(daemon=True)
-        self.chance, self.wire, self.number = random.Random(number), Wire(url, answer_seconds=60.0), number
+        self.chance, self.wire, self.number = random.Random(number), HttpClient(url, answer_seconds=60.0), number
         self.live, self.unsure = {}, set()
 
     def run(self):
-        scope = NativeScope(NativeClient(self.wire), "0:kv", SLOTS, 4096, self.chance)
+        scope = V2Scope(V2Client(self.wire), "0:kv", SLOTS, 4096, self.chance)
         try:
             for batch in range(10_000):
                 keys = [f"{self.number}-{batch}-{i}" for i in range(self.chance.choice((1, 16, 128)))]

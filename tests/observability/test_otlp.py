@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability import tracing
 from hicache_storage.observability.otel import provider_from_environment

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.logs import JsonFormatter, configure_json_logs
 from hicache_storage.observability.request_ids import (

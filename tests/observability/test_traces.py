@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server.stores.store import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
 from hicache_storage.layers.tracing import TracingLayer

@@ -1,1 +1,1 @@
-"""The cases, one module for each subject. A case never skips itself and never returns early: `covers` says what it needs."""
+"""The cases, one module a subject. `covers` declares what a case needs; a case never skips itself or returns early."""

@@ -1,4 +1,7 @@
-"""Requests that take effect and report an error: what a lost reply, a soft mount, or NFS after a retransmission tells a writer."""
+"""Faults that take effect and are reported as errors.
+
+Lost replies, soft mounts, NFS retransmissions.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,27 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import UNGUARDED, bounded, check_hits, hurry, wait_until_serving, working
-from hicache_conformance.manifest import Level
-from hicache_conformance.needs import declares
-from hicache_conformance.pages import short
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures.fault_calls import (
+    UNGUARDED,
+    call_bounded,
+    check_hits,
+    serving_storage,
+    set_deadline,
+    wait_until_serving,
+)
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.requirements import declares
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.injector import FaultInjector
 
 FAULTS: Final = (Level.FAULTS,)
 MUTATING: Final = {
@@ -28,8 +38,8 @@ MUTATING: Final = {
     "network": ("reply",),
     "objects": ("write", "remove"),
 }
-"""Sorts of requests of each ground that change something; a lost reply is one to a request that may have."""
-MOST_STEPS: Final = 12
+"""Sorts of requests of each injector that change something; a lost reply is one to a request that may have."""
+MAX_STEPS: Final = 12
 """Requests of a set that are struck, one after the other; no more than there are."""
 BATCH: Final = 48
 APPLIED_SECONDS: Final = 2.0
@@ -41,57 +51,57 @@ class AppliedCases:
 
     @covers("SET-1", "GET-1", "FT-1", "FT-6", levels=FAULTS)
     @pytest.mark.parametrize("error", ["EIO", "retransmitted"])
-    def test_requests_that_took_effect_and_failed(self, lab: Lab, ground: Ground, error: str) -> None:
+    def test_requests_that_took_effect_and_failed(self, context: CaseContext, injector: FaultInjector, error: str) -> None:
         """Each request of a set in turn: what sets acknowledge then and later is found by all, also by those that open later."""
-        writer, keys = working(lab, ground, pages=2)
-        shared = declares(lab.capabilities, "sharing>=process")
-        reader = lab.storage(writer.identity, options=UNGUARDED) if shared else writer
-        plan = FaultPlan(ground.name, ())
+        writer, keys = serving_storage(context, injector, pages=2)
+        shared = declares(context.capabilities, "sharing>=process")
+        reader = context.storage(writer.identity, options=UNGUARDED) if shared else writer
+        plan = FaultPlan(injector.name, ())
         stored = dict.fromkeys(keys, plan)
-        for step in range(MOST_STEPS):
-            plan = _plan(ground, error, step)
-            hurry(writer, APPLIED_SECONDS)
-            ground.strike(plan)
+        for step in range(MAX_STEPS):
+            plan = _plan(injector, error, step)
+            set_deadline(writer, APPLIED_SECONDS)
+            injector.inject(plan)
             # The one that is struck, and others of other sizes, which may take what it has left behind for theirs.
-            new = [key for pages in (3, 1 + step % 2, 2) for key in _set(lab, ground, writer, pages, plan)]
-            reached = ground.struck()
-            ground.heal()
-            hurry(writer, None)
+            new = [key for pages in (3, 1 + step % 2, 2) for key in _set(context, injector, writer, pages, plan)]
+            reached = injector.injected_count()
+            injector.heal()
+            set_deadline(writer, None)
             written = dict.fromkeys(new, plan)
             stored |= written
-            for subject in (writer, reader):
-                _check_there(subject, written)
+            for sut in (writer, reader):
+                _check_there(sut, written)
             if not reached:
                 break
-        wait_until_serving(lab, writer, plan)
-        for subject in (writer, reader, lab.storage(writer.identity, options=UNGUARDED) if shared else writer):
-            _check_there(subject, stored)
+        wait_until_serving(context, writer, plan)
+        for sut in (writer, reader, context.storage(writer.identity, options=UNGUARDED) if shared else writer):
+            _check_there(sut, stored)
 
 
-def _plan(ground: Ground, error: str, step: int) -> FaultPlan:
+def _plan(injector: FaultInjector, error: str, step: int) -> FaultPlan:
     """Nothing where no single request can be made to fail after it took effect."""
-    if ground.name not in MUTATING:
-        return FaultPlan(ground.name, ())
+    if injector.name not in MUTATING:
+        return FaultPlan(injector.name, ())
     name = "" if error == "retransmitted" else error
     return FaultPlan(
-        ground.name, (Fault(kind=FaultKind.APPLIED, operations=MUTATING[ground.name], first=step, count=1, error=name),)
+        injector.name, (Fault(kind=FaultKind.APPLIED, operations=MUTATING[injector.name], first=step, count=1, error=name),)
     )
 
 
-def _set(lab: Lab, ground: Ground, writer: Subject, pages: int, plan: FaultPlan) -> list[str]:
+def _set(context: CaseContext, injector: FaultInjector, writer: StorageUnderTest, pages: int, plan: FaultPlan) -> list[str]:
     """Set fresh pages; those that were acknowledged."""
-    keys = lab.keys(pages)
-    answers = bounded(ground, plan, "batch_set_v2", partial(writer.set, keys))
+    keys = context.keys(pages)
+    answers = call_bounded(injector, plan, "batch_set_v2", partial(writer.set, keys))
     return [key for key, ok in zip(keys, answers, strict=True) if ok]
 
 
-def _check_there(subject: Subject, stored: Mapping[str, FaultPlan]) -> None:
+def _check_there(sut: StorageUnderTest, stored: Mapping[str, FaultPlan]) -> None:
     """Read pages that were acknowledged, each under a fault of its own."""
     keys = list(stored)
     for start in range(0, len(keys), BATCH):
         some = keys[start : start + BATCH]
-        for key, content in zip(some, subject.get(some), strict=True):
-            check_hits(subject, [key], [content], stored[key])
+        for key, content in zip(some, sut.get(some), strict=True):
+            check_hits(sut, [key], [content], stored[key])
             if content is None:
                 raise Violation(
                     "SET-1",

@@ -1,22 +1,22 @@
-"""clear() removes what its own namespaces hold, and nothing of anybody else's."""
+"""clear(): removes what its own namespaces hold, and nothing of others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.memory import PoolMemory
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
 
 IDENTITY = [Level.IDENTITY]
 
@@ -25,30 +25,30 @@ class ClearingCases:
     """LC-4."""
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_clear_removes_its_own(self, lab: Lab) -> None:
+    def test_clear_removes_its_own(self, context: CaseContext) -> None:
         """Every page of every registered pool is gone, and can be set anew."""
-        subject, keys = lab.storage(pools=_pools()), lab.keys(6)
-        for pool in subject.memories:
-            subject.store(keys, pool)
-        subject.call("clear", subject.storage.clear)
-        for pool in subject.memories:
-            subject.expect_missing(keys, pool, rule="LC-4", why="was cleared")
-            subject.store(keys, pool, generation=1)
-            subject.expect(keys, pool, generation=1)
+        sut, keys = context.storage(pools=_pools()), context.keys(6)
+        for pool in sut.memories:
+            sut.store(keys, pool)
+        sut.call("clear", sut.storage.clear)
+        for pool in sut.memories:
+            sut.expect_missing(keys, pool, rule="LC-4", why="was cleared")
+            sut.store(keys, pool, generation=1)
+            sut.expect(keys, pool, generation=1)
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_clear_leaves_others_alone(self, lab: Lab) -> None:
+    def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
         """Other models, tenants, ranks and salts keep their pages."""
-        own, keys = lab.storage(lab.identity(tp_size=2), pools=_pools()), lab.keys(4)
+        own, keys = context.storage(context.identity(tp_size=2), pools=_pools()), context.keys(4)
         changes: list[dict[str, object]] = [
             {"model": "conformance/model2"}, {"model": "conformance"}, {"tenant": "other"}, {"tp_rank": 1}, {"salt": "other"},
             {"kv_dtype": "float16"}, {"revision": "2"},
         ]  # fmt: skip
-        changes = [change for change in changes if lab.dialect.tells(change)]
-        others = [lab.storage(replace(own.identity, **change), pools=_pools()) for change in changes]  # type: ignore[arg-type]
-        for subject in (own, *others):
-            for pool in subject.memories:
-                subject.store(keys, pool)
+        changes = [change for change in changes if context.interface_profile.distinguishes(change)]
+        others = [context.storage(replace(own.identity, **change), pools=_pools()) for change in changes]  # type: ignore[arg-type]
+        for sut in (own, *others):
+            for pool in sut.memories:
+                sut.store(keys, pool)
         own.call("clear", own.storage.clear)
         for change, other in zip(changes, others, strict=True):
             for pool in other.memories:
@@ -60,35 +60,37 @@ class ClearingCases:
                         )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_clear_leaves_strangers_files_alone(self, lab: Lab) -> None:
+    def test_clear_leaves_strangers_files_alone(self, context: CaseContext) -> None:
         """Files that somebody else put beside the store's own are still there."""
-        subject, keys = lab.storage(), lab.keys(2)
-        subject.store(keys)
-        strangers = [_stranger(directory) for directory in _directories(lab)]
-        subject.call("clear", subject.storage.clear)
+        sut, keys = context.storage(), context.keys(2)
+        sut.store(keys)
+        strangers = [_stranger(directory) for directory in _directories(context)]
+        sut.call("clear", sut.storage.clear)
         for path in strangers:
             if not path.exists():
                 raise Violation("LC-4", f"clear removed {path.name}, which no driver has written, from {path.parent.name}/")
             path.unlink()
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_an_empty_namespace_can_be_cleared(self, lab: Lab) -> None:
+    def test_an_empty_namespace_can_be_cleared(self, context: CaseContext) -> None:
         """clear() of what holds nothing, twice, and before anything was set."""
-        subject, keys = lab.storage(), lab.keys(2)
+        sut, keys = context.storage(), context.keys(2)
         for _ in range(2):
-            subject.call("clear", subject.storage.clear)
-        subject.store(keys)
-        subject.expect(keys)
+            sut.call("clear", sut.storage.clear)
+        sut.store(keys)
+        sut.expect(keys)
 
 
 def _pools() -> dict[str, PoolMemory]:
     return {PoolName.KV: GuardedPool(), PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24))}
 
 
-def _directories(lab: Lab) -> list[Path]:
+def _directories(context: CaseContext) -> list[Path]:
     """The directory given to the driver, and those that its options name in there."""
-    named = [lab.tmp / value for value in lab.config.values() if isinstance(value, str) and value.startswith(str(lab.tmp))]
-    return [directory for directory in dict.fromkeys([lab.tmp, *named]) if directory.is_dir()]
+    named = [
+        context.tmp / value for value in context.config.values() if isinstance(value, str) and value.startswith(str(context.tmp))
+    ]
+    return [directory for directory in dict.fromkeys([context.tmp, *named]) if directory.is_dir()]
 
 
 def _stranger(directory: Path) -> Path:

@@ -6,20 +6,20 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import Call, Recorder
-from hicache_conformance.history.story import Story
-from hicache_conformance.history.workload import Lane, Workload
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.threads import together
+from hicache_conformance.history.workload import Client, Workload
+from hicache_conformance.model.case import covers
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_storage.spec import StorageIdentity
 
 THREADS: Final = 8
@@ -31,83 +31,85 @@ class ConcurrencyCases:
     """CC-1."""
 
     @covers("CC-1")
-    def test_many_threads(self, lab: Lab) -> None:
+    def test_many_threads(self, context: CaseContext) -> None:
         """Eight threads set, read and look up the same few keys, and ask for counters; their history can be."""
-        subject, keys = lab.storage(pools=_wide_pool()), lab.keys(12)
-        crowd = _Crowd(lab, subject.identity)
-        together("CC-1", [*crowd.workers(subject, keys, MIX), _counting(lab, subject)])
+        sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
+        history = _SharedHistory(context, sut.identity)
+        together("CC-1", [*history.threads(sut, keys, MIX), _counting(context, sut)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
-        last = crowd.lane("afterwards", subject.lane(0, THREADS, lab.chance("places afterwards")))
-        last.call(Call.SET, keys, PoolName.KV, crowd.values(1))
+        last = history.client("afterwards", sut.client(0, THREADS, context.chance("places afterwards")))
+        last.call(Call.SET, keys, PoolName.KV, history.values(1))
         last.call(Call.GET, keys, PoolName.KV)
-        crowd.judge()
+        history.judge()
 
     @covers("CC-1", needs=["clears"])
-    def test_many_threads_and_clear(self, lab: Lab) -> None:
+    def test_many_threads_and_clear(self, context: CaseContext) -> None:
         """The same while one thread clears the namespace again and again."""
-        subject, keys = lab.storage(pools=_wide_pool()), lab.keys(12)
-        crowd = _Crowd(lab, subject.identity)
-        clearing = crowd.lane("clears", subject)
+        sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
+        history = _SharedHistory(context, sut.identity)
+        clearing = history.client("clears", sut)
 
         def clear() -> None:
-            for _ in range(lab.profile.thread_calls // 4):
+            for _ in range(context.profile.thread_calls // 4):
                 clearing.call(Call.CLEAR, [], PoolName.KV)
 
-        together("CC-1", [*crowd.workers(subject, keys, MIX), clear])
-        crowd.judge()
-        fresh = lab.keys(4)
-        subject.store(fresh)
-        subject.expect(fresh)
+        together("CC-1", [*history.threads(sut, keys, MIX), clear])
+        history.judge()
+        fresh = context.keys(4)
+        sut.store(fresh)
+        sut.expect(fresh)
 
     @covers("CC-1")
-    def test_many_storages(self, lab: Lab) -> None:
+    def test_many_storages(self, context: CaseContext) -> None:
         """Eight storages of one identity, each opened, used and closed in a thread of its own."""
-        identity, keys = lab.identity(), lab.keys(6)
-        subjects = [lab.unopened(identity) for _ in range(THREADS)]
+        identity, keys = context.identity(), context.keys(6)
+        suts = [context.unopened(identity) for _ in range(THREADS)]
         # Storages that share nothing have a history each.
-        shares = lab.capabilities.sharing is not Sharing.NONE
-        crowds = [_Crowd(lab, identity)] * THREADS if shares else [_Crowd(lab, identity) for _ in subjects]
+        shares = context.capabilities.sharing is not Sharing.NONE
+        histories = [_SharedHistory(context, identity)] * THREADS if shares else [_SharedHistory(context, identity) for _ in suts]
 
-        def use(number: int, subject: Subject, lane: Lane) -> None:
-            subject.call("open", subject.storage.open)
+        def use(number: int, sut: StorageUnderTest, client: Client) -> None:
+            sut.call("open", sut.storage.open)
             for _ in range(5):
-                lane.call(Call.SET, keys, PoolName.KV, crowds[number].values(1))
-                lane.call(Call.GET, keys, PoolName.KV)
-            subject.call("close", subject.storage.close)
+                client.call(Call.SET, keys, PoolName.KV, histories[number].values(1))
+                client.call(Call.GET, keys, PoolName.KV)
+            sut.call("close", sut.storage.close)
 
-        lanes = [crowds[number].lane(str(number), subject) for number, subject in enumerate(subjects)]
-        together("CC-1", [partial(use, number, *pair) for number, pair in enumerate(zip(subjects, lanes, strict=True))])
-        for crowd in dict.fromkeys(crowds):
-            crowd.judge()
+        clients = [histories[number].client(str(number), sut) for number, sut in enumerate(suts)]
+        together("CC-1", [partial(use, number, *pair) for number, pair in enumerate(zip(suts, clients, strict=True))])
+        for history in dict.fromkeys(histories):
+            history.judge()
 
 
-class _Crowd:
+class _SharedHistory:
     """Threads on storages of one identity, and the history that they make together."""
 
-    def __init__(self, lab: Lab, identity: StorageIdentity) -> None:
-        self._lab, self._identity = lab, identity
+    def __init__(self, context: CaseContext, identity: StorageIdentity) -> None:
+        self._context = context
+        self._identity = identity
         self._recorders = list[Recorder]()
-        self._numbers, self._values = itertools.count(), itertools.count(1)
+        self._numbers = itertools.count()
+        self._values = itertools.count(1)
 
     def values(self, count: int) -> int:
         """The first of so many values that nobody else writes."""
         return next(itertools.islice(self._values, count - 1, count)) - count + 1
 
-    def lane(self, name: str, subject: Subject) -> Lane:
+    def client(self, name: str, sut: StorageUnderTest) -> Client:
         """A thread's share of a storage; what it does is part of the history."""
         recorder = Recorder()
         self._recorders.append(recorder)
-        return Lane(name, subject, self._lab.book, recorder.note, self._numbers)
+        return Client(name, sut, self._context.patterns, recorder.note, self._numbers)
 
-    def workers(self, subject: Subject, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
-        """What the threads of one storage do."""
-        calls = self._lab.profile.thread_calls
+    def threads(self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
+        """Return the work of each thread of one storage."""
+        calls = self._context.profile.thread_calls
         work = Workload(
-            seed=str(self._lab.number("crowd")), calls=calls, lanes=THREADS, keys=tuple(keys), longest=LONGEST, mix=dict(mix),
+            seed=str(self._context.number("crowd")), calls=calls, clients=THREADS, keys=tuple(keys), max_keys=LONGEST, mix=dict(mix),
             first_value=self.values(THREADS * calls),
         )  # fmt: skip
-        shares = [subject.lane(number, THREADS, self._lab.chance(f"places {number}")) for number in range(THREADS)]
-        return [partial(self.lane(str(number), share).run, work, number) for number, share in enumerate(shares)]
+        shares = [sut.client(number, THREADS, self._context.chance(f"places {number}")) for number in range(THREADS)]
+        return [partial(self.client(str(number), share).run, work, number) for number, share in enumerate(shares)]
 
     def judge(self) -> None:
         """Check the history.
@@ -116,18 +118,18 @@ class _Crowd:
             Violation: something that was answered cannot be.
         """
         events = [event for recorder in self._recorders for event in recorder.events()]
-        findings = HistoryChecker(events, keeps=not self._lab.capabilities.evicts).check()
-        if findings:
-            raise Story(self._identity, self._lab.book, events).violation(findings, "CC-1")
+        anomalies = HistoryChecker(events, keeps=not self._context.capabilities.evicts).check()
+        if anomalies:
+            raise Counterexample(self._identity, self._context.patterns, events).violation(anomalies, "CC-1")
 
 
 def _wide_pool() -> dict[str, GuardedPool]:
     return {PoolName.KV: GuardedPool(pages=16 * THREADS)}
 
 
-def _counting(lab: Lab, subject: Subject) -> Callable[[], object]:
+def _counting(context: CaseContext, sut: StorageUnderTest) -> Callable[[], object]:
     def count() -> None:
-        for _ in range(lab.profile.thread_calls):
-            subject.stats()
+        for _ in range(context.profile.thread_calls):
+            sut.stats()
 
     return count

@@ -1,4 +1,4 @@
-"""A store that hangs: every call ends in time, and nothing happens behind the caller's back when the store comes back."""
+"""Hung stores: every call ends by its deadline, and has no effect after it has returned."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     DEADLINE_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
     check_hits,
     check_kept,
-    hung,
-    hurry,
+    hang_plan,
     may_wait,
+    serving_storage,
+    set_deadline,
     wait_until_serving,
-    working,
 )
-from hicache_conformance.manifest import Level
-from hicache_conformance.pages import canary, short, spent
-from hicache_conformance.pending import Pending
-from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share, Subject
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.leak_check import OpenResources
+from hicache_conformance.harness.page_patterns import canary, short, spent
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.injectors.injector import FaultInjector
 
 AnswerT = TypeVar("AnswerT")
 
@@ -60,121 +60,123 @@ class DeadlineCases:
     """FT-3, GET-9, SET-8, and LC-2 under fault."""
 
     @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
-    def test_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+    def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """While the store hangs, exists, get and set end within the deadline and a second; afterwards the same storage serves."""
-        subject, keys = working(lab, ground)
-        plan = hung(ground, subject)
-        new, within = lab.keys(4), lab.dialect.patience_seconds or IN_TIME
-        hurry(subject)
-        ground.strike(plan)
+        sut, keys = serving_storage(context, injector)
+        plan = hang_plan(injector, sut)
+        new, within = context.keys(4), context.interface_profile.patience_seconds or IN_TIME
+        set_deadline(sut)
+        injector.inject(plan)
         for name, ask in (
-            ("batch_exists_v2", partial(subject.exists, keys)),
-            ("batch_set_v2", partial(subject.set, new)),
-            ("batch_exists_v2 again", partial(subject.exists, keys)),
+            ("batch_exists_v2", partial(sut.exists, keys)),
+            ("batch_set_v2", partial(sut.set, new)),
+            ("batch_exists_v2 again", partial(sut.exists, keys)),
         ):
             _check_time(Pending(ask), name, plan, within)
         # Last, because a driver may say that its reads wait.
-        reading = Pending(partial(subject.get, keys))
-        if not may_wait(subject):
-            check_hits(subject, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
-        ground.heal()
-        check_hits(subject, keys, _come_back(lab, reading, "batch_get_v2", plan), plan)
-        hurry(subject, None)
-        wait_until_serving(lab, subject, plan)
-        check_kept(lab, subject, keys, plan)
+        reading = Pending(partial(sut.get, keys))
+        if not may_wait(sut):
+            check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
+        injector.heal()
+        check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
+        set_deadline(sut, None)
+        wait_until_serving(context, sut, plan)
+        check_kept(context, sut, keys, plan)
 
     @covers("FT-3", "LC-1", levels=FAULTS)
-    def test_opening_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+    def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """open() and health() of a store that hangs end within the deadline and a second: with a HiCacheError, and with ok=False."""
-        plan = hung(ground, working(lab, ground, pages=1)[0])
+        plan = hang_plan(injector, serving_storage(context, injector, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
-        subject = lab.unopened(options=options)
-        ground.strike(plan)
-        opening = Pending(subject.storage.open)
+        sut = context.unopened(options=options)
+        injector.inject(plan)
+        opening = Pending(sut.storage.open)
         with contextlib.suppress(HiCacheError):
             _check_time(opening, "open", plan)
-        health = _check_time(Pending(partial(subject.call, "health", subject.storage.health)), "health", plan)
-        if ground.struck() and plan.hangs and health.ok:
+        health = _check_time(Pending(partial(sut.call, "health", sut.storage.health)), "health", plan)
+        if injector.injected_count() and plan.hangs and health.ok:
             raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
-        ground.heal()
+        injector.heal()
         # Now with a deadline that a busy machine keeps.
-        allowed = lab.profile.recovery_seconds
+        allowed = context.profile.recovery_seconds
         until = time.monotonic() + allowed
-        while subject.set(lab.keys(1)) != [True]:
+        while sut.set(context.keys(1)) != [True]:
             if time.monotonic() > until:
                 raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later")
 
     @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
-    def test_unusual_deadlines_of_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+    def test_unusual_deadlines_of_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """While the store hangs: a call whose deadline has passed ends at once, an endless one at the storage's own, NaN is misuse."""
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
-        subject, keys = working(lab, ground, pages=2, options=options)
-        plan = hung(ground, subject)
+        sut, keys = serving_storage(context, injector, pages=2, options=options)
+        plan = hang_plan(injector, sut)
         calls = [
-            _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
+            _Unusual(sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds)
             for number, seconds in enumerate(UNUSUAL)
         ]
-        ground.strike(plan)
+        injector.inject(plan)
         for call in calls:
-            call.begin(keys, lab.keys(2), gets=not may_wait(subject))
+            call.begin(keys, context.keys(2), gets=not may_wait(sut))
         try:
             for call in calls:
                 call.check_ended(CLOSING_SECONDS if call.seconds > 0 else 0.0, plan)
         finally:
-            ground.heal()
+            injector.heal()
         time.sleep(LATE_SECONDS / 2)
         for call in calls:
             call.check_untouched(plan)
-        wait_until_serving(lab, subject, plan)
+        wait_until_serving(context, sut, plan)
         for call in calls:
             call.check_unpublished(plan)
 
     @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
-    def test_unusual_deadlines_of_a_working_store(self, lab: Lab) -> None:
+    def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
         """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for any deadline but NaN."""
-        subject, keys = lab.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)), lab.keys(2)
-        subject.store(keys)
+        sut, keys = context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)), context.keys(2)
+        sut.store(keys)
         plan = FaultPlan("none", ())
         for number, seconds in enumerate(UNUSUAL):
-            call = _Unusual(subject.lane(number, len(UNUSUAL), lab.chance(f"lane {number}")), seconds)
-            call.begin(keys, lab.keys(2))
+            call = _Unusual(sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds)
+            call.begin(keys, context.keys(2))
             call.check_ended(0.0, plan)
             call.check_untouched(plan)
             call.check_unpublished(plan)
 
     @covers("FT-3", levels=FAULTS)
-    def test_a_slow_store_is_not_a_hung_one(self, lab: Lab, ground: Ground) -> None:
+    def test_a_slow_store_is_not_a_hung_one(self, context: CaseContext, injector: FaultInjector) -> None:
         """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
-        subject, keys = working(lab, ground, pages=4)
-        plan = FaultPlan(ground.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
-        ground.strike(plan if ground.name != "services" else FaultPlan(ground.name, ()))
-        subject.expect(keys, rule="FT-3")
-        new = lab.keys(4)
-        subject.store(new)
-        subject.expect(new, rule="FT-3")
+        sut, keys = serving_storage(context, injector, pages=4)
+        plan = FaultPlan(injector.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
+        injector.inject(plan if injector.name != "services" else FaultPlan(injector.name, ()))
+        sut.expect(keys, rule="FT-3")
+        new = context.keys(4)
+        sut.store(new)
+        sut.expect(new, rule="FT-3")
 
     @covers("GET-9", levels=FAULTS)
-    def test_nothing_arrives_late(self, lab: Lab, ground: Ground) -> None:
-        """When a get has returned, its destination belongs to somebody else: no byte of it changes when the hung read goes on."""
-        subject, keys = working(lab, ground)
-        plan = hung(ground, subject, "read", "reply")
-        memory = subject.memories[PoolName.KV]
-        pages = subject.own_pages(keys)
-        transfers = subject.transfers([Share(keys)], [pages])
-        ground.strike(plan)
-        reading = Pending(partial(subject.storage.batch_get_v2, transfers, INFO))
+    def test_nothing_arrives_late(self, context: CaseContext, injector: FaultInjector) -> None:
+        """After a get has returned, its destination belongs to the caller: no byte of it changes
+        when the hung read goes on.
+        """
+        sut, keys = serving_storage(context, injector)
+        plan = hang_plan(injector, sut, "read", "reply")
+        memory = sut.memories[PoolName.KV]
+        pages = sut.own_pages(keys)
+        transfers = sut.transfers([PageGroup(keys)], [pages])
+        injector.inject(plan)
+        reading = Pending(partial(sut.storage.batch_get_v2, transfers, INFO))
         if not reading.comes_back(IN_TIME):
-            if not may_wait(subject):
+            if not may_wait(sut):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
-            ground.heal()
-            _come_back(lab, reading, "batch_get_v2", plan)
+            injector.heal()
+            _come_back(context, reading, "batch_get_v2", plan)
         blank = canary(1, memory.page_bytes)
         for page in range(memory.pages):
             memory.write(page, blank)
-        ground.heal()
+        injector.heal()
         # One storage reads on its own threads: what hung before has gone on when a later read is through.
         for _ in range(2):
-            fresh = lab.unopened(subject.identity, options=UNGUARDED)
+            fresh = context.unopened(sut.identity, options=UNGUARDED)
             fresh.get(keys)
             time.sleep(LATE_SECONDS / 2)
         for page in range(memory.pages):
@@ -187,25 +189,25 @@ class DeadlineCases:
                 )
 
     @covers("SET-8", levels=FAULTS)
-    def test_nothing_is_published_late(self, lab: Lab, ground: Ground) -> None:
+    def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
         """A set that gave up leaves no page behind that holds what the host pages were reused for."""
-        subject, _ = working(lab, ground)
-        plan = hung(ground, subject, "write", "create", "name", "sync", "request")
-        keys, memory = lab.keys(6), subject.memories[PoolName.KV]
-        share, pages = Share(keys), subject.own_pages(keys)
-        subject.fill(share, pages)
-        transfers = subject.transfers([share], [pages])
-        ground.strike(plan)
-        answer = _check_time(Pending(partial(subject.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan)
+        sut, _ = serving_storage(context, injector)
+        plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
+        keys, memory = context.keys(6), sut.memories[PoolName.KV]
+        share, pages = PageGroup(keys), sut.own_pages(keys)
+        sut.fill(share, pages)
+        transfers = sut.transfers([share], [pages])
+        injector.inject(plan)
+        answer = _check_time(Pending(partial(sut.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan)
         for page in pages:
             memory.write(page, spent(memory.page_bytes))
-        ground.heal()
-        wait_until_serving(lab, subject, plan)
+        injector.heal()
+        wait_until_serving(context, sut, plan)
         refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
         until = time.monotonic() + LATE_SECONDS
         while True:
-            for index, (key, content) in enumerate(zip(refused, subject.get(refused) if refused else [], strict=True)):
-                wrong = subject.explain(key, content) if content is not None else ""
+            for index, (key, content) in enumerate(zip(refused, sut.get(refused) if refused else [], strict=True)):
+                wrong = sut.explain(key, content) if content is not None else ""
                 if wrong:
                     raise Violation(
                         "SET-8", f"a set answered False for key {short(key)} ({plan}), and later page {index} of a get {wrong}"
@@ -213,20 +215,24 @@ class DeadlineCases:
             if time.monotonic() > until:
                 break
             time.sleep(LATE_SECONDS / 3)
-        check_kept(lab, subject, keys, plan if not refused else FaultPlan(ground.name, (Fault(kind=FaultKind.TORN_WRITE),)))
+        check_kept(context, sut, keys, plan if not refused else FaultPlan(injector.name, (Fault(kind=FaultKind.TORN_WRITE),)))
 
     @covers("LC-2", "FT-3", levels=FAULTS)
-    def test_closing_a_hung_store(self, lab: Lab, ground: Ground) -> None:
+    def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """close() while calls hang ends in time, twice; calls after it say so; when the store comes back, nothing is left."""
-        _life_under_hang(lab, ground)
+        _life_under_hang(context, injector)
         left = ""
         for life in range(LIVES):
             # What is there for good is waited for once, behind the last of them.
-            if not (left := _left_behind(lab, ground, lab.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS)):
+            if not (
+                left := _left_behind(
+                    context, injector, context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS
+                )
+            ):
                 return
         raise Violation(
             "LC-2",
-            f"a storage was closed while calls hung, and {lab.profile.recovery_seconds:.0f} s after the store came back there is still "
+            f"a storage was closed while calls hung, and {context.profile.recovery_seconds:.0f} s after the store came back there is still "
             f"{left}, and something each of the {LIVES} times",
         )
 
@@ -234,21 +240,23 @@ class DeadlineCases:
 class _Unusual:
     """An exists, a get and a set at the same time, with a deadline that clients rarely have."""
 
-    def __init__(self, subject: Subject, seconds: float) -> None:
+    def __init__(self, sut: StorageUnderTest, seconds: float) -> None:
         self.seconds = seconds
-        self._subject, self._memory = subject, subject.memories[PoolName.KV]
+        self._sut = sut
+        self._memory = sut.memories[PoolName.KV]
         self._calls: dict[str, Pending[Any]] = {}
         self._new = list[str]()
         self._pages = list[int]()
 
     def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
         """Make the calls: ask for pages that are there, and set new ones."""
-        storage, self._new = self._subject.storage, new
-        self._pages = self._subject.own_pages([*keys, *new])
+        storage = self._sut.storage
+        self._new = new
+        self._pages = self._sut.own_pages([*keys, *new])
         read, written = self._pages[: len(keys)], self._pages[len(keys) :]
-        getting = self._subject.transfers([Share(keys)], [read])
-        setting = self._subject.transfers([Share(new)], [written])
-        self._subject.fill(Share(new), written)
+        getting = self._sut.transfers([PageGroup(keys)], [read])
+        setting = self._sut.transfers([PageGroup(new)], [written])
+        self._sut.fill(PageGroup(new), written)
         asks: dict[str, Callable[[], object]] = {
             "batch_exists_v2": lambda: storage.batch_exists_v2(keys, None, self._info()),
             "batch_set_v2": lambda: storage.batch_set_v2(setting, self._info()),
@@ -301,59 +309,61 @@ class _Unusual:
         Raises:
             Violation: SET-8.
         """
-        for key, content in zip(self._new, self._subject.get(self._new), strict=True):
-            wrong = self._subject.explain(key, content) if content is not None else ""
+        for key, content in zip(self._new, self._sut.get(self._new), strict=True):
+            wrong = self._sut.explain(key, content) if content is not None else ""
             if wrong:
                 raise Violation(
                     "SET-8", f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that {wrong} ({plan})"
                 )
 
 
-def _left_behind(lab: Lab, ground: Ground, allowed: float) -> str:
-    before = Residue.now()
-    _life_under_hang(lab, ground)
+def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) -> str:
+    before = OpenResources.now()
+    _life_under_hang(context, injector)
     until = time.monotonic() + allowed
-    while (left := Residue.now().beyond(before)) and time.monotonic() < until:
+    while (left := OpenResources.now().beyond(before)) and time.monotonic() < until:
         time.sleep(0.05)
     return left
 
 
-def _life_under_hang(lab: Lab, ground: Ground) -> None:
-    subject, keys = working(lab, ground, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0))
-    plan = hung(ground, subject)
-    new = lab.keys(4)
-    pools = [subject.lane(number, 3, lab.chance(f"lane {number}")) for number in range(3)]
-    for lane in pools:
-        hurry(lane, 60.0)
-    ground.strike(plan)
+def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
+    sut, keys = serving_storage(
+        context, injector, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+    )
+    plan = hang_plan(injector, sut)
+    new = context.keys(4)
+    pools = [sut.client(number, 3, context.chance(f"lane {number}")) for number in range(3)]
+    for client in pools:
+        set_deadline(client, 60.0)
+    injector.inject(plan)
     calls = [
         Pending(partial(_until_closed, ask))
         for ask in (partial(pools[0].exists, keys), partial(pools[1].get, keys), partial(pools[2].set, new))
     ]
     # Each of them shall hang; some drivers have one call wait for another.
     until = time.monotonic() + DEADLINE_SECONDS
-    while ground.struck() < len(calls) and time.monotonic() < until:
+    while injector.injected_count() < len(calls) and time.monotonic() < until:
         time.sleep(0.005)
     allowed = CLOSING_SECONDS + SLACK_SECONDS
     for name in ("close", "close again"):
-        closing = Pending(partial(subject.call, name, subject.storage.close))
+        closing = Pending(partial(sut.call, name, sut.storage.close))
         if not closing.ended(allowed):
-            ground.heal()
-            closing.comes_back(lab.profile.recovery_seconds)
+            injector.heal()
+            closing.comes_back(context.profile.recovery_seconds)
             raise Violation(
                 "LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s"
             )
         closing.answer()
-    asking = Pending(partial(subject.storage.batch_exists_v2, keys))
+    asking = Pending(partial(sut.storage.batch_exists_v2, keys))
     try:
         answer = _check_time(asking, "batch_exists_v2 after close", plan)
     except StorageClosedError:
         pass
     else:
         raise Violation("LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}")
-    ground.heal()
+    injector.heal()
     for call in calls:
-        _come_back(lab, call, "a call that hung when the storage was closed", plan)
+        _come_back(context, call, "a call that hung when the storage was closed", plan)
 
 
 def _until_closed(ask: Callable[[], object]) -> None:
@@ -372,8 +382,8 @@ def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: floa
     return call.answer()
 
 
-def _come_back(lab: Lab, call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
-    allowed = lab.profile.recovery_seconds
+def _come_back(context: CaseContext, call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
+    allowed = context.profile.recovery_seconds
     if not call.comes_back(allowed):
         raise Violation("FT-4", f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})")
     return call.answer()

@@ -1,4 +1,4 @@
-"""A store that is a directory: somebody deletes it, or puts files of his own into it."""
+"""Stores that are a directory: it is deleted, or files of others are put into it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance import crowding
-from hicache_conformance.bench import DIRECTORY
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import BATCH, capacity_of
-from hicache_conformance.faults.scene import UNGUARDED
-from hicache_conformance.manifest import Level
-from hicache_conformance.needs import declares
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures import small_store
+from hicache_conformance.fixtures.fault_calls import UNGUARDED
+from hicache_conformance.fixtures.open_context import DIRECTORY
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.requirements import declares
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
 DELETIONS: Final = 3
 STORE_PAGES: Final = 24
-MOST_NAMES: Final = 12
+MAX_NAMES: Final = 12
 """Files of the store whose names strangers imitate."""
 _NUMBER: Final = re.compile(r"[0-9a-f]+")
 
@@ -37,52 +37,52 @@ class DirectoryCases:
     """FT-4 and SET-1 where others have their hands in the store's directory."""
 
     @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
-    def test_a_store_that_is_deleted_and_made_again(self, lab: Lab) -> None:
+    def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
         """The directory is emptied under an open storage, again and again: what sets acknowledge after a while is there again."""
-        config, home = lab.apart()
-        subject, keys = _joined(lab, config), lab.keys(3)
-        subject.store(keys)
+        config, home = context.apart()
+        sut, keys = _joined(context, config), context.keys(3)
+        sut.store(keys)
         for number in range(DELETIONS):
             for entry in home.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            _make_again(lab, subject, keys, home, number + 1)
-        for reader in (subject, *_shared(lab, config, subject.identity)):
+            _make_again(context, sut, keys, home, number + 1)
+        for reader in (sut, *_shared(context, config, sut.identity)):
             reader.expect(keys)
 
     @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
-    def test_strangers_with_names_like_the_store_s_own(self, lab: Lab) -> None:
+    def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
         """Empty files whose names are the store's own with other numbers: all pages stay, for who was there and who comes later."""
-        option = registry().get(lab.driver).capacity_option
-        config, home = lab.apart()
+        option = registry().get(context.driver).capacity_option
+        config, home = context.apart()
         if option:
             config = {**config, option: f"{capacity_of(STORE_PAGES) // 1024}KiB"}
-        early = _joined(lab, config)
-        keys = lab.keys(2 * BATCH)
+        early = _joined(context, config)
+        keys = context.keys(2 * BATCH)
         for start in range(0, len(keys), BATCH):
             early.store(keys[start : start + BATCH])
         for path in _look_alikes(home):
             path.touch()
-        for reader in (*_shared(lab, config, early.identity), early):
+        for reader in (*_shared(context, config, early.identity), early):
             reader.expect(keys)
             reader.expect_existing(keys, rule="SET-1")
-            more = lab.keys(BATCH)
+            more = context.keys(BATCH)
             reader.store(more)
             keys += more
         early.expect(keys)
 
 
-def _joined(lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None) -> Subject:
-    return lab.storage(identity, pools=crowding.pool(), config=config, options=UNGUARDED)
+def _joined(context: CaseContext, config: Mapping[str, object], identity: StorageIdentity | None = None) -> StorageUnderTest:
+    return context.storage(identity, pools=small_store.pool(), config=config, options=UNGUARDED)
 
 
-def _shared(lab: Lab, config: Mapping[str, object], identity: StorageIdentity) -> list[Subject]:
+def _shared(context: CaseContext, config: Mapping[str, object], identity: StorageIdentity) -> list[StorageUnderTest]:
     """A storage that opens later, where it sees what others have set."""
-    if not declares(lab.capabilities, "sharing>=process"):
+    if not declares(context.capabilities, "sharing>=process"):
         return []
-    return [_joined(lab, config, identity)]
+    return [_joined(context, config, identity)]
 
 
-def _make_again(lab: Lab, subject: Subject, keys: list[str], home: Path, number: int) -> None:
+def _make_again(context: CaseContext, sut: StorageUnderTest, keys: list[str], home: Path, number: int) -> None:
     """Set pages until they can be in the directory.
 
     Nobody else opens the store meanwhile, nor reads of it, because that could tell the storage that it is gone.
@@ -90,24 +90,24 @@ def _make_again(lab: Lab, subject: Subject, keys: list[str], home: Path, number:
     Raises:
         Violation: FT-4, sets are answered with True or False, and no file is there.
     """
-    allowed = lab.profile.recovery_seconds
+    allowed = context.profile.recovery_seconds
     until = time.monotonic() + allowed
     while True:
-        answers = subject.set(keys)
+        answers = sut.set(keys)
         if all(answers) and any(path.is_file() for path in home.rglob("*")):
             return
         if time.monotonic() > until:
             raise Violation(
                 "FT-4",
                 f"{allowed:.0f} s after the store was deleted for the {number}. time, a set answers {answers}, exists finds "
-                f"{subject.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in its directory",
+                f"{sut.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in its directory",
             )
         time.sleep(0.02)
 
 
 def _look_alikes(home: Path) -> Iterator[Path]:
     """Paths beside the store's files, each with one number of the name changed."""
-    for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MOST_NAMES]:
+    for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MAX_NAMES]:
         for number in _NUMBER.finditer(path.name):
             width = number.end() - number.start()
             for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):

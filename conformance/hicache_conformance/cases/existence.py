@@ -5,18 +5,18 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.oracle import Asked, check
-from hicache_conformance.subject import Subject, all_pages, block_groups, trailing
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.oracle import PoolQuery, check
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import StorageUnderTest, all_pages, block_groups, trailing
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import CaseContext
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"
@@ -27,25 +27,25 @@ class ExistenceCases:
     """EX-1 to EX-8."""
 
     @covers("EX-1", "EX-2", "EX-5", "EX-6")
-    def test_kv_prefixes(self, lab: Lab) -> None:
+    def test_kv_prefixes(self, context: CaseContext) -> None:
         """Every presence map of up to 6 KV pages."""
-        library = _Library(lab, [PoolName.KV], length=6)
+        library = _Library(context, [PoolName.KV], length=6)
         for length in range(1, 7):
             for pattern in product(range(2), repeat=length):
                 library.ask(pattern, [])
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6")
-    def test_one_side_pool(self, lab: Lab) -> None:
+    def test_one_side_pool(self, context: CaseContext) -> None:
         """Every presence map of 4 pages in KV and one side pool, under each policy."""
-        library = _Library(lab, [PoolName.KV, SIDE], length=4)
+        library = _Library(context, [PoolName.KV, SIDE], length=4)
         for pattern in product(range(4), repeat=4):
             for transfer in _policies(SIDE, windows=(0, 1, 2, 3, 5), groups=((1, 0), (2, 0), (2, 1), (3, 2))):
                 library.ask(pattern, [transfer])
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
-    def test_two_side_pools(self, lab: Lab) -> None:
+    def test_two_side_pools(self, context: CaseContext) -> None:
         """Every presence map of 3 pages in KV and two side pools, under each pair of policies."""
-        library = _Library(lab, [PoolName.KV, SIDE, OTHER], length=3)
+        library = _Library(context, [PoolName.KV, SIDE, OTHER], length=3)
         pairs = list(
             product(
                 _policies(SIDE, windows=(1, 2), groups=((2, 1),)),
@@ -57,20 +57,24 @@ class ExistenceCases:
                 library.ask(pattern, pair)
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
-    def test_long_chains(self, lab: Lab) -> None:
+    def test_long_chains(self, context: CaseContext) -> None:
         """Random chains of up to 16 pages over three side pools with random windows and groups."""
         side = [SIDE, OTHER, "swa"]
-        library = _Library(lab, [PoolName.KV, *side], length=16)
-        for _ in range(lab.profile.chains):
+        library = _Library(context, [PoolName.KV, *side], length=16)
+        for _ in range(context.profile.chains):
             # Mostly present, so that prefixes are long enough to tell policies apart.
-            pattern = [lab.random.choice([15, 15, 15, lab.random.randrange(16)]) for _ in range(lab.random.randint(1, 16))]
-            asked = lab.random.sample(side, lab.random.randint(1, len(side)))
-            library.ask(pattern, [lab.random.choice(_random_policies(lab, pool)) for pool in asked])
+            pattern = [
+                context.random.choice([15, 15, 15, context.random.randrange(16)]) for _ in range(context.random.randint(1, 16))
+            ]
+            asked = context.random.sample(side, context.random.randint(1, len(side)))
+            library.ask(pattern, [context.random.choice(_random_policies(context, pool)) for pool in asked])
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
-    def test_the_greatest_common_endpoint(self, lab: Lab) -> None:
-        """Where each pool's own greatest endpoint is legal for no other, the hit is the greatest that they have in common."""
-        library = _Library(lab, [PoolName.KV, SIDE, OTHER], length=8)
+    def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
+        """The hit is the greatest common endpoint, where each pool's own greatest one is legal for
+        no other.
+        """
+        library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
         pages = [kv | index, kv | index | state, kv | index, kv | index, kv | index, kv | state, kv, state]
@@ -84,12 +88,12 @@ class ExistenceCases:
                 )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
-    def test_unknown_pool(self, lab: Lab) -> None:
+    def test_unknown_pool(self, context: CaseContext) -> None:
         """A pool that nobody registered makes the hit 0, and its verdict is 0."""
-        subject, keys = lab.storage(), lab.keys(3)
-        subject.store(keys)
+        sut, keys = context.storage(), context.keys(3)
+        sut.store(keys)
         for transfer in (all_pages("never_registered"), trailing("never_registered", 2)):
-            answer = subject.exists(keys, transfer)
+            answer = sut.exists(keys, transfer)
             if answer.kv_hit_pages or answer.restorable_prefix_pages:
                 raise Violation(
                     "EX-7", f"with an unregistered pool ({transfer.hit_policy}) the hit is {answer.kv_hit_pages}, must be 0"
@@ -98,32 +102,32 @@ class ExistenceCases:
                 raise Violation("EX-7", f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}")
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
-    def test_no_keys(self, lab: Lab) -> None:
+    def test_no_keys(self, context: CaseContext) -> None:
         """An empty chain is a hit of 0 pages, with side pools or without."""
-        subject = lab.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
+        sut = context.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
         for transfers in ([], [all_pages(SIDE)], [trailing(SIDE, 2)], [block_groups(SIDE, 2, 1)]):
-            answer = subject.exists([], *transfers)
+            answer = sut.exists([], *transfers)
             if answer.kv_hit_pages != 0 or answer.restorable_prefix_pages != []:
                 raise Violation("EX-8", f"no keys gave {answer}")
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
-    def test_keys_that_stand_twice(self, lab: Lab) -> None:
+    def test_keys_that_stand_twice(self, context: CaseContext) -> None:
         """A chain may name a page twice."""
-        subject = lab.storage()
-        stored, missing = lab.keys(2), lab.keys(1)
-        subject.store(stored)
+        sut = context.storage()
+        stored, missing = context.keys(2), context.keys(1)
+        sut.store(stored)
         for chain in ([stored[0], stored[0]], [stored[0], stored[1], stored[0]], [stored[0], missing[0], stored[0]], missing * 2):
-            hit, wanted = subject.exists(chain).kv_hit_pages, _leading(chain, stored)
+            hit, wanted = sut.exists(chain).kv_hit_pages, _leading(chain, stored)
             if hit != wanted:
                 raise Violation("EX-8", f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}")
 
     @covers("EX-2", levels=[Level.CORE])
-    def test_existence_is_of_the_chain_asked(self, lab: Lab) -> None:
+    def test_existence_is_of_the_chain_asked(self, context: CaseContext) -> None:
         """The same stored pages in another order, behind a missing page, or in part."""
-        subject, keys, missing = lab.storage(), lab.keys(8), lab.keys(1)
-        subject.store(keys)
+        sut, keys, missing = context.storage(), context.keys(8), context.keys(1)
+        sut.store(keys)
         for chain, wanted in ((keys[::-1], 8), (keys[3:], 5), (missing + keys, 0), (keys[:4] + missing + keys[4:], 4)):
-            hit = subject.exists(chain).kv_hit_pages
+            hit = sut.exists(chain).kv_hit_pages
             if hit != wanted:
                 raise Violation("EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}")
 
@@ -134,18 +138,18 @@ class _Library:
     Bit b of a pattern says whether the page is in pool b.
     """
 
-    def __init__(self, lab: Lab, pools: Sequence[str], length: int) -> None:
+    def __init__(self, context: CaseContext, pools: Sequence[str], length: int) -> None:
         self._pools = list(pools)
-        self._dialect = lab.dialect
-        self._subject: Subject = lab.storage(pools={pool: GuardedPool(components=(48,)) for pool in pools})
-        self._keys = [lab.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)]
+        self._dialect = context.interface_profile
+        self._sut: StorageUnderTest = context.storage(pools={pool: GuardedPool(components=(48,)) for pool in pools})
+        self._keys = [context.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)]
         for bit, pool in enumerate(pools):
             present = [key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1]
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
-                self._subject.store(keys, pool)
+                self._sut.store(keys, pool)
                 if self._dialect.keeps_bytes:
-                    self._subject.expect(keys, pool)
+                    self._sut.expect(keys, pool)
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
@@ -153,12 +157,12 @@ class _Library:
             transfers = [transfer for transfer in transfers if transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
         present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
         answer = self.answer(patterns, transfers)
-        asked = [Asked(transfer, present[transfer.name]) for transfer in transfers]
+        asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
         check(answer, present[PoolName.KV], asked, verdicts=self._dialect.pool_verdicts)
 
     def answer(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         """Ask for the chain that has these patterns."""
-        return self._subject.exists([self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers)
+        return self._sut.exists([self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers)
 
 
 def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> list[PoolTransfer]:
@@ -169,9 +173,9 @@ def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int
     ]
 
 
-def _random_policies(lab: Lab, pool: str) -> list[PoolTransfer]:
-    block = lab.random.randint(1, 5)
-    return _policies(pool, windows=[lab.random.randint(1, 8)], groups=[(block, lab.random.randint(0, block))])
+def _random_policies(context: CaseContext, pool: str) -> list[PoolTransfer]:
+    block = context.random.randint(1, 5)
+    return _policies(pool, windows=[context.random.randint(1, 8)], groups=[(block, context.random.randint(0, block))])
 
 
 def _leading(chain: Sequence[str], stored: Sequence[str]) -> int:

@@ -1,31 +1,31 @@
-"""A clear() that cannot be done, because the store refuses or hangs, says so."""
+"""clear() that cannot be done, because the store refuses or hangs: it raises."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     PATIENCE_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
-    hung,
+    hang_plan,
+    serving_storage,
     wait_until_serving,
-    working,
 )
-from hicache_conformance.faults.troubles import AWAY
-from hicache_conformance.manifest import Level
-from hicache_conformance.pending import Pending
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.injectors.named_faults import UNAVAILABLE
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.injector import FaultInjector
 
 FAULTS: Final = (Level.FAULTS,)
 CLEARING_SECONDS: Final = 0.6
@@ -37,49 +37,49 @@ class FailedClearCases:
     """LC-7."""
 
     @covers("LC-7", "FT-4", levels=FAULTS, needs=["clears"])
-    def test_a_clear_that_is_refused(self, lab: Lab, ground: Ground) -> None:
+    def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
         """While nothing works, clear() raises StorageUnavailableError, or has cleared; done again afterwards, it clears."""
-        plan = FaultPlan(ground.name, AWAY[ground.name])
-        subject, keys = working(lab, ground, pages=4)
-        ground.strike(plan)
-        clearing = Pending(subject.storage.clear)
+        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        sut, keys = serving_storage(context, injector, pages=4)
+        injector.inject(plan)
+        clearing = Pending(sut.storage.clear)
         if not clearing.comes_back(PATIENCE_SECONDS):
-            ground.heal()
+            injector.heal()
             raise Violation("FT-3", f"clear has not come back for {PATIENCE_SECONDS:.0f} s; {plan}")
         returned = _returned(clearing, plan)
-        ground.heal()
-        _check_cleared(lab, subject, keys, plan, returned=returned)
+        injector.heal()
+        _check_cleared(context, sut, keys, plan, returned=returned)
 
     @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
-    def test_a_clear_that_hangs(self, lab: Lab, ground: Ground) -> None:
+    def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
         """While the store hangs, clear() raises StorageTimeoutError at its deadline, or has cleared; done again, it clears."""
-        subject, keys = working(lab, ground, pages=4, options=HURRIED)
-        plan = _lost(ground, subject)
-        ground.strike(plan)
-        clearing = Pending(subject.storage.clear)
+        sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
+        plan = _lost(injector, sut)
+        injector.inject(plan)
+        clearing = Pending(sut.storage.clear)
         if not clearing.ended(CLEARING_SECONDS + SLACK_SECONDS):
-            ground.heal()
-            clearing.comes_back(lab.profile.recovery_seconds)
+            injector.heal()
+            clearing.comes_back(context.profile.recovery_seconds)
             raise Violation(
                 "FT-3",
                 f"clear has not ended {CLEARING_SECONDS + SLACK_SECONDS:.1f} s after it began, with a deadline of "
                 f"{CLEARING_SECONDS:.1f} s; {plan}",
             )
         returned = _returned(clearing, plan, late=True)
-        ground.heal()
-        _check_cleared(lab, subject, keys, plan, returned=returned)
+        injector.heal()
+        _check_cleared(context, sut, keys, plan, returned=returned)
 
 
-def _lost(ground: Ground, subject: Subject) -> FaultPlan:
+def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:
     """Everything hangs, and what has hung fails in the end: a clear that returned all the same has removed nothing."""
-    plan = hung(ground, subject)
+    plan = hang_plan(injector, sut)
     ends = {"network": (Fault(kind=FaultKind.CUT),), "services": ()}
-    failing = ends.get(ground.name, (Fault(kind=FaultKind.ERROR, error="EIO"),)) if plan.hangs else ()
-    return FaultPlan(ground.name, (*plan.faults, *failing))
+    failing = ends.get(injector.name, (Fault(kind=FaultKind.ERROR, error="EIO"),)) if plan.hangs else ()
+    return FaultPlan(injector.name, (*plan.faults, *failing))
 
 
 def _returned(clearing: Pending[None], plan: FaultPlan, *, late: bool = False) -> bool:
-    """Whether a clear under a fault returned.
+    """Return whether a clear under a fault returned.
 
     Args:
         clearing: has ended.
@@ -109,23 +109,23 @@ def _returned(clearing: Pending[None], plan: FaultPlan, *, late: bool = False) -
     return True
 
 
-def _check_cleared(lab: Lab, subject: Subject, keys: list[str], plan: FaultPlan, *, returned: bool) -> None:
+def _check_cleared(context: CaseContext, sut: StorageUnderTest, keys: list[str], plan: FaultPlan, *, returned: bool) -> None:
     """After the fault: nothing is left by a clear that returned, nor by one that is done again.
 
     Raises:
         Violation: LC-7 for a page that is left; FT-4 for a clear that goes on failing.
     """
-    wait_until_serving(lab, subject, plan)
+    wait_until_serving(context, sut, plan)
     if returned:
         why = f"was cleared by a clear() that returned ({plan})"
-        for reader in (subject, lab.storage(subject.identity, options=UNGUARDED)):
+        for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):
             reader.expect_missing(keys, rule="LC-7", why=why)
-    allowed = lab.profile.recovery_seconds
+    allowed = context.profile.recovery_seconds
     until = time.monotonic() + allowed
-    while raised := subject.clear():
+    while raised := sut.clear():
         if time.monotonic() > until:
             raise Violation("FT-4", f"{allowed:.0f} s after the fault was gone ({plan}), clear still raises {raised}")
         time.sleep(0.02)
     why = "was cleared, when the store served again"
-    for reader in (subject, lab.storage(subject.identity, options=UNGUARDED)):
+    for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):
         reader.expect_missing(keys, rule="LC-7", why=why)

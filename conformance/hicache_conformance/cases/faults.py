@@ -1,4 +1,4 @@
-"""Faults below a driver: misses that are counted and told once, and a store that is whole again afterwards."""
+"""Faults below a driver: misses that are counted and logged once, and recovery afterwards."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import resource
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import (
+from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
-    bounded,
+    call_bounded,
     check_hits,
     check_kept,
-    counted,
+    count_faults,
     deadline_on,
-    hurry,
+    serving_storage,
+    set_deadline,
     wait_until_serving,
-    working,
 )
-from hicache_conformance.faults.troubles import AWAY, TROUBLES
-from hicache_conformance.grounds.disk import DiskGround
-from hicache_conformance.grounds.seam import ObjectsGround
-from hicache_conformance.logs import records_above_debug
-from hicache_conformance.manifest import Level
-from hicache_conformance.residue import Residue
-from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.leak_check import OpenResources
+from hicache_conformance.harness.log_records import records_above_debug
+from hicache_conformance.injectors.disk import DiskInjector
+from hicache_conformance.injectors.driver_methods import DriverMethodInjector
+from hicache_conformance.injectors.named_faults import NAMED_FAULTS, UNAVAILABLE
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.injector import FaultInjector
 
 FAULTS: Final = (Level.FAULTS,)
 
@@ -63,160 +63,166 @@ class FaultCases:
     """FT-1, FT-4, FT-6, and SET-6 where one page of a batch fails."""
 
     @covers("FT-1", "FT-6", "FT-4", "GET-1", "SET-1", "SET-3", levels=FAULTS)
-    def test_a_trouble_is_a_miss(self, lab: Lab, ground: Ground, trouble: str) -> None:
+    def test_a_trouble_is_a_miss(self, context: CaseContext, injector: FaultInjector, named_fault: str) -> None:
         """Under each kind of fault: no call raises, no wrong page, misses are counted, no line for each page; afterwards all is well."""
-        plan = FaultPlan(ground.name, TROUBLES[ground.name][trouble])
-        subject, keys = working(lab, ground)
-        before = counted(subject)
-        hurry(subject, deadline_on(ground))
+        plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
+        sut, keys = serving_storage(context, injector)
+        before = count_faults(sut)
+        set_deadline(sut, deadline_on(injector))
         with records_above_debug() as records:
-            ground.strike(plan)
-            stored, missed, calls = _use(lab, ground, subject, keys, plan)
-        ground.heal()
-        hurry(subject, None)
-        if missed and ground.struck() and not _silent(plan) and counted(subject) == before:
+            injector.inject(plan)
+            stored, missed, calls = _use(context, injector, sut, keys, plan)
+        injector.heal()
+        set_deadline(sut, None)
+        if missed and injector.injected_count() and not _silent(plan) and count_faults(sut) == before:
             raise Violation("FT-1", f"calls were answered with misses because of {plan}, and get_stats() counts no fault")
         _check_lines(records, calls if plan.destroys else LINES, plan)
-        wait_until_serving(lab, subject, plan)
-        check_kept(lab, subject, [*keys, *stored], plan)
+        wait_until_serving(context, sut, plan)
+        check_kept(context, sut, [*keys, *stored], plan)
 
     @covers("FT-1", levels=FAULTS)
-    def test_an_outage_is_told_once(self, lab: Lab, ground: Ground) -> None:
+    def test_an_outage_is_told_once(self, context: CaseContext, injector: FaultInjector) -> None:
         """While nothing works every call is a miss; that is counted, and logged in a few lines, not in one for each call."""
-        plan = FaultPlan(ground.name, AWAY[ground.name])
-        subject, keys = working(lab, ground)
-        before = counted(subject)
-        hurry(subject, deadline_on(ground))
-        ground.strike(plan)
+        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        sut, keys = serving_storage(context, injector)
+        before = count_faults(sut)
+        set_deadline(sut, deadline_on(injector))
+        injector.inject(plan)
         with records_above_debug() as records:
-            _, missed, calls = _use(lab, ground, subject, keys, plan, rounds=2 * ROUNDS)
-        ground.heal()
-        hurry(subject, None)
-        if missed and counted(subject) == before:
+            _, missed, calls = _use(context, injector, sut, keys, plan, rounds=2 * ROUNDS)
+        injector.heal()
+        set_deadline(sut, None)
+        if missed and count_faults(sut) == before:
             raise Violation("FT-1", f"calls were answered with misses because of {plan}, and get_stats() counts no fault")
         if missed and not records:
             raise Violation("FT-1", f"{calls} calls were answered with misses because of {plan}, and nothing was logged")
         _check_lines(records, LINES, plan)
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
-    def test_a_store_that_is_away(self, lab: Lab, ground: Ground) -> None:
+    def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
         """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and when the store comes it serves."""
-        plan = FaultPlan(ground.name, AWAY[ground.name])
-        working(lab, ground, pages=1)
-        subject, keys = lab.unopened(options=UNGUARDED), lab.keys(3)
-        hurry(subject, deadline_on(ground))
-        ground.strike(plan)
+        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        serving_storage(context, injector, pages=1)
+        sut, keys = context.unopened(options=UNGUARDED), context.keys(3)
+        set_deadline(sut, deadline_on(injector))
+        injector.inject(plan)
         with contextlib.suppress(HiCacheError):
-            bounded(ground, plan, "open", subject.storage.open)
-        _use(lab, ground, subject, keys, plan)
-        ground.heal()
-        hurry(subject, None)
-        wait_until_serving(lab, subject, plan)
+            call_bounded(injector, plan, "open", sut.storage.open)
+        _use(context, injector, sut, keys, plan)
+        injector.heal()
+        set_deadline(sut, None)
+        wait_until_serving(context, sut, plan)
 
     @covers("FT-4", levels=FAULTS)
-    def test_the_same_storage_recovers(self, lab: Lab, ground: Ground) -> None:
+    def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
         """Several outages in a row, behind a circuit breaker: after each, the same storage serves again and the breaker is closed."""
-        plan = FaultPlan(ground.name, AWAY[ground.name])
-        subject, keys = working(lab, ground, options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1))
+        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        sut, keys = serving_storage(context, injector, options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1))
         for _ in range(2):
-            hurry(subject, deadline_on(ground))
-            ground.strike(plan)
-            _use(lab, ground, subject, keys, plan)
-            ground.heal()
-            hurry(subject, None)
-            wait_until_serving(lab, subject, plan)
-            state = subject.call("get_stats", subject.storage.get_stats).breaker_state
+            set_deadline(sut, deadline_on(injector))
+            injector.inject(plan)
+            _use(context, injector, sut, keys, plan)
+            injector.heal()
+            set_deadline(sut, None)
+            wait_until_serving(context, sut, plan)
+            state = sut.call("get_stats", sut.storage.get_stats).breaker_state
             if state != "closed":
                 raise Violation("FT-4", f"the store answers again after {plan}, and the circuit breaker is {state}")
-        check_kept(lab, subject, keys, plan)
+        check_kept(context, sut, keys, plan)
 
     @covers("FT-6", "FT-4", levels=FAULTS)
-    def test_no_descriptor_is_left(self, lab: Lab) -> None:
+    def test_no_descriptor_is_left(self, context: CaseContext) -> None:
         """While the process may open nothing more: misses, and afterwards the same storage serves."""
-        subject, keys, here = lab.storage(options=UNGUARDED), lab.keys(6), ObjectsGround()
+        sut, keys, here = context.storage(options=UNGUARDED), context.keys(6), DriverMethodInjector()
         plan = FaultPlan("process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),))
-        subject.store(keys)
-        _use(lab, here, subject, keys, plan)
-        hurry(subject, deadline_on(here))
+        sut.store(keys)
+        _use(context, here, sut, keys, plan)
+        set_deadline(sut, deadline_on(here))
         with _no_more_descriptors():
-            stored, _, _ = _use(lab, here, subject, keys, plan)
-        hurry(subject, None)
-        wait_until_serving(lab, subject, plan)
-        check_kept(lab, subject, [*keys, *stored], plan)
+            stored, _, _ = _use(context, here, sut, keys, plan)
+        set_deadline(sut, None)
+        wait_until_serving(context, sut, plan)
+        check_kept(context, sut, [*keys, *stored], plan)
 
     @covers("FT-6", "SET-5", levels=FAULTS)
-    def test_failing_sets_leave_nothing(self, lab: Lab, ground: Ground) -> None:
+    def test_failing_sets_leave_nothing(self, context: CaseContext, injector: FaultInjector) -> None:
         """Sets that fail for want of room, again and again, leave no files and no descriptors behind."""
         failing = {"disk": "full-halfway", "objects": "failing-writes", "network": "cut-requests", "services": "killed"}
-        plan = FaultPlan(ground.name, TROUBLES[ground.name][failing[ground.name]])
-        subject, _ = working(lab, ground)
-        hurry(subject, deadline_on(ground))
-        ground.strike(plan)
+        plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][failing[injector.name]])
+        sut, _ = serving_storage(context, injector)
+        set_deadline(sut, deadline_on(injector))
+        injector.inject(plan)
         seen = list[tuple[int, int]]()
         for _ in range(4):
             for _ in range(3):
-                subject.set(lab.keys(4))
-            seen.append((len(Residue.now().descriptors), _files(ground)))
-        ground.heal()
+                sut.set(context.keys(4))
+            seen.append((len(OpenResources.now().descriptors), _files(injector)))
+        injector.heal()
         # The first rounds may fill tables that are kept.
         for what, first, last in zip(("descriptors", "files"), seen[1], seen[3], strict=True):
             if last > first + 2:
                 raise Violation("FT-6", f"6 sets that failed ({plan}) left {last - first} {what} behind")
-        hurry(subject, None)
-        wait_until_serving(lab, subject, plan)
+        set_deadline(sut, None)
+        wait_until_serving(context, sut, plan)
 
     @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
-    def test_one_page_fails(self, lab: Lab, ground: Ground) -> None:
+    def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
         """One page of a batch cannot be moved: the others are stored and delivered, each answer at its own place."""
-        subject, keys = working(lab, ground)
-        number = lab.chance("which page").randrange(len(keys))
-        plan = FaultPlan(ground.name, _one_of(ground, "write", number, len(keys)))
-        new = lab.keys(len(keys))
-        ground.strike(plan)
-        answers = subject.set(new)
-        ground.heal()
+        sut, keys = serving_storage(context, injector)
+        number = context.chance("which page").randrange(len(keys))
+        plan = FaultPlan(injector.name, _one_of(injector, "write", number, len(keys)))
+        new = context.keys(len(keys))
+        injector.inject(plan)
+        answers = sut.set(new)
+        injector.heal()
         stored = [key for key, ok in zip(new, answers, strict=True) if ok]
-        if ground.name == "objects" and len(stored) != len(new) - 1:
+        if injector.name == "objects" and len(stored) != len(new) - 1:
             raise Violation("SET-6", f"one page of {len(new)} could not be written, and the set answered {answers}")
-        check_kept(lab, subject, stored, plan)
-        plan = FaultPlan(ground.name, _one_of(ground, "read", number, len(keys)))
-        ground.strike(plan)
-        found = subject.get(keys)
-        ground.heal()
-        check_hits(subject, keys, found, plan)
-        if ground.name == "objects" and found.count(None) != 1:
+        check_kept(context, sut, stored, plan)
+        plan = FaultPlan(injector.name, _one_of(injector, "read", number, len(keys)))
+        injector.inject(plan)
+        found = sut.get(keys)
+        injector.heal()
+        check_hits(sut, keys, found, plan)
+        if injector.name == "objects" and found.count(None) != 1:
             raise Violation(
                 "GET-3", f"one page of {len(keys)} could not be read, and the get delivered {len(keys) - found.count(None)}"
             )
 
     @covers("FT-4", "FT-1", levels=FAULTS)
-    def test_one_fault_beside_calls_that_succeed(self, lab: Lab, ground: Ground) -> None:
+    def test_one_fault_beside_calls_that_succeed(self, context: CaseContext, injector: FaultInjector) -> None:
         """One request fails while eight calls in other threads are served: one fault, after which the storage serves on."""
-        subject, keys = working(lab, ground, pages=4, options=StorageOptions())
+        sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
         slow = Fault(kind=FaultKind.DELAY, operations=_WRITES, seconds=0.05)
-        plan = FaultPlan(ground.name, (slow, *_FAILING_ONCE[ground.name]) if ground.name in _FAILING_ONCE else ())
-        lanes = [subject.lane(number, BESIDE + 1, lab.chance(f"lane {number}")) for number in range(BESIDE + 1)]
+        plan = FaultPlan(injector.name, (slow, *_FAILING_ONCE[injector.name]) if injector.name in _FAILING_ONCE else ())
+        clients = [sut.client(number, BESIDE + 1, context.chance(f"lane {number}")) for number in range(BESIDE + 1)]
         answers = list[list[bool]]()
-        ground.strike(plan)
-        together("FT-3", [partial(_note, answers, lane, lab.keys(2)) for lane in lanes])
-        ground.heal()
+        injector.inject(plan)
+        together("FT-3", [partial(_note, answers, client, context.keys(2)) for client in clients])
+        injector.heal()
         served = sum(map(all, answers))
-        state = subject.call("get_stats", subject.storage.get_stats).breaker_state
-        hit = subject.exists(keys).kv_hit_pages
+        state = sut.call("get_stats", sut.storage.get_stats).breaker_state
+        hit = sut.exists(keys).kv_hit_pages
         if served >= BESIDE and (state == "open" or hit < len(keys)):
             raise Violation(
                 "FT-4",
-                f"{served} of {len(lanes)} sets in as many threads were served, and one failed ({plan}); then the circuit breaker is "
+                f"{served} of {len(clients)} sets in as many threads were served, and one failed ({plan}); then the circuit breaker is "
                 f"{state!r}, and exists finds {hit} of {len(keys)} pages",
             )
 
 
-def _note(answers: list[list[bool]], subject: Subject, keys: Sequence[str]) -> None:
-    answers.append(subject.set(keys))
+def _note(answers: list[list[bool]], sut: StorageUnderTest, keys: Sequence[str]) -> None:
+    answers.append(sut.set(keys))
 
 
 def _use(
-    lab: Lab, ground: Ground, subject: Subject, keys: Sequence[str], plan: FaultPlan, *, rounds: int = ROUNDS
+    context: CaseContext,
+    injector: FaultInjector,
+    sut: StorageUnderTest,
+    keys: Sequence[str],
+    plan: FaultPlan,
+    *,
+    rounds: int = ROUNDS,
 ) -> tuple[list[str], bool, int]:
     """Ask, read and write under a fault.
 
@@ -225,19 +231,19 @@ def _use(
     """
     stored, missed = list[str](), False
     for _ in range(rounds):
-        bounded(ground, plan, "batch_exists_v2", partial(subject.exists, keys))
-        found = bounded(ground, plan, "batch_get_v2", partial(subject.get, keys))
-        check_hits(subject, keys, found, plan)
-        new = lab.keys(8)
-        answers = bounded(ground, plan, "batch_set_v2", partial(subject.set, new))
-        check_hits(subject, new, bounded(ground, plan, "batch_get_v2", partial(subject.get, new)), plan)
+        call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys))
+        found = call_bounded(injector, plan, "batch_get_v2", partial(sut.get, keys))
+        check_hits(sut, keys, found, plan)
+        new = context.keys(8)
+        answers = call_bounded(injector, plan, "batch_set_v2", partial(sut.set, new))
+        check_hits(sut, new, call_bounded(injector, plan, "batch_get_v2", partial(sut.get, new)), plan)
         missed |= None in found or not all(answers)
         stored += [key for key, ok in zip(new, answers, strict=True) if ok]
     return stored, missed, rounds * 4
 
 
 def _silent(plan: FaultPlan) -> bool:
-    corrupt = plan.ground == "network" and any(fault.kind is FaultKind.BIT_FLIP for fault in plan.faults)
+    corrupt = plan.injector == "network" and any(fault.kind is FaultKind.BIT_FLIP for fault in plan.faults)
     return corrupt or any(fault.kind in SILENT for fault in plan.faults)
 
 
@@ -249,8 +255,8 @@ def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPla
         )
 
 
-def _one_of(ground: Ground, operation: str, number: int, pages: int) -> tuple[Fault, ...]:
-    match ground.name:
+def _one_of(injector: FaultInjector, operation: str, number: int, pages: int) -> tuple[Fault, ...]:
+    match injector.name:
         case "objects":
             return (Fault(kind=FaultKind.PARTIAL, operations=(operation,), place=(number + 0.5) / pages),)
         case "network":
@@ -261,8 +267,8 @@ def _one_of(ground: Ground, operation: str, number: int, pages: int) -> tuple[Fa
             return (Fault(kind=FaultKind.ERROR, error="EIO", operations=(operation,), first=number, count=1),)
 
 
-def _files(ground: Ground) -> int:
-    return sum(len(files) for _, _, files in os.walk(ground.backing)) if isinstance(ground, DiskGround) else 0
+def _files(injector: FaultInjector) -> int:
+    return sum(len(files) for _, _, files in os.walk(injector.backing)) if isinstance(injector, DiskInjector) else 0
 
 
 @contextlib.contextmanager

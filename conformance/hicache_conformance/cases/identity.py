@@ -1,4 +1,4 @@
-"""Whose pages are whose: one case for each field of the identity, in both directions."""
+"""Isolation of identities: one case for each field of the identity, in both directions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 from hicache_storage.spec import IDENTITY_FIELDS, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 IDENTITY = [Level.IDENTITY]
 
@@ -68,79 +68,81 @@ class IdentityCases:
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("field", DECIDING)
-    def test_one_field_differs(self, lab: Lab, field: str) -> None:
+    def test_one_field_differs(self, context: CaseContext, field: str) -> None:
         """Identities that differ in one field alone."""
-        base = lab.identity(**BASE)
-        _keep_apart(lab.storage(base), lab.storage(replace(base, **{field: OTHER[field]})), lab.keys(4), "ID-1")  # type: ignore[arg-type]
+        base = context.identity(**BASE)
+        _keep_apart(context.storage(base), context.storage(replace(base, **{field: OTHER[field]})), context.keys(4), "ID-1")  # type: ignore[arg-type]
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
-    def test_identities_that_look_alike(self, lab: Lab, pair: tuple[Mapping[str, object], Mapping[str, object]]) -> None:
+    def test_identities_that_look_alike(
+        self, context: CaseContext, pair: tuple[Mapping[str, object], Mapping[str, object]]
+    ) -> None:
         """Identities that are one text where fields are pasted together."""
-        base = lab.identity(**BASE)
+        base = context.identity(**BASE)
         one, two = (replace(base, **fields) for fields in pair)  # type: ignore[arg-type]
-        _keep_apart(lab.storage(one), lab.storage(two), lab.keys(4), "ID-1")
+        _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("difference", GEOMETRIES.values(), ids=GEOMETRIES.keys())
-    def test_one_geometry_differs(self, lab: Lab, difference: Mapping[str, object]) -> None:
+    def test_one_geometry_differs(self, context: CaseContext, difference: Mapping[str, object]) -> None:
         """Equal identities whose pools have pages of another layout, element type or length."""
-        base = lab.identity()
-        one = lab.storage(base)
-        two = lab.storage(base, pools={PoolName.KV: GuardedPool(**difference)})  # type: ignore[arg-type]
+        base = context.identity()
+        one = context.storage(base)
+        two = context.storage(base, pools={PoolName.KV: GuardedPool(**difference)})  # type: ignore[arg-type]
         for writer, reader in ((one, two), (two, one)):
-            keys = lab.keys(4)
+            keys = context.keys(4)
             writer.store(keys)
             reader.expect_missing(keys, rule="ID-1", why="was set from a pool of another geometry")
             writer.expect(keys)
 
     @covers("ID-4", levels=IDENTITY)
     @pytest.mark.parametrize("ranks", ["pp", "cp", "dp"])
-    def test_ranks_of_one_group(self, lab: Lab, ranks: str) -> None:
+    def test_ranks_of_one_group(self, context: CaseContext, ranks: str) -> None:
         """Four ranks write the same keys, each its own bytes; each reads back its own."""
-        base, keys = lab.identity(**{**BASE, f"{ranks}_rank": 0}), lab.keys(4)
-        group = [lab.storage(replace(base, **{f"{ranks}_rank": rank})) for rank in range(4)]  # type: ignore[arg-type]
-        _keep_apart(group[0], group[1], lab.keys(2), "ID-4")
+        base, keys = context.identity(**{**BASE, f"{ranks}_rank": 0}), context.keys(4)
+        group = [context.storage(replace(base, **{f"{ranks}_rank": rank})) for rank in range(4)]  # type: ignore[arg-type]
+        _keep_apart(group[0], group[1], context.keys(2), "ID-4")
         for rank in group:
             rank.store(keys)
         for rank in group:
             rank.expect_own(keys, rule="ID-4")
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
-    def test_equal_identities_share(self, lab: Lab) -> None:
+    def test_equal_identities_share(self, context: CaseContext) -> None:
         """Two storages of one process: what one sets, the other finds and reads; and the other way round."""
-        one = lab.storage(lab.identity(**BASE))
-        two = lab.storage(replace(one.identity))
+        one = context.storage(context.identity(**BASE))
+        two = context.storage(replace(one.identity))
         for writer, reader in ((one, two), (two, one)):
-            keys = lab.keys(4)
+            keys = context.keys(4)
             writer.store(keys)
             writer.expect(keys)
             reader.expect(keys, rule="ID-2")
             reader.expect_existing(keys, rule="ID-2")
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
-    def test_what_does_not_decide(self, lab: Lab) -> None:
+    def test_what_does_not_decide(self, context: CaseContext) -> None:
         """DP ranks that serve the same weights share, whatever their rank."""
-        one = lab.storage(lab.identity(**{**BASE, "dp_replicated": True}))
-        two = lab.storage(replace(one.identity, dp_rank=3))
-        keys = lab.keys(4)
+        one = context.storage(context.identity(**{**BASE, "dp_replicated": True}))
+        two = context.storage(replace(one.identity, dp_rank=3))
+        keys = context.keys(4)
         one.store(keys)
         one.expect(keys)
         two.expect(keys, writer=one.identity, rule="ID-2")
 
     @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
-    def test_pages_survive_reopening(self, lab: Lab) -> None:
+    def test_pages_survive_reopening(self, context: CaseContext) -> None:
         """All storages are closed; one that is opened afterwards finds the pages."""
-        one, keys = lab.storage(lab.identity(**BASE)), lab.keys(8)
+        one, keys = context.storage(context.identity(**BASE)), context.keys(8)
         one.store(keys)
         one.expect(keys)
         one.call("close", one.storage.close)
-        two = lab.storage(replace(one.identity))
+        two = context.storage(replace(one.identity))
         two.expect(keys, rule="ID-2")
         two.expect_existing(keys, rule="ID-2")
 
 
-def _keep_apart(one: Subject, two: Subject, keys: list[str], rule: str) -> None:
+def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:
     """Each writes and the other must not see it; then both have the same keys, each with its own bytes."""
     for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
         writer.store(half)
@@ -149,5 +151,5 @@ def _keep_apart(one: Subject, two: Subject, keys: list[str], rule: str) -> None:
         reader.expect_missing(half, rule=rule, why="was set under another identity")
     one.store(keys)
     two.store(keys)
-    for subject in (one, two):
-        subject.expect_own(keys, rule=rule)
+    for sut in (one, two):
+        sut.expect_own(keys, rule=rule)

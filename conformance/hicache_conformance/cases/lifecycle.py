@@ -1,4 +1,4 @@
-"""From import to close: what a storage takes, and that it gives it back."""
+"""Life cycle of a storage: import, open, close, and the resources that it takes and gives back."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.bystanders import watched
-from hicache_conformance.catalogue import covers
-from hicache_conformance.forked import ask_in_child
-from hicache_conformance.memory import GuardedPool, slots_of
-from hicache_conformance.needs import beyond
-from hicache_conformance.probe import probe
-from hicache_conformance.residue import Residue
-from hicache_conformance.subject import Share
-from hicache_conformance.threads import together
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.global_state import unchanged_globals
+from hicache_conformance.harness.import_probe import probe
+from hicache_conformance.harness.leak_check import OpenResources
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.requirements import beyond
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.forked_child import ask_in_child
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 
 CALLERS: Final = 4
@@ -42,148 +42,150 @@ class LifecycleCases:
     """LC-1 to LC-3, LC-5 and LC-6."""
 
     @covers("LC-1")
-    def test_import_and_construct(self, lab: Lab) -> None:
+    def test_import_and_construct(self, context: CaseContext) -> None:
         """In a fresh process: no engine and no GPU, no connection, nothing written, no signal handler, no logging set up."""
-        before = sorted(lab.tmp.rglob("*"))
-        found = probe(lab.driver, lab.config)
+        before = sorted(context.tmp.rglob("*"))
+        found = probe(context.driver, context.config)
         if found:
             raise Violation("LC-1", f"importing and constructing the driver {found}")
-        if sorted(lab.tmp.rglob("*")) != before:
+        if sorted(context.tmp.rglob("*")) != before:
             raise Violation("LC-1", "constructing the driver wrote into its directory; open() is for that")
 
     @covers("LC-1")
-    def test_the_first_call_connects(self, lab: Lab) -> None:
+    def test_the_first_call_connects(self, context: CaseContext) -> None:
         """Without open(), the first call finds its own way; open() after that, and twice, does no harm."""
-        subject, keys = lab.unopened(), lab.keys(3)
-        subject.store(keys)
+        sut, keys = context.unopened(), context.keys(3)
+        sut.store(keys)
         for _ in range(2):
-            subject.call("open", subject.storage.open)
-        subject.expect(keys)
-        if not subject.call("health", subject.storage.health).ok:
-            raise Violation("LC-1", f"the storage serves, and health() says {subject.storage.health()}")
+            sut.call("open", sut.storage.open)
+        sut.expect(keys)
+        if not sut.call("health", sut.storage.health).ok:
+            raise Violation("LC-1", f"the storage serves, and health() says {sut.storage.health()}")
 
     @covers("LC-6")
-    def test_declared_when_open(self, lab: Lab) -> None:
-        """What an open storage declares is within what its driver's registration declares."""
-        promised, subject = registry().get(lab.driver).capabilities, lab.storage()
-        added = beyond(subject.storage.capabilities, promised)
+    def test_declared_when_open(self, context: CaseContext) -> None:
+        """The capabilities of an open storage are within those that its driver's registration
+        declares.
+        """
+        promised, sut = registry().get(context.driver).capabilities, context.storage()
+        added = beyond(sut.storage.capabilities, promised)
         if added:
             raise Violation("LC-6", f"the open storage declares {' and '.join(added)}; the driver is registered with less")
 
     @covers("LC-2")
-    def test_calls_after_close(self, lab: Lab) -> None:
+    def test_calls_after_close(self, context: CaseContext) -> None:
         """Calls raise StorageClosedError; close() again, get_stats() and health() do not raise."""
-        subject, keys = lab.storage(), lab.keys(2)
-        subject.store(keys)
+        sut, keys = context.storage(), context.keys(2)
+        sut.store(keys)
         for _ in range(3):
-            subject.call("close", subject.storage.close)
+            sut.call("close", sut.storage.close)
         transfer = PoolTransfer(PoolName.KV, slots_of([0, 1], 2), keys=keys)
         for name, ask in (
-            ("batch_exists_v2", lambda: subject.storage.batch_exists_v2(keys)),
-            ("batch_get_v2", lambda: subject.storage.batch_get_v2([transfer])),
-            ("batch_set_v2", lambda: subject.storage.batch_set_v2([transfer])),
-            ("open", subject.storage.open),
+            ("batch_exists_v2", lambda: sut.storage.batch_exists_v2(keys)),
+            ("batch_get_v2", lambda: sut.storage.batch_get_v2([transfer])),
+            ("batch_set_v2", lambda: sut.storage.batch_set_v2([transfer])),
+            ("open", sut.storage.open),
         ):
             _check_closed(name, ask)
-        subject.call("get_stats after close", subject.storage.get_stats)
-        if subject.call("health after close", subject.storage.health).ok:
+        sut.call("get_stats after close", sut.storage.get_stats)
+        if sut.call("health after close", sut.storage.health).ok:
             raise Violation("LC-2", "health() of a closed storage says that it can serve")
 
     @covers("LC-2")
-    def test_close_without_open(self, lab: Lab) -> None:
+    def test_close_without_open(self, context: CaseContext) -> None:
         """A storage that never connected closes too, with pools and without."""
-        for subject in (lab.unopened(), lab.unopened(pools={})):
-            subject.call("close", subject.storage.close)
-            _check_closed("batch_exists_v2", lambda: subject.storage.batch_exists_v2(["a"]))  # noqa: B023 - called at once
+        for sut in (context.unopened(), context.unopened(pools={})):
+            sut.call("close", sut.storage.close)
+            _check_closed("batch_exists_v2", lambda: sut.storage.batch_exists_v2(["a"]))  # noqa: B023 - called at once
 
     @covers("LC-2")
-    def test_nothing_is_left_behind(self, lab: Lab) -> None:
+    def test_nothing_is_left_behind(self, context: CaseContext) -> None:
         """Storages that are opened, used and closed leave no thread and no descriptor."""
         # The first one may import modules and start what the process keeps.
-        _live_once(lab)
-        before = Residue.now()
+        _live_once(context)
+        before = OpenResources.now()
         for _ in range(5):
-            _live_once(lab)
-        left = _after_grace(lab, lambda: Residue.now().beyond(before))
+            _live_once(context)
+        left = _after_grace(context, lambda: OpenResources.now().beyond(before))
         if left:
             raise Violation("LC-2", f"5 storages were opened, used and closed; they left {left}")
 
     @covers("LC-2")
-    def test_the_host_pool_is_let_go(self, lab: Lab) -> None:
-        """When a closed storage is dropped, nothing keeps its host pool's memory registered."""
-        kept = _after_grace(lab, partial(_still_alive, _live_and_forget(lab)))
+    def test_the_host_pool_is_let_go(self, context: CaseContext) -> None:
+        """A closed storage that is dropped keeps none of its host pool's memory registered."""
+        kept = _after_grace(context, partial(_still_alive, _live_and_forget(context)))
         if kept:
             raise Violation("LC-2", "the storage is closed and gone, and something still holds its host pool")
 
     @covers("LC-2")
-    def test_close_during_calls(self, lab: Lab) -> None:
+    def test_close_during_calls(self, context: CaseContext) -> None:
         """close() while eight threads call: it ends, and each thread gets answers and then StorageClosedError."""
-        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(pages=128)}), lab.keys(8)
-        subject.store(keys)
+        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=128)}), context.keys(8)
+        sut.store(keys)
         busy = threading.Semaphore(0)
-        lanes = [subject.lane(number, 8, lab.chance(f"lane {number}")) for number in range(8)]
+        clients = [sut.client(number, 8, context.chance(f"lane {number}")) for number in range(8)]
 
         def close() -> None:
-            for _ in lanes:
+            for _ in clients:
                 busy.acquire()
-            subject.call("close", subject.storage.close)
+            sut.call("close", sut.storage.close)
 
-        together("LC-2", [*(partial(_call_until_closed, lane, keys, busy) for lane in lanes), close])
+        together("LC-2", [*(partial(_call_until_closed, client, keys, busy) for client in clients), close])
 
     @covers("LC-3")
-    def test_another_thread_than_the_main_one(self, lab: Lab) -> None:
+    def test_another_thread_than_the_main_one(self, context: CaseContext) -> None:
         """Constructed, opened, used and closed in a thread of its own."""
-        together("LC-3", [lambda: _live_once(lab)])
+        together("LC-3", [lambda: _live_once(context)])
 
     @covers("LC-3")
-    def test_the_process_is_left_alone(self, lab: Lab) -> None:
+    def test_the_process_is_left_alone(self, context: CaseContext) -> None:
         """Signal handlers, the root logger and the hooks for uncaught exceptions are what they were."""
-        with watched() as changed:
-            _live_once(lab)
+        with unchanged_globals() as changed:
+            _live_once(context)
         if changed:
             raise Violation("LC-3", f"a storage was opened, used and closed, and changed {', '.join(changed)}")
 
     @covers("LC-5")
-    def test_a_forked_child(self, lab: Lab) -> None:
+    def test_a_forked_child(self, context: CaseContext) -> None:
         """A child that was forked from an opened storage gets an error that says why, or its pages; its parent goes on."""
-        subject, keys = lab.storage(), lab.keys(4)
-        subject.store(keys)
-        subject.expect(keys)
-        told = ask_in_child(subject, keys)
+        sut, keys = context.storage(), context.keys(4)
+        sut.store(keys)
+        sut.expect(keys)
+        told = ask_in_child(sut, keys)
         if told:
             raise Violation("LC-5", told)
-        subject.expect(keys, rule="LC-5")
-        more = lab.keys(2)
-        subject.store(more)
-        subject.expect(more)
+        sut.expect(keys, rule="LC-5")
+        more = context.keys(2)
+        sut.store(more)
+        sut.expect(more)
 
     @covers("LC-5")
-    def test_children_forked_during_calls(self, lab: Lab) -> None:
+    def test_children_forked_during_calls(self, context: CaseContext) -> None:
         """Children that are forked while threads call get an error that says why, or a storage that works, and never hang."""
-        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}), lab.keys(4)
-        subject.store(keys)
-        lanes = [subject.lane(number, CALLERS + 1, lab.chance(f"lane {number}")) for number in range(CALLERS + 1)]
+        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}), context.keys(4)
+        sut.store(keys)
+        clients = [sut.client(number, CALLERS + 1, context.chance(f"lane {number}")) for number in range(CALLERS + 1)]
         ended = threading.Event()
 
-        def call(lane: Subject, own: list[str]) -> None:
+        def call(client: StorageUnderTest, own: list[str]) -> None:
             while not ended.is_set():
-                lane.exists(keys)
-                lane.set(own)
-                lane.get(own)
-                lane.stats()
+                client.exists(keys)
+                client.set(own)
+                client.get(own)
+                client.stats()
 
         def fork() -> None:
             try:
                 for _ in range(CHILDREN):
-                    told = ask_in_child(lanes[-1], keys, within=CHILD_SECONDS, everything=True)
+                    told = ask_in_child(clients[-1], keys, within=CHILD_SECONDS, everything=True)
                     if told:
                         raise Violation("LC-5", told)
             finally:
                 ended.set()
 
         with _threads_in_turns():
-            together("LC-5", [*(partial(call, lane, lab.keys(3)) for lane in lanes[:-1]), fork])
-        subject.expect(keys, rule="LC-5")
+            together("LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork])
+        sut.expect(keys, rule="LC-5")
 
 
 @contextlib.contextmanager
@@ -197,13 +199,13 @@ def _threads_in_turns() -> Generator[None]:
         sys.setswitchinterval(before)
 
 
-def _live_once(lab: Lab, memory: GuardedPool | None = None) -> None:
+def _live_once(context: CaseContext, memory: GuardedPool | None = None) -> None:
     """Construct, open, use and close a storage."""
-    storage = lab.bare()
+    storage = context.bare()
     try:
         storage.register_mem_host_pool_v2(memory or GuardedPool(pages=8), PoolName.KV)
         storage.open()
-        keys = lab.keys(2)
+        keys = context.keys(2)
         storage.batch_set_v2([PoolTransfer(PoolName.KV, slots_of([1, 5], 2), keys=keys)])
         storage.batch_exists_v2(keys)
         storage.batch_get_v2([PoolTransfer(PoolName.KV, slots_of([2, 3], 2), keys=keys)])
@@ -216,9 +218,9 @@ def _live_once(lab: Lab, memory: GuardedPool | None = None) -> None:
         storage.close()
 
 
-def _live_and_forget(lab: Lab) -> weakref.ref[GuardedPool]:
+def _live_and_forget(context: CaseContext) -> weakref.ref[GuardedPool]:
     memory = GuardedPool(pages=8)
-    _live_once(lab, memory)
+    _live_once(context, memory)
     return weakref.ref(memory)
 
 
@@ -227,9 +229,9 @@ def _still_alive(reference: weakref.ref[GuardedPool]) -> str:
     return "" if reference() is None else "alive"
 
 
-def _after_grace(lab: Lab, look: Callable[[], str]) -> str:
-    """What `look` still says when things have had time to settle."""
-    end = time.monotonic() + lab.profile.grace_seconds
+def _after_grace(context: CaseContext, look: Callable[[], str]) -> str:
+    """Return what `look` still finds after a grace period."""
+    end = time.monotonic() + context.profile.grace_seconds
     while (found := look()) and time.monotonic() < end:
         time.sleep(0.05)
     return found
@@ -247,14 +249,14 @@ def _check_closed(name: str, ask: Callable[[], object]) -> None:
     raise Violation("LC-2", f"{name} after close() raised nothing and answered {answer!r:.100}")
 
 
-def _call_until_closed(subject: Subject, keys: list[str], busy: threading.Semaphore) -> None:
-    storage: HiCacheStorage = subject.storage
+def _call_until_closed(sut: StorageUnderTest, keys: list[str], busy: threading.Semaphore) -> None:
+    storage: HiCacheStorage = sut.storage
     rounds = 0
     try:
         while True:
             storage.batch_exists_v2(keys)
-            storage.batch_get_v2(subject.transfers([Share(keys)], [subject.own_pages(keys)]))
-            storage.batch_set_v2(subject.transfers([Share(keys)], [subject.own_pages(keys)]))
+            storage.batch_get_v2(sut.transfers([PageGroup(keys)], [sut.own_pages(keys)]))
+            storage.batch_set_v2(sut.transfers([PageGroup(keys)], [sut.own_pages(keys)]))
             rounds += 1
             if rounds == 2:
                 busy.release()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.memory import GuardedPool, slots_of
-from hicache_conformance.pages import canary
-from hicache_conformance.subject import Share, block_groups
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import canary
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.storage_under_test import PageGroup, block_groups
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, PoolTransfer, UnsupportedOperationError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 PAGES: Final = (5, 2, 9)
 
@@ -75,129 +75,129 @@ class MisuseCases:
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     @pytest.mark.parametrize("how", BAD_INDICES)
-    def test_bad_indices(self, lab: Lab, call: str, how: str) -> None:
+    def test_bad_indices(self, context: CaseContext, call: str, how: str) -> None:
         """Indices that do not fit the keys or the pool."""
         good = slots_of(PAGES, 2)
-        _check_refused(lab, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how)
+        _check_refused(context, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how)
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     @pytest.mark.parametrize("how", BAD_KEYS)
-    def test_bad_keys(self, lab: Lab, call: str, how: str) -> None:
+    def test_bad_keys(self, context: CaseContext, call: str, how: str) -> None:
         """Keys that are no legal text, or not a list of them."""
-        _check_refused(lab, call, lambda: {"keys": _bad_keys(how)}, "key", how)
+        _check_refused(context, call, lambda: {"keys": _bad_keys(how)}, "key", how)
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    def test_an_unregistered_pool(self, lab: Lab, call: str) -> None:
+    def test_an_unregistered_pool(self, context: CaseContext, call: str) -> None:
         """A pool that nobody registered; the error names it."""
-        _check_refused(lab, call, lambda: {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
+        _check_refused(context, call, lambda: {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    def test_before_any_registration(self, lab: Lab, call: str) -> None:
+    def test_before_any_registration(self, context: CaseContext, call: str) -> None:
         """A storage without any pool."""
-        subject = lab.storage(pools={})
-        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=lab.keys(3))
-        _refused(lambda: getattr(subject.storage, call)([transfer]), f"{call} before any registration", PoolName.KV)
+        sut = context.storage(pools={})
+        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=context.keys(3))
+        _refused(lambda: getattr(sut.storage, call)([transfer]), f"{call} before any registration", PoolName.KV)
 
     @covers("FT-2")
     @pytest.mark.parametrize("how", BAD_KEYS)
-    def test_bad_keys_of_exists(self, lab: Lab, how: str) -> None:
+    def test_bad_keys_of_exists(self, context: CaseContext, how: str) -> None:
         """exists refuses the same keys as get and set."""
-        subject = lab.storage()
-        _refused(lambda: subject.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key")
+        sut = context.storage()
+        _refused(lambda: sut.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key")
 
     @covers("FT-2", needs=["deletes"])
     @pytest.mark.parametrize("how", BAD_KEYS)
-    def test_bad_keys_of_delete(self, lab: Lab, how: str) -> None:
+    def test_bad_keys_of_delete(self, context: CaseContext, how: str) -> None:
         """delete refuses the same keys, and has deleted none of them."""
-        subject, keys = lab.storage(), ["a", "b", "c"]
-        subject.store(keys)
-        _refused(lambda: subject.storage.delete(_bad_keys(how)), f"delete of keys with {how}", "key")
-        subject.expect(keys, rule="FT-2")
+        sut, keys = context.storage(), ["a", "b", "c"]
+        sut.store(keys)
+        _refused(lambda: sut.storage.delete(_bad_keys(how)), f"delete of keys with {how}", "key")
+        sut.expect(keys, rule="FT-2")
 
     @covers("FT-2")
     @pytest.mark.parametrize("how", BAD_INFO)
-    def test_bad_call_info(self, lab: Lab, how: str) -> None:
+    def test_bad_call_info(self, context: CaseContext, how: str) -> None:
         """Deadlines, request ids and prefix keys that are none are refused by every call."""
-        subject, keys = lab.storage(), lab.keys(3)
+        sut, keys = context.storage(), context.keys(3)
         name, value = BAD_INFO[how]
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
-            _refused(partial(_call_with, subject, call, keys, transfer, {name: value}), f"{call} with {how}", name)
-        subject.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
+            _refused(partial(_call_with, sut, call, keys, transfer, {name: value}), f"{call} with {how}", name)
+        sut.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
 
     @covers("FT-2", "FT-4")
-    def test_misuse_is_no_fault_of_the_store(self, lab: Lab) -> None:
+    def test_misuse_is_no_fault_of_the_store(self, context: CaseContext) -> None:
         """Calls that are refused, as often as would open a circuit breaker: those of others are served, and no fault is counted."""
-        subject, keys = lab.storage(options=StorageOptions()), lab.keys(3)
-        subject.store(keys)
-        before = subject.call("get_stats", subject.storage.get_stats).faults
+        sut, keys = context.storage(options=StorageOptions()), context.keys(3)
+        sut.store(keys)
+        before = sut.call("get_stats", sut.storage.get_stats).faults
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for how in ("a-number-among-them", "an-iterator", "none"):
             for _ in range(MISUSES):
                 asks: list[Callable[[], object]] = [
-                    partial(subject.storage.batch_exists_v2, _bad_keys(how)),
-                    partial(_call_with, subject, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
+                    partial(sut.storage.batch_exists_v2, _bad_keys(how)),
+                    partial(_call_with, sut, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
                 ]
-                if lab.capabilities.deletes:
-                    asks.append(partial(subject.storage.delete, _bad_keys(how)))
+                if context.capabilities.deletes:
+                    asks.append(partial(sut.storage.delete, _bad_keys(how)))
                 for ask in asks:
                     with contextlib.suppress(HiCacheError):
                         ask()
-        subject.expect(keys, rule="FT-2")
-        faults = subject.call("get_stats", subject.storage.get_stats).faults
+        sut.expect(keys, rule="FT-2")
+        faults = sut.call("get_stats", sut.storage.get_stats).faults
         if faults != before:
             raise Violation("FT-2", f"calls that were refused as misuse count as {faults - before} faults of the store")
 
     @covers("FT-2")
     @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
-    def test_bad_block_groups(self, lab: Lab, block: int, group: int) -> None:
+    def test_bad_block_groups(self, context: CaseContext, block: int, group: int) -> None:
         """Groups that do not fit their block."""
-        subject, keys = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}), lab.keys(4)
+        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}), context.keys(4)
         transfer = block_groups("indexer", block, group)
-        _refused(lambda: subject.storage.batch_exists_v2(keys, [transfer]), f"block_groups of {block}/{group}", "block")
+        _refused(lambda: sut.storage.batch_exists_v2(keys, [transfer]), f"block_groups of {block}/{group}", "block")
 
     @covers("FT-2")
     @pytest.mark.parametrize("pool", [None, 7, "kv", object()], ids=["None", "number", "text", "object"])
-    def test_no_host_pool(self, lab: Lab, pool: object) -> None:
+    def test_no_host_pool(self, context: CaseContext, pool: object) -> None:
         """Something that is no host pool at all is refused when it is registered."""
-        subject = lab.storage(pools={})
-        _refused(lambda: subject.storage.register_mem_host_pool_v2(pool, PoolName.KV), f"registering {pool!r}", "")
+        sut = context.storage(pools={})
+        _refused(lambda: sut.storage.register_mem_host_pool_v2(pool, PoolName.KV), f"registering {pool!r}", "")
 
     @covers("FT-2")
     @pytest.mark.parametrize("name", ["", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9"])
-    def test_bad_pool_names(self, lab: Lab, name: str) -> None:
+    def test_bad_pool_names(self, context: CaseContext, name: str) -> None:
         """Names of pools are of [a-z0-9_]{1,64}."""
-        subject = lab.storage(pools={})
-        _refused(lambda: subject.storage.register_mem_host_pool_v2(GuardedPool(), name), f"registering as {name!r}", "name")
+        sut = context.storage(pools={})
+        _refused(lambda: sut.storage.register_mem_host_pool_v2(GuardedPool(), name), f"registering as {name!r}", "name")
 
     @covers("FT-2")
-    def test_a_borrower_without_a_lender(self, lab: Lab) -> None:
+    def test_a_borrower_without_a_lender(self, context: CaseContext) -> None:
         """indices_from_pool names a pool that has no transfer in the call."""
-        subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
-        transfer = PoolTransfer(PoolName.INDEXER, keys=lab.keys(2), indices_from_pool=PoolName.KV)
-        _refused(lambda: subject.storage.batch_get_v2([transfer]), "indices from a pool that is not in the call", "indices")
+        sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
+        transfer = PoolTransfer(PoolName.INDEXER, keys=context.keys(2), indices_from_pool=PoolName.KV)
+        _refused(lambda: sut.storage.batch_get_v2([transfer]), "indices from a pool that is not in the call", "indices")
 
     @covers("FT-2")
-    def test_undeclared_operations(self, lab: Lab) -> None:
+    def test_undeclared_operations(self, context: CaseContext) -> None:
         """delete() and clear() raise UnsupportedOperationError where they are not declared, and work where they are."""
-        subject, keys = lab.storage(), lab.keys(1)
+        sut, keys = context.storage(), context.keys(1)
         for name, declared, ask in (
-            ("delete", lab.capabilities.deletes, lambda: subject.storage.delete(keys)),
-            ("clear", lab.capabilities.clears, subject.storage.clear),
+            ("delete", context.capabilities.deletes, lambda: sut.storage.delete(keys)),
+            ("clear", context.capabilities.clears, sut.storage.clear),
         ):
             if declared:
-                subject.call(name, ask)
+                sut.call(name, ask)
             else:
                 _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
 
     @covers("FT-2")
-    def test_deleting_from_an_unregistered_pool(self, lab: Lab) -> None:
+    def test_deleting_from_an_unregistered_pool(self, context: CaseContext) -> None:
         """delete() names the pool that it does not know, or is not declared at all."""
-        subject, keys = lab.storage(), lab.keys(1)
-        _refused(lambda: subject.storage.delete(keys, pool="nobody_s_pool"), "delete from an unregistered pool", "")
+        sut, keys = context.storage(), context.keys(1)
+        _refused(lambda: sut.storage.delete(keys, pool="nobody_s_pool"), "delete from an unregistered pool", "")
 
 
 def _bad_keys(how: str) -> Any:
@@ -205,45 +205,45 @@ def _bad_keys(how: str) -> Any:
     return bad() if callable(bad) else bad
 
 
-def _call_with(subject: Subject, call: str, keys: list[str], transfer: PoolTransfer, fields: dict[str, Any]) -> object:
+def _call_with(sut: StorageUnderTest, call: str, keys: list[str], transfer: PoolTransfer, fields: dict[str, Any]) -> object:
     """Make a call that is told these fields beside its pages."""
     info = HiCacheStorageExtraInfo(**fields)
     if call == "batch_exists_v2":
-        return subject.storage.batch_exists_v2(keys, None, info)
-    return getattr(subject.storage, call)([transfer], info)
+        return sut.storage.batch_exists_v2(keys, None, info)
+    return getattr(sut.storage, call)([transfer], info)
 
 
-def _check_refused(lab: Lab, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str) -> None:
+def _check_refused(context: CaseContext, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str) -> None:
     """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
-    subject = lab.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
-    keys, stored = lab.keys(3), lab.keys(3)
-    subject.store(stored, "indexer")
+    sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
+    keys, stored = context.keys(3), context.keys(3)
+    sut.store(stored, "indexer")
     right_keys = keys if call == "batch_set_v2" else stored
     right = PoolTransfer(PoolName.INDEXER, slots_of(PAGES, 2), keys=right_keys)
     fields: Any = {"name": "kv", "host_indices": slots_of(PAGES, 2), "keys": keys}
-    _prepare(subject, right_keys)
+    _prepare(sut, right_keys)
     for first in (True, False):
 
         def ask(first: bool = first) -> object:
             wrong = PoolTransfer(**{**fields, **change()})
-            return getattr(subject.storage, call)([wrong, right] if first else [right, wrong])
+            return getattr(sut.storage, call)([wrong, right] if first else [right, wrong])
 
         _refused(ask, f"{call} with {argument}: {how}", argument)
-        _check_untouched(subject, keys, call, how)
+        _check_untouched(sut, keys, call, how)
 
 
-def _prepare(subject: Subject, keys: list[str]) -> None:
-    for pool, memory in subject.memories.items():
+def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
+    for pool, memory in sut.memories.items():
         for page in range(memory.pages):
             memory.write(page, canary(0, memory.page_bytes))
-        subject.fill(Share(keys, pool), PAGES)
+        sut.fill(PageGroup(keys, pool), PAGES)
 
 
-def _check_untouched(subject: Subject, keys: list[str], call: str, how: str) -> None:
+def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str) -> None:
     for key in keys:
-        if subject.has(key, "indexer"):
+        if sut.has(key, "indexer"):
             raise Violation("FT-2", f"{call} was refused ({how}), and stored the page of the other transfer before it raised")
-    for pool, memory in subject.memories.items():
+    for pool, memory in sut.memories.items():
         blank = canary(0, memory.page_bytes)
         touched = [page for page in range(memory.pages) if page not in PAGES and memory.read(page) != blank]
         if touched:

@@ -1,26 +1,29 @@
-"""Several processes at work on the same few keys: what each reads is whole, and somebody's."""
+"""Several processes that use the same few keys.
+
+Every page read is whole, and was written by one of them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.footprint import Footprint
+from hicache_conformance.fixtures.process_group import ProcessGroup
+from hicache_conformance.harness.disk_usage import DiskUsage
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.events import Call
-from hicache_conformance.history.findings import Kind
-from hicache_conformance.manifest import Level
-from hicache_conformance.pages import short
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.stage import Stage
-from hicache_conformance.peers.watching import Strike
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.peers.peer import Peer
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.processes.worker import WorkerProcess
 
 SHARED: Final = [Level.SHARED]
 BETWEEN_PROCESSES: Final = ("sharing>=processes",)
@@ -40,85 +43,85 @@ class ProcessCases:
     """SET-2, SET-4 and CC-2."""
 
     @covers("SET-2", levels=SHARED, needs=BETWEEN_PROCESSES)
-    def test_writers_are_killed(self, lab: Lab) -> None:
+    def test_writers_are_killed(self, context: CaseContext) -> None:
         """A writer is killed at a random instant, again and again, while others read what it writes and then set it anew."""
-        stage, random = Stage(lab, LONG), lab.chance("strikes")
-        readers = [stage.peer(f"reader{number}") for number in range(2)]
-        for kill in range(lab.profile.kills):
-            writer, keys = stage.peer(f"writer{kill}"), stage.new_keys(24)
-            works = {reader: stage.work(keys, {Call.GET: 3, Call.EXISTS: 1}, calls=30, longest=4) for reader in readers}
-            works[writer] = stage.work(keys, {Call.SET: 1}, calls=24, longest=4)
+        group, random = ProcessGroup(context, LONG), context.chance("strikes")
+        readers = [group.worker(f"reader{number}") for number in range(2)]
+        for kill in range(context.profile.kills):
+            writer, keys = group.worker(f"writer{kill}"), group.new_keys(24)
+            works = {reader: group.work(keys, {Call.GET: 3, Call.EXISTS: 1}, calls=30, max_keys=4) for reader in readers}
+            works[writer] = group.work(keys, {Call.SET: 1}, calls=24, max_keys=4)
             # Among the first calls, most of whose pages are new: a writer leaves those alone that are there. Not in the very first
             # one, at the beginning of which nothing is written.
-            stage.play(works, {writer: Strike(random.randint(3, 5), random.random())})
+            group.run(works, {writer: KillSchedule(random.randint(3, 5), random.random())})
             for reader in readers:
-                stage.expect_agreement(reader, keys, "SET-2")
-            stage.store(readers[kill % 2], keys, "SET-2")
+                group.expect_agreement(reader, keys, "SET-2")
+            group.store(readers[kill % 2], keys, "SET-2")
             for reader in readers:
                 _expect_delivered(reader, keys, "SET-2")
         # Nobody removes pages here: one that was lost was spoilt by a writer that was killed or came second.
-        stage.judge("SET-2", rules={Kind.REWRITTEN: "SET-3"})
-        stage.expect_sound("SET-2")
+        group.judge("SET-2", rules={AnomalyKind.REWRITTEN: "SET-3"})
+        group.expect_sound("SET-2")
 
     @covers("SET-4", levels=SHARED, needs=BETWEEN_PROCESSES)
-    def test_writers_race(self, lab: Lab) -> None:
+    def test_writers_race(self, context: CaseContext) -> None:
         """Three processes set the same new keys at the same time, each its own bytes; where a store is a directory, it does not grow."""
-        stage = Stage(lab, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
-        peers = [stage.peer(f"writer{number}") for number in range(PROCESSES)]
-        usage = _Usage(lab, peers[0])
+        group = ProcessGroup(context, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
+        workers = [group.worker(f"writer{number}") for number in range(PROCESSES)]
+        usage = _Usage(context, workers[0])
         for race in range(RACES):
-            keys = stage.new_keys(4) if race == 0 or not usage.empties else stage.keys
-            at = stage.soon()
-            stage.play({peer: stage.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, longest=4, at=at) for peer in peers})
-            for peer in peers:
-                stage.expect_agreement(peer, keys, "SET-4")
-            _expect_somebody_won(stage, peers[0], keys, since=at)
+            keys = group.new_keys(4) if race == 0 or not usage.empties else group.keys
+            at = group.soon()
+            group.run({worker: group.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, max_keys=4, at=at) for worker in workers})
+            for worker in workers:
+                group.expect_agreement(worker, keys, "SET-4")
+            _expect_somebody_won(group, workers[0], keys, since=at)
             usage.measure(len(keys) * 8_000)
         # A page that was lost where writers met was lost by their meeting.
-        stage.judge("SET-4", rules={Kind.REWRITTEN: "SET-3"})
-        stage.expect_sound("SET-4")
-        usage.judge("SET-4", most_at_a_time=PROCESSES * 4 * 8_000)
+        group.judge("SET-4", rules={AnomalyKind.REWRITTEN: "SET-3"})
+        group.expect_sound("SET-4")
+        usage.judge("SET-4", max_at_a_time=PROCESSES * 4 * 8_000)
 
     @covers("CC-2", levels=SHARED, needs=BETWEEN_PROCESSES)
-    def test_histories_of_processes(self, lab: Lab) -> None:
+    def test_histories_of_processes(self, context: CaseContext) -> None:
         """Three processes of three threads set, read and look up the same keys of two pools."""
-        _play(lab, {Call.SET: 3, Call.GET: 4, Call.EXISTS: 2})
+        _run_steps(context, {Call.SET: 3, Call.GET: 4, Call.EXISTS: 2})
 
     @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
-    def test_histories_with_deletes(self, lab: Lab) -> None:
+    def test_histories_with_deletes(self, context: CaseContext) -> None:
         """The same, with deletes."""
-        _play(lab, {Call.SET: 4, Call.GET: 4, Call.EXISTS: 1, Call.DELETE: 2})
+        _run_steps(context, {Call.SET: 4, Call.GET: 4, Call.EXISTS: 1, Call.DELETE: 2})
 
     @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "clears"))
-    def test_histories_with_clears(self, lab: Lab) -> None:
+    def test_histories_with_clears(self, context: CaseContext) -> None:
         """The same, with clears."""
-        _play(lab, {Call.SET: 9, Call.GET: 9, Call.EXISTS: 2, Call.CLEAR: 1})
+        _run_steps(context, {Call.SET: 9, Call.GET: 9, Call.EXISTS: 2, Call.CLEAR: 1})
 
 
-def _play(lab: Lab, mix: Mapping[Call, int]) -> None:
-    stage = Stage(lab, SMALL)
-    peers = [stage.peer(f"p{number}") for number in range(PROCESSES)]
-    for _ in range(max(1, lab.profile.process_calls // ACT_CALLS)):
-        keys, at = stage.new_keys(6), stage.soon()
-        stage.play({peer: stage.work(keys, mix, calls=ACT_CALLS, lanes=3, longest=4, at=at) for peer in peers})
-    stage.judge("CC-2")
-    stage.expect_sound("CC-2")
+def _run_steps(context: CaseContext, mix: Mapping[Call, int]) -> None:
+    group = ProcessGroup(context, SMALL)
+    workers = [group.worker(f"p{number}") for number in range(PROCESSES)]
+    for _ in range(max(1, context.profile.process_calls // ACT_CALLS)):
+        keys, at = group.new_keys(6), group.soon()
+        group.run({worker: group.work(keys, mix, calls=ACT_CALLS, clients=3, max_keys=4, at=at) for worker in workers})
+    group.judge("CC-2")
+    group.expect_sound("CC-2")
 
 
-def _expect_delivered(peer: Peer, keys: list[str], rule: str) -> None:
-    for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
+def _expect_delivered(worker: WorkerProcess, keys: list[str], rule: str) -> None:
+    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
         if found is None:
             raise Violation(
                 rule,
-                f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {peer.name} answers False",
+                f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {worker.name} answers False",
             )
 
 
-def _expect_somebody_won(stage: Stage, peer: Peer, keys: list[str], since: int) -> None:
+def _expect_somebody_won(group: ProcessGroup, worker: WorkerProcess, keys: list[str], since: int) -> None:
     """Every page that somebody has tried to set since then is there."""
-    sets = [event for event in stage.events if event.call is Call.SET and event.began_at >= since]
+    sets = [event for event in group.events if event.call is Call.SET and event.began_at >= since]
     tried = {key for event in sets for key in event.keys}
-    for index, (key, found) in enumerate(zip(keys, peer.get(keys), strict=True)):
+    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
         if key in tried and found is None:
             raise Violation(
                 "SET-4",
@@ -127,35 +130,36 @@ def _expect_somebody_won(stage: Stage, peer: Peer, keys: list[str], since: int) 
 
 
 class _Usage:
-    """What a store takes after each race; emptied in between where the driver can."""
+    """Disk usage of a store after each race; emptied in between where the driver can."""
 
-    def __init__(self, lab: Lab, peer: Peer) -> None:
-        self._lab, self._peer = lab, peer
-        self.empties = lab.capabilities.clears
+    def __init__(self, context: CaseContext, worker: WorkerProcess) -> None:
+        self._context = context
+        self._worker = worker
+        self.empties = context.capabilities.clears
         self._sizes = list[int]()
         self._payload = 0
 
     def measure(self, payload: int) -> None:
         """Look, after a race over so many bytes."""
         if self.empties:
-            self._peer.clear()
-        footprint = Footprint.of(self._lab.config, self._lab.tmp)
+            self._worker.clear()
+        footprint = DiskUsage.of(self._context.config, self._context.tmp)
         if footprint is not None:
             self._sizes.append(footprint.bytes)
             self._payload += 0 if self.empties else payload
 
-    def judge(self, rule: str, *, most_at_a_time: int) -> None:
+    def judge(self, rule: str, *, max_at_a_time: int) -> None:
         """Compare the first race with the last.
 
         Args:
             rule: broken where the store has grown.
-            most_at_a_time: bytes that one race may leave for a while.
+            max_at_a_time: bytes that one race may leave for a while.
 
         Raises:
             Violation: the store has grown by more than it was given, twice.
         """
         grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
-        if grown > 2 * self._payload + most_at_a_time:
+        if grown > 2 * self._payload + max_at_a_time:
             raise Violation(
                 rule, f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the store grow by {grown} bytes; "
                 f"its pages take {self._payload}"

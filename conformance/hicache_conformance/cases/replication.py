@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.memory import GuardedPool
-from hicache_conformance.pages import short
-from hicache_conformance.subject import Share
-from hicache_conformance.violation import Violation
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.memory import PoolMemory
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 LEVELS = [Level.POOLS, Level.IDENTITY]
 
@@ -25,10 +25,10 @@ class ReplicationCases:
     """ID-3."""
 
     @covers("ID-3", levels=LEVELS)
-    def test_only_the_writer_writes(self, lab: Lab) -> None:
+    def test_only_the_writer_writes(self, context: CaseContext) -> None:
         """A rank that is not the writer of replicated KV stores nothing and answers what exists."""
-        writer, other = _ranks(lab, 2)
-        keys = lab.keys(4)
+        writer, other = _ranks(context, 2)
+        keys = context.keys(4)
         for index, ok in enumerate(other.set(keys)):
             if ok:
                 raise Violation(
@@ -38,10 +38,12 @@ class ReplicationCases:
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
-    def test_all_ranks_read_the_writer_s_pages(self, lab: Lab) -> None:
-        """What rank 0 has set, every rank finds; a set by another rank then answers True and changes nothing."""
-        ranks = _ranks(lab, 4)
-        keys = lab.keys(4)
+    def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
+        """Pages set by rank 0 are found by every rank; a set by another rank then answers True and
+        changes nothing.
+        """
+        ranks = _ranks(context, 4)
+        keys = context.keys(4)
         ranks[0].store(keys[:3])
         ranks[0].expect(keys[:3])
         for rank in ranks[1:]:
@@ -54,20 +56,20 @@ class ReplicationCases:
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
-    def test_replicated_pages_outlive_the_tp_size(self, lab: Lab) -> None:
+    def test_replicated_pages_outlive_the_tp_size(self, context: CaseContext) -> None:
         """Replicated bytes are the same for every TP size, so another TP size finds them."""
-        two = _ranks(lab, 2)
-        keys = lab.keys(3)
+        two = _ranks(context, 2)
+        keys = context.keys(3)
         two[0].store(keys)
         two[0].expect(keys)
-        eight = lab.storage(replace(two[0].identity, tp_size=8, tp_rank=5), pools=_pools())
+        eight = context.storage(replace(two[0].identity, tp_size=8, tp_rank=5), pools=_pools())
         eight.expect(keys, writer=two[0].identity, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS)
-    def test_sharded_state_beside_replicated_kv(self, lab: Lab) -> None:
+    def test_sharded_state_beside_replicated_kv(self, context: CaseContext) -> None:
         """Every rank stores its own Mamba state under the same keys and reads back its own."""
-        ranks = _ranks(lab, 4)
-        keys, alone = lab.keys(3), lab.keys(3)
+        ranks = _ranks(context, 4)
+        keys, alone = context.keys(3), context.keys(3)
         ranks[0].store(alone, PoolName.MAMBA)
         ranks[0].expect(alone, PoolName.MAMBA)
         for rank in ranks:
@@ -79,29 +81,29 @@ class ReplicationCases:
             rank.expect_own(keys, PoolName.MAMBA, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS)
-    def test_sharded_state_of_another_rank(self, lab: Lab) -> None:
+    def test_sharded_state_of_another_rank(self, context: CaseContext) -> None:
         """A rank whose own state was never set does not find another's, nor under another TP size."""
-        one, two = _ranks(lab, 2)
-        keys = lab.keys(3)
+        one, two = _ranks(context, 2)
+        keys = context.keys(3)
         one.store(keys, PoolName.MAMBA)
         two.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set by TP rank 0 in a pool that is sharded")
-        wider = lab.storage(replace(one.identity, tp_size=4), pools=_pools())
+        wider = context.storage(replace(one.identity, tp_size=4), pools=_pools())
         wider.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set under TP size 2 in a pool that is sharded")
 
     @covers("ID-3", levels=LEVELS)
-    def test_one_call_for_both_kinds(self, lab: Lab) -> None:
+    def test_one_call_for_both_kinds(self, context: CaseContext) -> None:
         """One set of a rank that is not the writer: its KV is left alone, its state is stored."""
-        _, other = _ranks(lab, 2)
-        keys = lab.keys(3)
-        answer = other.set_many([Share(keys), Share(keys, PoolName.MAMBA)])
+        _, other = _ranks(context, 2)
+        keys = context.keys(3)
+        answer = other.set_many([PageGroup(keys), PageGroup(keys, PoolName.MAMBA)])
         if answer != {"kv": [False] * 3, "mamba": [True] * 3}:
             raise Violation("ID-3", f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it answers {answer}")
 
     @covers("ID-3", levels=LEVELS)
-    def test_every_rank_writes_sharded_kv(self, lab: Lab) -> None:
+    def test_every_rank_writes_sharded_kv(self, context: CaseContext) -> None:
         """Without replication each TP rank has KV of its own."""
-        base, keys = lab.identity(tp_size=4), lab.keys(3)
-        ranks = [lab.storage(replace(base, tp_rank=rank)) for rank in range(4)]
+        base, keys = context.identity(tp_size=4), context.keys(3)
+        ranks = [context.storage(replace(base, tp_rank=rank)) for rank in range(4)]
         ranks[0].store(keys)
         ranks[0].expect(keys)
         for rank in ranks[1:]:
@@ -114,7 +116,7 @@ def _pools() -> dict[str, PoolMemory]:
     return {PoolName.KV: GuardedPool(), PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24))}
 
 
-def _ranks(lab: Lab, size: int) -> list[Subject]:
+def _ranks(context: CaseContext, size: int) -> list[StorageUnderTest]:
     """All TP ranks of a model whose KV is replicated and whose Mamba state is not."""
-    base = lab.identity(kv_replicated=True, tp_size=size)
-    return [lab.storage(replace(base, tp_rank=rank), pools=_pools()) for rank in range(size)]
+    base = context.identity(kv_replicated=True, tp_size=size)
+    return [context.storage(replace(base, tp_rank=rank), pools=_pools()) for rank in range(size)]

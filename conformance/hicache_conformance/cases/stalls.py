@@ -1,4 +1,4 @@
-"""A writer that is held up in the middle of a set, while others clear, delete and set."""
+"""Writers delayed in the middle of a set, while others clear, delete and set."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance import crowding
-from hicache_conformance.catalogue import covers
-from hicache_conformance.crowding import BATCH, capacity_of, shares
-from hicache_conformance.faults.plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.faults.scene import PATIENCE_SECONDS, UNGUARDED, check_hits
-from hicache_conformance.manifest import Level
-from hicache_conformance.pages import short
-from hicache_conformance.pending import Pending
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures import small_store
+from hicache_conformance.fixtures.fault_calls import PATIENCE_SECONDS, UNGUARDED, check_hits
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of, shares_in_process
+from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_conformance.grounds.ground import Ground
-    from hicache_conformance.lab import Lab
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.injector import FaultInjector
     from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
@@ -33,7 +33,7 @@ STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
     "network": tuple((("request", "reply"), number) for number in range(6)),
     "objects": ((("write",), 0),),
 }
-"""Where a set is held up on each ground: a sort of requests, and how many of them pass; another one in each round."""
+"""Point at which a set is delayed, by injector: a sort of requests, and how many of them pass; another one in each round."""
 STORE_PAGES: Final = BATCH
 """What the small store holds: the pages of the writer that is held up, whose places another one needs."""
 CLEARING_SECONDS: Final = 0.6
@@ -50,71 +50,71 @@ class StallCases:
     """SET-1, GET-1 and EV-2 of pages that others have set while a writer was held up."""
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS, needs=["clears"])
-    def test_a_clear_in_the_middle_of_a_set(self, lab: Lab, ground: Ground) -> None:
+    def test_a_clear_in_the_middle_of_a_set(self, context: CaseContext, injector: FaultInjector) -> None:
         """One storage is held up in a set, another one clears and sets: the late writer spoils no page of the other one."""
-        for config in _configs(lab):
-            for plan in _plans(ground):
-                _meet(lab, ground, config, plan, lambda other, _: other.clear())
+        for config in _configs(context):
+            for plan in _plans(injector):
+                _meet(context, injector, config, plan, lambda other, _: other.clear())
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
-    def test_a_writer_that_is_held_up(self, lab: Lab, ground: Ground) -> None:
+    def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
         """A storage is held up in a set for longer than a lease, while another one deletes and sets: its pages stay right."""
-        after = LEASE_SECONDS.get(ground.name, BRIEF_SECONDS)
-        plans, config = _plans(ground), _configs(lab)[-1]
+        after = LEASE_SECONDS.get(injector.name, BRIEF_SECONDS)
+        plans, config = _plans(injector), _configs(context)[-1]
         # Leases take their time, so that only some requests are tried, other ones with another seed.
-        for plan in lab.chance("where").sample(plans, min(len(plans), LEASE_ROUNDS)):
-            _meet(lab, ground, config, plan, partial(_delete, lab), after=after)
+        for plan in context.chance("where").sample(plans, min(len(plans), LEASE_ROUNDS)):
+            _meet(context, injector, config, plan, partial(_delete, context), after=after)
 
 
-def _configs(lab: Lab) -> list[Mapping[str, object]]:
+def _configs(context: CaseContext) -> list[Mapping[str, object]]:
     """Options of a store with much room, and of one that has to give the places of a set to the next, where there is one."""
-    small = [lab.capped(capacity_of(STORE_PAGES))] if registry().get(lab.driver).capacity_option else []
-    return [lab.config, *small]
+    small = [context.capped(capacity_of(STORE_PAGES))] if registry().get(context.driver).capacity_option else []
+    return [context.config, *small]
 
 
-def _plans(ground: Ground) -> list[FaultPlan]:
+def _plans(injector: FaultInjector) -> list[FaultPlan]:
     """One for each request of a set that is held up; none where no single request can be."""
     return [
-        FaultPlan(ground.name, (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),))
-        for operations, number in STALLS.get(ground.name, ())
+        FaultPlan(injector.name, (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),))
+        for operations, number in STALLS.get(injector.name, ())
     ]
 
 
 def _meet(
-    lab: Lab,
-    ground: Ground,
+    context: CaseContext,
+    injector: FaultInjector,
     config: Mapping[str, object],
     plan: FaultPlan,
-    remove: Callable[[Subject, Sequence[str]], object],
+    remove: Callable[[StorageUnderTest, Sequence[str]], object],
     *,
     after: float = 0.0,
 ) -> None:
     """Hold up a set, let another storage remove and set pages meanwhile, and look at those afterwards.
 
     Args:
-        lab: the case's.
-        ground: where the set is held up.
+        context: the case's.
+        injector: where the set is held up.
         config: of both storages.
         plan: what holds it up.
         remove: done by the other storage first.
         after: seconds that the set was held up before.
     """
-    writer = _joined(lab, config)
-    if shares(lab):
-        # In a hurry, because it may be held up, too; then nothing is learnt.
-        other = _joined(lab, config, writer.identity, options=HURRIED)
+    writer = _joined(context, config)
+    if shares_in_process(context):
+        # In a set_deadline, because it may be held up, too; then nothing is learnt.
+        other = _joined(context, config, writer.identity, options=HURRIED)
     else:
         # What two storages of one driver do to each other is nothing then.
-        other = writer.lane(1, 2, lab.chance("places of the other"))
-        writer = writer.lane(0, 2, lab.chance("places of the writer"))
-    held, keys = lab.keys(BATCH), lab.keys(BATCH)
-    ground.strike(plan)
+        other = writer.client(1, 2, context.chance("places of the other"))
+        writer = writer.client(0, 2, context.chance("places of the writer"))
+    held, keys = context.keys(BATCH), context.keys(BATCH)
+    injector.inject(plan)
     setting = Pending(partial(writer.set, held))
-    while not ground.struck() and setting.seconds is None:
+    while not injector.injected_count() and setting.seconds is None:
         time.sleep(0.001)
-    if not ground.struck():
+    if not injector.injected_count():
         # A set makes no such request.
-        ground.heal()
+        injector.heal()
         setting.answer()
         return
     time.sleep(after)
@@ -122,18 +122,18 @@ def _meet(
     stored, until = list[str](), time.monotonic() + CLEARING_SECONDS
     while not stored and time.monotonic() < until:
         stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
-    ground.heal()
+    injector.heal()
     if not setting.comes_back(PATIENCE_SECONDS):
         raise Violation(
             "FT-4", f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it could go on"
         )
     setting.answer()
-    strict = config is lab.config
-    for reader in (writer, _joined(lab, config, writer.identity)) if shares(lab) else (other,):
+    strict = config is context.config
+    for reader in (writer, _joined(context, config, writer.identity)) if shares_in_process(context) else (other,):
         _check_right(reader, stored, plan, keeps=strict)
 
 
-def _check_right(reader: Subject, stored: Sequence[str], plan: FaultPlan, *, keeps: bool) -> None:
+def _check_right(reader: StorageUnderTest, stored: Sequence[str], plan: FaultPlan, *, keeps: bool) -> None:
     """Pages that were acknowledged while another set was held up are right.
 
     Args:
@@ -157,11 +157,15 @@ def _check_right(reader: Subject, stored: Sequence[str], plan: FaultPlan, *, kee
 
 
 def _joined(
-    lab: Lab, config: Mapping[str, object], identity: StorageIdentity | None = None, *, options: StorageOptions = UNGUARDED
-) -> Subject:
-    return lab.storage(identity, pools=crowding.pool(), config=config, options=options)
+    context: CaseContext,
+    config: Mapping[str, object],
+    identity: StorageIdentity | None = None,
+    *,
+    options: StorageOptions = UNGUARDED,
+) -> StorageUnderTest:
+    return context.storage(identity, pools=small_store.pool(), config=config, options=options)
 
 
-def _delete(lab: Lab, other: Subject, keys: Sequence[str]) -> None:
-    if lab.capabilities.deletes:
+def _delete(context: CaseContext, other: StorageUnderTest, keys: Sequence[str]) -> None:
+    if context.capabilities.deletes:
         other.call("delete", lambda: other.storage.delete(list(keys)))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.catalogue import covers
-from hicache_conformance.manifest import Level
-from hicache_conformance.pipeline import LAYERS, Pipeline, wait_for
-from hicache_conformance.violation import Violation
+from hicache_conformance.fixtures.pipeline import LAYERS, Pipeline, wait_for
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
 from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
     import torch
 
-    from hicache_conformance.lab import Lab
+    from hicache_conformance.fixtures.context import CaseContext
     from hicache_storage.transfer import Acknowledgement
     from hicache_storage.transfer.simulator import Access, Hold
 
@@ -28,20 +28,20 @@ class StreamCases:
     """ST-1 to ST-3. The verdict is by what orders the operations; the bytes come second."""
 
     @covers("ST-1", levels=STREAM)
-    def test_pages_are_copied_out_behind_their_kernels(self, lab: Lab) -> None:
+    def test_pages_are_copied_out_behind_their_kernels(self, context: CaseContext) -> None:
         """Kernel, write-back, the next kernel on the same page, set as soon as the copy is acknowledged, host page reused."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator, host_pages=4)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator, host_pages=4)
             stored = list[str]()
-            for _ in range(_rounds(lab)):
-                pages = lab.random.sample(range(4), lab.random.randint(1, 3))
-                keys = lab.keys(len(pages))
+            for _ in range(_rounds(context)):
+                pages = context.random.sample(range(4), context.random.randint(1, 3))
+                keys = context.keys(len(pages))
                 host = pipeline.take(len(pages))
                 pipeline.run_kernels(pages, keys)
                 acknowledgement = pipeline.write_back(pages, host)
                 pipeline.run_kernels(pages, ["overwritten"] * len(pages), generation=1)
                 pipeline.check_order()
-                _await(acknowledgement, lab, pipeline)
+                _await(acknowledgement, context, pipeline)
                 pipeline.store(keys, host)
                 pipeline.check_order()
                 pipeline.free(host)
@@ -49,12 +49,12 @@ class StreamCases:
             pipeline.restore(stored, 0, "ST-1")
 
     @covers("ST-1", levels=STREAM)
-    def test_pages_are_loaded_behind_their_copies_out(self, lab: Lab) -> None:
+    def test_pages_are_loaded_behind_their_copies_out(self, context: CaseContext) -> None:
         """Pages are loaded into a device page whose write-back has just begun, and into one that kernels are still reading."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator)
-            for _ in range(_rounds(lab)):
-                page, (old, new, newer) = lab.random.randrange(4), lab.keys(3)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator)
+            for _ in range(_rounds(context)):
+                page, (old, new, newer) = context.random.randrange(4), context.keys(3)
                 source, out = _fill_host(pipeline, new), pipeline.take(1)
                 pipeline.run_kernels([page], [old])
                 acknowledgement = pipeline.write_back([page], out)
@@ -63,7 +63,7 @@ class StreamCases:
                 pipeline.check_order()
                 seen_next = pipeline.read_pages(pipeline.load(following, [page]), [page])
                 pipeline.check_order()
-                _await(acknowledgement, lab, pipeline)
+                _await(acknowledgement, context, pipeline)
                 pipeline.store([old], out)
                 pipeline.check_order()
                 pipeline.finish()
@@ -75,12 +75,12 @@ class StreamCases:
                 pipeline.restore([old], page, "ST-1")
 
     @covers("ST-2", levels=STREAM)
-    def test_layers_start_as_they_arrive(self, lab: Lab) -> None:
+    def test_layers_start_as_they_arrive(self, context: CaseContext) -> None:
         """No layer's kernels are ordered behind a later layer's copy; and they finish while the last layer is held back."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator)
-            for _ in range(_rounds(lab)):
-                pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator)
+            for _ in range(_rounds(context)):
+                pages, keys = context.random.sample(range(4), 2), context.keys(2)
                 host = _fill_host(pipeline, *keys)
                 earlier = pipeline.writers(pages)
                 counter, seen = pipeline.load(host, pages), pipeline.blank(2)
@@ -91,15 +91,15 @@ class StreamCases:
                 pipeline.finish()
                 pipeline.compare(keys, seen, "ST-2")
                 pipeline.free(host)
-            _check_held_load(pipeline, lab)
+            _check_held_load(pipeline, context)
 
     @covers("ST-2", levels=STREAM)
-    def test_no_layer_starts_before_it_arrives(self, lab: Lab) -> None:
+    def test_no_layer_starts_before_it_arrives(self, context: CaseContext) -> None:
         """Pages come from the store, are loaded layer by layer, and each layer is read behind its own event."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator)
-            for _ in range(_rounds(lab)):
-                pages, keys = lab.random.sample(range(4), 3), lab.keys(3)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator)
+            for _ in range(_rounds(context)):
+                pages, keys = context.random.sample(range(4), 3), context.keys(3)
                 host = _fill_host(pipeline, *keys)
                 counter = pipeline.load(host, pages)
                 seen = pipeline.read_pages(counter, pages)
@@ -111,16 +111,16 @@ class StreamCases:
                     raise Violation("ST-2", f"all kernels have run, and the counter has {counter.arrived()} of {LAYERS} layers")
 
     @covers("ST-3", levels=STREAM)
-    def test_host_pages_in_a_load_are_not_handed_out(self, lab: Lab) -> None:
+    def test_host_pages_in_a_load_are_not_handed_out(self, context: CaseContext) -> None:
         """Host pages are freed while a load reads them: gets that come meanwhile land elsewhere, and later they come back."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator)
-            for _ in range(_rounds(lab)):
-                pages, keys, others = lab.random.sample(range(4), 2), lab.keys(2), lab.keys(4)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator)
+            for _ in range(_rounds(context)):
+                pages, keys, others = context.random.sample(range(4), 2), context.keys(2), context.keys(4)
                 for key in others:
                     pipeline.free(_fill_host(pipeline, key))
                 host = _fill_host(pipeline, *keys)
-                hold = simulator.hold(pipeline.layer_tensors(pages, lab.random.randrange(LAYERS)), GLIMPSE_SECONDS)
+                hold = simulator.hold(pipeline.layer_tensors(pages, context.random.randrange(LAYERS)), GLIMPSE_SECONDS)
                 counter = pipeline.load(host, pages)
                 seen = pipeline.read_pages(counter, pages)
                 pipeline.free(host)
@@ -137,15 +137,15 @@ class StreamCases:
                 pipeline.free(taken)
 
     @covers("ST-3", levels=STREAM)
-    def test_host_pages_in_a_write_back_are_not_handed_out(self, lab: Lab) -> None:
+    def test_host_pages_in_a_write_back_are_not_handed_out(self, context: CaseContext) -> None:
         """A backup is given up while its copy is in flight: what is read into host memory meanwhile stays whole."""
-        with _simulator(lab) as simulator:
-            pipeline = Pipeline(lab, simulator)
-            others = lab.keys(4)
+        with _simulator(context) as simulator:
+            pipeline = Pipeline(context, simulator)
+            others = context.keys(4)
             for key in others:
                 pipeline.free(_fill_host(pipeline, key))
-            for _ in range(_rounds(lab)):
-                pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+            for _ in range(_rounds(context)):
+                pages, keys = context.random.sample(range(4), 2), context.keys(2)
                 host = pipeline.take(2)
                 hold = simulator.hold(pipeline.host_tensors(host), GLIMPSE_SECONDS)
                 pipeline.run_kernels(pages, keys)
@@ -155,29 +155,30 @@ class StreamCases:
                 pipeline.fetch(others, taken)
                 pipeline.check_order()
                 hold.release()
-                _await(acknowledgement, lab, pipeline)
+                _await(acknowledgement, context, pipeline)
                 pipeline.free(taken)
                 pipeline.restore(others, pages[0], "ST-3")
 
     @covers("ST-1", "ST-2", "ST-3", levels=STREAM)
-    def test_random_traffic(self, lab: Lab) -> None:
+    def test_random_traffic(self, context: CaseContext) -> None:
         """Kernels, write-backs, sets, gets, loads and frees in random order, few pages, nothing waited for but what must be."""
-        with _simulator(lab) as simulator:
-            _Traffic(lab, Pipeline(lab, simulator, device_pages=3, host_pages=5)).run(4 * _rounds(lab))
+        with _simulator(context) as simulator:
+            _Traffic(context, Pipeline(context, simulator, device_pages=3, host_pages=5)).run(4 * _rounds(context))
 
 
 class _Traffic:
     """A random program that keeps the engine's rules of use."""
 
-    def __init__(self, lab: Lab, pipeline: Pipeline) -> None:
-        self._lab, self._pipeline = lab, pipeline
+    def __init__(self, context: CaseContext, pipeline: Pipeline) -> None:
+        self._context = context
+        self._pipeline = pipeline
         self._stored = list[str]()
         self._seen: list[tuple[str, torch.Tensor]] = []
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            page = self._lab.random.randrange(3)
-            if self._stored and self._lab.random.random() < 0.5:
+            page = self._context.random.randrange(3)
+            if self._stored and self._context.random.random() < 0.5:
                 self._bring_in(page)
             else:
                 self._bring_out(page)
@@ -188,18 +189,18 @@ class _Traffic:
         self._pipeline.restore(self._stored, 0, "ST-1")
 
     def _bring_out(self, page: int) -> None:
-        pipeline, keys = self._pipeline, self._lab.keys(1)
+        pipeline, keys = self._pipeline, self._context.keys(1)
         host = pipeline.take(1)
         pipeline.run_kernels([page], keys)
         acknowledgement = pipeline.write_back([page], host)
-        if self._lab.random.random() < 0.7:
-            _await(acknowledgement, self._lab, pipeline)
+        if self._context.random.random() < 0.7:
+            _await(acknowledgement, self._context, pipeline)
             pipeline.store(keys, host)
             self._stored += keys
         pipeline.free(host)
 
     def _bring_in(self, page: int) -> None:
-        pipeline, key = self._pipeline, self._lab.random.choice(self._stored)
+        pipeline, key = self._pipeline, self._context.random.choice(self._stored)
         host = pipeline.take(1)
         pipeline.fetch([key], host)
         counter = pipeline.load(host, [page])
@@ -207,17 +208,17 @@ class _Traffic:
         self._seen.append((key, pipeline.read_pages(counter, [page])))
 
 
-def _simulator(lab: Lab) -> StreamSimulator:
-    return StreamSimulator(lab.number("streams"))
+def _simulator(context: CaseContext) -> StreamSimulator:
+    return StreamSimulator(context.number("streams"))
 
 
-def _rounds(lab: Lab) -> int:
-    return max(3, lab.profile.steps // 4)
+def _rounds(context: CaseContext) -> int:
+    return max(3, context.profile.steps // 4)
 
 
-def _await(acknowledgement: Acknowledgement, lab: Lab, pipeline: Pipeline) -> None:
+def _await(acknowledgement: Acknowledgement, context: CaseContext, pipeline: Pipeline) -> None:
     """Learn by polling or by blocking that a write-back is done; engines do both."""
-    if lab.random.random() < 0.5:
+    if context.random.random() < 0.5:
         pipeline.call("wait", acknowledgement.wait)
     else:
         wait_for(lambda: pipeline.call("done", acknowledgement.done) or None, "ST-1", "a write-back is never acknowledged")
@@ -254,9 +255,9 @@ def _check_start(pipeline: Pipeline, pages: list[int], layer: int, seen: torch.T
                 raise Violation("ST-2", f"{kernel} has to wait for {copy}")
 
 
-def _check_held_load(pipeline: Pipeline, lab: Lab) -> None:
+def _check_held_load(pipeline: Pipeline, context: CaseContext) -> None:
     """Keep the last layer's copy back until the kernels of the layers before it have run."""
-    pages, keys = lab.random.sample(range(4), 2), lab.keys(2)
+    pages, keys = context.random.sample(range(4), 2), context.keys(2)
     host = _fill_host(pipeline, *keys)
     hold = pipeline.simulator.hold(pipeline.layer_tensors(pages, LAYERS - 1), HOLD_SECONDS)
     counter, seen = pipeline.load(host, pages), pipeline.blank(2)

@@ -1,1 +1,1 @@
-"""What several threads and processes did to a store and saw of it, and whether that can be."""
+"""Histories: the calls that threads and processes make on a store, and a checker for their answers."""

@@ -1,4 +1,4 @@
-"""Decides whether the answers of a history can be, in time linear in its events.
+"""Checker of histories: finds answers that cannot be, in time linear in the events.
 
 **Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its own. A set looks whether
 the page is there and, if it is not, publishes its value whole, at some moment between its call and its return; two sets that
@@ -18,8 +18,8 @@ forbidden.
   that set (`LOST`, `DENIED`, rule SET-1). Where pages may be evicted, neither this nor the one before is concluded;
 - an exists that finds a page whose every set began later or was removed (`CLAIMED`).
 
-**Why linear.** The two ends of all calls are visited once, in the order of time. Each lane's are in order already, and
-Python's sort merges such runs, so that an end costs as many comparisons as the few lanes have binary digits. At each end, for each key of the call, a fixed number of fields of
+**Why linear.** The two ends of all calls are visited once, in the order of time. Each client's are in order already, and
+Python's sort merges such runs, so that an end costs as many comparisons as the few clients have binary digits. At each end, for each key of the call, a fixed number of fields of
 the page's state is read and written: the latest beginning among the acknowledged sets and among the removals that have ended,
 and the latest end of a removal. "There is a set with ..." is then one comparison
 with the latest. A clear is one state that all pages of its pool share, so it costs the same however many there are.
@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.history.anomalies import Anomaly, AnomalyKind
 from hicache_conformance.history.events import Call, Event
-from hicache_conformance.history.findings import Finding, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,8 @@ class _Latest:
 
     def tell(self, event: Event) -> None:
         if event.began_at > self.at:
-            self.at, self.event = event.began_at, event
+            self.at = event.began_at
+            self.event = event
 
     def copy(self) -> _Latest:
         return _Latest(self.at, self.event)
@@ -100,7 +101,7 @@ class _Page:
 
 @dataclass(slots=True)
 class _Before:
-    """What was known of a page when a get or exists of it began."""
+    """State of a page at the beginning of a get or exists."""
 
     acknowledged: _Latest
     removals: tuple[_Latest, _Latest]
@@ -122,11 +123,11 @@ class HistoryChecker:
         self._before: dict[int, list[_Before]] = {}
         """By identity of the event."""
         self._later: dict[tuple[str, str, int], Event] | None = None
-        self.findings = list[Finding]()
+        self.anomalies = list[Anomaly]()
         self.visits = 0
         """How often a page's state was looked at: what the time is made of."""
 
-    def check(self) -> list[Finding]:
+    def check(self) -> list[Anomaly]:
         """Visit the whole history; what cannot be, in the order in which it was answered."""
         for is_end, event in _ends(self._events):
             if event.call is Call.CLEAR:
@@ -136,7 +137,7 @@ class HistoryChecker:
                 self._end(event)
             else:
                 self._begin(event)
-        return self.findings
+        return self.anomalies
 
     def _begin(self, event: Event) -> None:
         pages = self._visited(event)
@@ -174,13 +175,13 @@ class HistoryChecker:
                     if index < ended.hit:
                         self._judge_claim(event, index, page, before)
                     elif index == ended.hit:
-                        self._judge_miss(event, index, page, before, Kind.DENIED)
+                        self._judge_miss(event, index, page, before, AnomalyKind.DENIED)
 
     def _judge_get(self, event: Event, index: int, page: _Page, before: _Before, found: int | bytes | None) -> None:
         if found is None:
-            self._judge_miss(event, index, page, before, Kind.LOST)
+            self._judge_miss(event, index, page, before, AnomalyKind.LOST)
         elif isinstance(found, bytes):
-            self._find(Kind.FOREIGN, event, index)
+            self._find(AnomalyKind.FOREIGN, event, index)
         else:
             self._judge_value(event, index, page, before, found)
 
@@ -188,15 +189,15 @@ class HistoryChecker:
         written = page.sets.get(value)
         if written is None:
             later = self._begun_later(event, index, value)
-            self._find(Kind.UNBEGUN, event, index, *([later] if later else []))
+            self._find(AnomalyKind.UNBEGUN, event, index, *([later] if later else []))
             return
         removal = max(before.removals, key=lambda latest: latest.at)
         if written.acknowledged_at is not None and removal.event and removal.at > written.acknowledged_at:
-            self._find(Kind.REMOVED, event, index, written.event, removal.event)
+            self._find(AnomalyKind.REMOVED, event, index, written.event, removal.event)
         elif (earlier := written.acknowledged.event) and self._keeps and not self._may_be_removed_since(page, earlier.began_at):
-            self._find(Kind.REWRITTEN, event, index, earlier, written.event)
+            self._find(AnomalyKind.REWRITTEN, event, index, earlier, written.event)
 
-    def _judge_miss(self, event: Event, index: int, page: _Page, before: _Before, kind: Kind) -> None:
+    def _judge_miss(self, event: Event, index: int, page: _Page, before: _Before, kind: AnomalyKind) -> None:
         acknowledged = before.acknowledged
         if self._keeps and acknowledged.event and not self._may_be_removed_since(page, acknowledged.at):
             self._find(kind, event, index, acknowledged.event)
@@ -205,10 +206,10 @@ class HistoryChecker:
         removal = max(before.removals, key=lambda latest: latest.at)
         if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
-            self._find(Kind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
+            self._find(AnomalyKind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
 
     def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
-        """Whether a removal that has begun by now did not end before `moment`."""
+        """Return whether a removal that has begun by now did not end before `moment`."""
         return any(removals.running or removals.last_end >= moment for removals in (page.deletes, self._clears))
 
     def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
@@ -227,9 +228,9 @@ class HistoryChecker:
         pool = event.begun.pool
         return [self._pages.setdefault((pool, key), _Page()) for key in event.keys]
 
-    def _find(self, kind: Kind, answer: Event, index: int, *witnesses: Event) -> None:
+    def _find(self, kind: AnomalyKind, answer: Event, index: int, *witnesses: Event) -> None:
         ordered = sorted(witnesses, key=lambda event: event.began_at)
-        self.findings.append(Finding(kind, answer.keys[index], index, answer, tuple(ordered)))
+        self.anomalies.append(Anomaly(kind, answer.keys[index], index, answer, tuple(ordered)))
 
 
 def _acknowledge(page: _Page, event: Event) -> None:
@@ -244,12 +245,12 @@ def _acknowledge(page: _Page, event: Event) -> None:
 
 def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
     """Both ends of every call, in the order of time; of those at one time, beginnings first, so that they overlap."""
-    lanes = dict[str, list[tuple[int, bool, Event]]]()
+    clients = dict[str, list[tuple[int, bool, Event]]]()
     for event in events:
-        lane = lanes.setdefault(event.begun.lane, [])
-        lane.append((event.began_at, False, event))
+        client = clients.setdefault(event.begun.client, [])
+        client.append((event.began_at, False, event))
         if event.ended_at is not None:
-            lane.append((event.ended_at, True, event))
-    merged = [end for lane in lanes.values() for end in lane]
+            client.append((event.ended_at, True, event))
+    merged = [end for client in clients.values() for end in client]
     merged.sort(key=lambda end: end[:2])
     return [(is_end, event) for _, is_end, event in merged]

@@ -1,4 +1,4 @@
-"""What is written down of a call: who made it, when, and what it was answered.
+"""Events of a history: the caller, the times and the answer of each call.
 
 Times are nanoseconds of `time.monotonic_ns()`, which all processes of a machine share. Two calls whose intervals overlap
 are concurrent, and nothing is concluded from which of them ended first.
@@ -33,7 +33,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     """Tells the calls of one recorder apart."""
-    lane: str
+    client: str
     """Process and thread, such as `B.2`."""
     call: Call
     at: int
@@ -106,5 +106,5 @@ class Recorder:
 
 
 def operations(events: Iterable[Event]) -> int:
-    """How many pages were asked about, a clear counting as one: what the checker's time is linear in."""
+    """Count the pages that were asked about, a clear as one; the checker's time is linear in it."""
     return sum(len(event.keys) or 1 for event in events)

@@ -1,4 +1,4 @@
-"""Random calls of one thread, told as they happen."""
+"""Random calls of one thread, with both ends of each published as events."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hicache_conformance.harness.page_patterns import Page
 from hicache_conformance.history.events import Begun, Call, Ended
-from hicache_conformance.pages import Page
-from hicache_conformance.violation import Violation
+from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     import itertools
     from collections.abc import Callable
 
-    from hicache_conformance.pages import PageBook
-    from hicache_conformance.subject import Subject
+    from hicache_conformance.harness.page_patterns import PagePatterns
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What the threads of a process do."""
+    """Work of the threads of a process."""
 
     seed: str
-    lanes: int = 1
+    clients: int = 1
     """Threads."""
     calls: int
     """Of each thread."""
     keys: tuple[str, ...]
-    longest: int = 6
+    max_keys: int = 6
     """Most keys of a call."""
     pools: tuple[str, ...] = (str(PoolName.KV),)
     mix: dict[Call, int]
@@ -42,17 +42,26 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> int:
-        """How many values it may write."""
-        return self.lanes * self.calls
+        """Number of values that it may write."""
+        return self.clients * self.calls
 
 
-class Lane:
+class Client:
     """A thread's share of a storage: makes calls, and tells both ends of each."""
 
     def __init__(
-        self, name: str, subject: Subject, book: PageBook, note: Callable[[Begun | Ended], None], numbers: itertools.count[int]
+        self,
+        name: str,
+        sut: StorageUnderTest,
+        patterns: PagePatterns,
+        note: Callable[[Begun | Ended], None],
+        numbers: itertools.count[int],
     ) -> None:
-        self._name, self._subject, self._book, self._note, self._numbers = name, subject, book, note, numbers
+        self._name = name
+        self._sut = sut
+        self._patterns = patterns
+        self._note = note
+        self._numbers = numbers
 
     def run(self, work: Workload, number: int) -> None:
         """Make the calls of one thread of a workload.
@@ -66,7 +75,7 @@ class Lane:
             time.sleep(0.0005)
         for step in range(work.calls):
             call = random.choices(calls, weights)[0]
-            chain = random.sample(work.keys, random.randint(1, min(work.longest, len(work.keys))))
+            chain = random.sample(work.keys, random.randint(1, min(work.max_keys, len(work.keys))))
             # What an exists says of other pools is the business of the rules EX; here it is asked about the KV pool alone.
             pool = str(PoolName.KV) if call is Call.EXISTS else random.choice(work.pools)
             self.call(call, chain, pool, work.first_value + number * work.calls + step)
@@ -76,19 +85,19 @@ class Lane:
         number = next(self._numbers)
         shown = tuple(keys) if call is not Call.CLEAR else ()
         at = time.monotonic_ns()
-        self._note(Begun(number=number, lane=self._name, call=call, at=at, pool=pool, keys=shown, value=value))
+        self._note(Begun(number=number, client=self._name, call=call, at=at, pool=pool, keys=shown, value=value))
         ended = self._made(number, call, keys, pool, value)
         self._note(ended)
         return ended
 
     def _made(self, number: int, call: Call, keys: list[str], pool: str, value: int) -> Ended:
-        subject, now = self._subject, time.monotonic_ns
+        sut, now = self._sut, time.monotonic_ns
         match call:
             case Call.SET:
-                done = subject.set(keys, pool, generation=value)
+                done = sut.set(keys, pool, generation=value)
                 return Ended(number=number, at=now(), done=tuple(done))
             case Call.GET:
-                contents = subject.get(keys, pool)
+                contents = sut.get(keys, pool)
                 at = now()
                 found = (
                     None if content is None else self._value(key, content, pool)
@@ -96,17 +105,17 @@ class Lane:
                 )
                 return Ended(number=number, at=at, found=tuple(found))
             case Call.EXISTS:
-                answer = subject.exists(keys)
+                answer = sut.exists(keys)
                 return Ended(number=number, at=now(), hit=answer.kv_hit_pages)
             case Call.DELETE:
-                removed = subject.call("delete", lambda: subject.storage.delete(keys, pool=pool))
+                removed = sut.call("delete", lambda: sut.storage.delete(keys, pool=pool))
                 if len(removed) != len(keys):
                     raise Violation("GET-3", f"a delete of {len(keys)} keys answered {removed!r:.80}")
                 return Ended(number=number, at=now(), done=tuple(map(bool, removed)))
             case Call.CLEAR:
-                raised = subject.clear()
+                raised = sut.clear()
                 return Ended(number=number, at=now(), raised=raised)
 
     def _value(self, key: str, content: bytes, pool: str) -> int | bytes:
-        whole = self._book.generation(content, Page(self._subject.identity, pool, key))
+        whole = self._patterns.generation(content, Page(self._sut.identity, pool, key))
         return content if whole is None else whole

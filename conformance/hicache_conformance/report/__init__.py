@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from hicache_conformance.catalogue import Case
-    from hicache_conformance.outcomes import Header
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.model.case import Case
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.verdict import Judgement
 
 __all__ = ["write_report"]
 

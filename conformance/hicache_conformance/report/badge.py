@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.verdict import Verdict
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import Verdict
 
 if TYPE_CHECKING:
-    from hicache_conformance.outcomes import Header
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.verdict import Judgement
 
 COLOURS: Final = {Verdict.CONFORMANT: "brightgreen", Verdict.NON_CONFORMANT: "red", Verdict.INCOMPLETE: "orange"}
 

@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Final
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import CaseOutcome, Outcome
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome
+from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
-    from hicache_conformance.outcomes import Header
-    from hicache_conformance.verdict import Judgement, RuleResult
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.verdict import Judgement, RuleResult
 
 _TAGS: Final = {Outcome.FAIL: "failure", Outcome.ERROR: "error", Outcome.UNTESTED: "skipped", Outcome.NOT_DECLARED: "skipped"}
 # What XML 1.0 cannot hold, not even escaped.

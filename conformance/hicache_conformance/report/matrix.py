@@ -1,4 +1,4 @@
-"""Drivers beside each other: one table from the `results.json` of several runs, and what was found, with the way to see it again.
+"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with commands to reproduce them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.foreign.setup import known
-from hicache_conformance.outcomes import Outcome, failing_cases
+from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,8 +41,8 @@ PREFACE: Final = (
 )
 
 
-class DriverName(msgspec.Struct, frozen=True):
-    """Which driver, of which distribution."""
+class DriverId(msgspec.Struct, frozen=True):
+    """Name and distribution of a driver."""
 
     name: str
     distribution: str
@@ -74,10 +74,10 @@ class RuleRow(msgspec.Struct, frozen=True):
         return failing_cases(self.id, self.cases)
 
 
-class Run(msgspec.Struct, frozen=True):
+class DriverRun(msgspec.Struct, frozen=True):
     """One `results.json`, as far as it goes into the matrix."""
 
-    driver: DriverName
+    driver: DriverId
     spec_version: str
     suite_version: str
     seed: int
@@ -88,7 +88,7 @@ class Run(msgspec.Struct, frozen=True):
     interface: str = ""
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> DriverRun:
     """Read a `results.json`, or the one in a report's directory.
 
     Raises:
@@ -97,12 +97,12 @@ def read_run(path: Path) -> Run:
     """
     file = path / "results.json" if path.is_dir() else path
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Run)
+        return msgspec.json.decode(file.read_bytes(), type=DriverRun)
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} is no results.json: {error}") from error
 
 
-def matrix(runs: Sequence[Run]) -> str:
+def matrix(runs: Sequence[DriverRun]) -> str:
     """The whole document, in Markdown."""
     parts = [
         "# Drivers and rules",
@@ -121,13 +121,13 @@ def matrix(runs: Sequence[Run]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _about(run: Run) -> tuple[str, ...]:
+def _about(run: DriverRun) -> tuple[str, ...]:
     source = f"{run.driver.distribution} {run.driver.version}".strip()
     interface = run.interface or "HiCacheStorage v2"
     return f"`{run.driver.name}`", source, interface, ", ".join(run.levels), str(run.seed), run.profile, run.verdict
 
 
-def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, ...]]:
+def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
     texts = {rule.id: rule.text for run in runs for rule in run.rules}
     found = [{rule.id: rule for rule in run.rules} for run in runs]
     for rule, text in texts.items():
@@ -138,7 +138,7 @@ def _cell(rule: RuleRow | None) -> str:
     return SYMBOLS[rule.outcome] if rule is not None and rule.selected else NOT_RUN
 
 
-def _findings(run: Run) -> Iterable[str]:
+def _findings(run: DriverRun) -> Iterable[str]:
     broken = [rule for rule in run.rules if rule.selected and rule.outcome in (Outcome.FAIL, Outcome.ERROR)]
     yield f"## {run.driver.name}"
     if not broken:
@@ -157,8 +157,8 @@ def _findings(run: Run) -> Iterable[str]:
         yield "\n".join(f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items())
 
 
-def _not_declared(runs: Sequence[Run]) -> Iterable[str]:
-    """Why a rule, or a case of a rule that counts, was not asked of which drivers; each reason once."""
+def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
+    """List the reasons why rules and cases were not tested, each with its drivers."""
     rules, cases, drivers = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
     for run in runs:
         for rule in run.rules:
@@ -184,7 +184,7 @@ def _not_declared(runs: Sequence[Run]) -> Iterable[str]:
         )
 
 
-def _not_judged(runs: Sequence[Run]) -> Iterable[str]:
+def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
     """Drivers of the same engine that no run can be about."""
     reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):

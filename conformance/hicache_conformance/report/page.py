@@ -1,4 +1,4 @@
-"""`index.html`: one file that needs nothing else, verdict first."""
+"""`index.html`: a self-contained page, verdict first."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, StrictUndefined
 
-from hicache_conformance.catalogue import catalogue
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import Outcome
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
 from hicache_conformance.report.results import reproduction, shrinking
+from hicache_conformance.suite.driver_conformance import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from jinja2 import Template
 
-    from hicache_conformance.catalogue import Case
-    from hicache_conformance.outcomes import Header
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.model.case import Case
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.verdict import Judgement
 
 LEVEL_SUMMARIES: Final = {
     Level.CORE: "One pool: right bytes or none, from open to close",

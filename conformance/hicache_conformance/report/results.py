@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.grounds.placeholders import mentions_tmp, port_names
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import Outcome
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.placeholders import mentions_tmp, port_names
+from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.outcomes import CaseOutcome, Header
-    from hicache_conformance.verdict import Judgement, RuleResult
+    from hicache_conformance.model.outcomes import CaseOutcome, Header
+    from hicache_conformance.model.verdict import Judgement, RuleResult
 
 SCHEMA: Final = 1
 """Raised when a field changes its meaning or goes; new fields do not raise it."""
@@ -63,7 +63,7 @@ def reproduction(header: Header, case: str) -> str:
     options = [f"-c {quote(f'{name}={value}')}" for name, value in header.options.items()]
     begin = [header.again] if header.again else ["hicache conformance run", quote(header.driver), *options]
     if header.replay is not None:
-        begin += [f"--serve {quote(command)}" for command in header.replay.services or ()]
+        begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
     parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
@@ -91,7 +91,9 @@ def shrinking(header: Header, rule: str, file: str) -> str:
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:
-    """Whether each run of a driver begins with an empty store, so that nothing of an earlier run is found in it."""
+    """Return whether each run of a driver begins with an empty store, so that no page of an earlier
+    run is found.
+    """
     texts = list(options.values())
     return capabilities.get("durability") in ("none", "reopen") or mentions_tmp(texts) or bool(port_names(texts))
 

@@ -1,1 +1,1 @@
-"""What `hicache conformance run` collects: the cases for one driver, and the settings of the pytest that runs them."""
+"""`DriverConformance`, and what `hicache conformance run` collects: the cases for one driver, and its `pytest.ini`."""

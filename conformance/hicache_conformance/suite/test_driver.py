@@ -1,8 +1,8 @@
 """The cases, for the driver that the command line names."""
 
 from hicache_conformance import DriverConformance
-from hicache_conformance.foreign.target import ForeignConformance
-from hicache_conformance.settings import RunFile
+from hicache_conformance.interfaces.sglang.target import ForeignConformance
+from hicache_conformance.model.settings import RunFile
 
 _run = RunFile.of_environment()
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from tests.backends.hf3fs.harness import Rig
 
 SERVE = (

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hicache_conformance.harness.page_patterns import Page, PagePatterns
 from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event
-from hicache_conformance.history.story import Story
 from hicache_conformance.history.workload import Workload
-from hicache_conformance.pages import Page, PageBook
-from hicache_conformance.peers.messages import PoolShape
-from hicache_conformance.peers.peer import Peer
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.worker import WorkerProcess
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
 
@@ -53,11 +53,11 @@ class Engines:
             "path": str(path), "metadata_url": ",".join(urls), "file_size": "64MiB", "lease_seconds": 1.0, "wait_seconds": 0.2,
             "timeout_seconds": DEADLINE_SECONDS,
         }  # fmt: skip
-        self.peers = list[Peer]()
+        self.peers = list[WorkerProcess]()
         self.keys = list[str]()
-        self.stored_at = dict[Peer, int]()
+        self.stored_at = dict[WorkerProcess, int]()
         """When each has stored something last."""
-        self._sets, self._value, self._epoch_until = dict[Peer, int](), 1, 0.0
+        self._sets, self._value, self._epoch_until = dict[WorkerProcess, int](), 1, 0.0
         self._began_at = 0
 
     def open(self):
@@ -65,7 +65,7 @@ class Engines:
             self.open_one(f"engine{number}")
 
     def open_one(self, name):
-        peer = Peer.open(
+        peer = WorkerProcess.open(
             name, "hf3fs", self._config, self.identity, pools=PAGES, seed=f"{self._seed}/{name}", fresh=False,
             # Without a circuit breaker, so that every call reaches the servers.
             options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
@@ -119,7 +119,7 @@ class Engines:
         # Mostly of this time; what is older has to be there, too.
         keys = self.keys[-EPOCH_KEYS:] if self._random.random() < 0.8 else self._random.sample(self.keys, EPOCH_KEYS)
         return Workload(
-            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, longest=8
+            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, max_keys=8
         )  # fmt: skip
 
     def read_all(self):
@@ -137,12 +137,12 @@ class Engines:
             AssertionError: a call took too long, or an engine saw a damaged page.
         """
         events = [event for peer in self.peers for event in peer.events]
-        findings = HistoryChecker([part for event in events for part in excused(event, outages)]).check()
-        if findings:
-            violation = Story(self.identity, self._book(), events).violation(findings, "SET-1")
-            for finding in findings:
-                told = [f"{event.call} at {self._at(event.began_at)}" for event in (*finding.witnesses, finding.answer)]
-                violation.add_note(f"{finding.kind} {finding.key}: {', '.join(told)}")
+        anomalies = HistoryChecker([part for event in events for part in excused(event, outages)]).check()
+        if anomalies:
+            violation = Counterexample(self.identity, self._book(), events).violation(anomalies, "SET-1")
+            for anomaly in anomalies:
+                told = [f"{event.call} at {self._at(event.began_at)}" for event in (*anomaly.witnesses, anomaly.answer)]
+                violation.add_note(f"{anomaly.kind} {anomaly.key}: {', '.join(told)}")
             away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
             violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
             raise violation
@@ -156,7 +156,7 @@ class Engines:
         return f"{(moment - self._began_at) / NANOSECONDS:.2f} s"
 
     def _book(self):
-        book = PageBook()
+        book = PagePatterns()
         for key in self.keys:
             book.render(Page(self.identity, str(PoolName.KV), key), 1)
         return book

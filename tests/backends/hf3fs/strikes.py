@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hicache_conformance.grounds.services import stand_still
+from hicache_conformance.injectors.servers import stand_still
 from hicache_metadata_server.remote import Remote, RemoteError
 
 PATIENCE_SECONDS = 60.0

@@ -13,7 +13,7 @@ import pytest
 from hicache_backends.hf3fs.client.failures import UnknownScopeError
 from hicache_backends.hf3fs.client.local import LocalDirectory
 from hicache_backends.hf3fs.slots import posix
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
-from hicache_conformance.history.findings import Kind
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote
 from tests.backends.hf3fs.conftest import SERVE
@@ -107,36 +107,37 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
 
 KEYS = ("a", "b", "c")
 SET = Event(
-    Begun(number=0, lane="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1), Ended(number=0, at=2, done=(True, True, True))
+    Begun(number=0, client="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1),
+    Ended(number=0, at=2, done=(True, True, True)),
 )
 
 
 def made(call, at, **answer):
-    return Event(Begun(number=1, lane="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
+    return Event(Begun(number=1, client="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
 
 
-def findings(*events, outages=()):
+def anomalies(*events, outages=()):
     judged = [part for event in (SET, *events) for part in excused(event, outages)]
-    return [(finding.kind, finding.key) for finding in HistoryChecker(judged).check()]
+    return [(anomaly.kind, anomaly.key) for anomaly in HistoryChecker(judged).check()]
 
 
 def test_a_miss_is_a_loss_unless_the_store_was_away():
     miss = made(Call.GET, 10, found=(1, None, 1))
-    assert findings(miss) == [(Kind.LOST, "b")]
-    assert findings(miss, outages=[(5, 9)]) == [(Kind.LOST, "b")]
-    assert findings(miss, outages=[(5, 10)]) == []
+    assert anomalies(miss) == [(AnomalyKind.LOST, "b")]
+    assert anomalies(miss, outages=[(5, 9)]) == [(AnomalyKind.LOST, "b")]
+    assert anomalies(miss, outages=[(5, 10)]) == []
     denial = made(Call.EXISTS, 10, hit=1)
-    assert findings(denial) == [(Kind.DENIED, "b")]
-    assert findings(denial, outages=[(11, 20)]) == []
+    assert anomalies(denial) == [(AnomalyKind.DENIED, "b")]
+    assert anomalies(denial, outages=[(11, 20)]) == []
 
 
 def test_wrong_bytes_are_never_excused():
     wrong = made(Call.GET, 10, found=(1, None, b"x"))
-    assert findings(wrong, outages=[(5, 20)]) == [(Kind.FOREIGN, "c")]
+    assert anomalies(wrong, outages=[(5, 20)]) == [(AnomalyKind.FOREIGN, "c")]
 
 
 def test_a_delete_that_failed_while_the_store_was_away_may_have_been_made_or_not():
     failed, later = made(Call.DELETE, 10, done=(True, False, False)), made(Call.GET, 30, found=(None, None, 1))
-    assert findings(failed, later) == [(Kind.REMOVED, "c")]
-    assert findings(failed, later, outages=[(5, 20)]) == []
-    assert findings(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [(Kind.REMOVED, "a")]
+    assert anomalies(failed, later) == [(AnomalyKind.REMOVED, "c")]
+    assert anomalies(failed, later, outages=[(5, 20)]) == []
+    assert anomalies(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [(AnomalyKind.REMOVED, "a")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.runner import run
-from hicache_conformance.settings import Settings
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.runner.child_process import run
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port:PORT}}'

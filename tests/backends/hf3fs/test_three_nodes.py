@@ -11,7 +11,7 @@ from pathlib import Path
 
 import redis
 
-from hicache_conformance.ports import accepts, free_ports
+from hicache_conformance.harness.ports import accepts, free_ports
 from tests.metadata_server.redis_servers import PATIENCE, until
 
 

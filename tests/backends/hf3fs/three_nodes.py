@@ -1,4 +1,4 @@
-"""A Redis cluster of three as one command, for `hicache conformance run --serve`.
+"""A Redis cluster of three as one command, for `hicache conformance run --start-server`.
 
     python -m tests.backends.hf3fs.three_nodes {tmp} {port:r0} {port:r1} {port:r2} {port:b0} {port:b1} {port:b2} {port:whole}
 

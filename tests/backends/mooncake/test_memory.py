@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_backends.mooncake.client.attachment import Attachment
-from hicache_conformance.memory import EnginePool
+from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from tests.backends.file.harness import ScratchPool
 from tests.backends.mooncake.harness import COMPONENTS, Rig
@@ -76,7 +76,7 @@ def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
 def test_a_pool_that_is_refused_changes_nothing(cluster):
     one = Rig(cluster.options, protocol="rdma")
     with pytest.raises(InvalidPoolError, match=r"no addresses in host memory.*page_first"):
-        one.driver.register_mem_host_pool_v2(EnginePool(), "kv")
+        one.driver.register_mem_host_pool_v2(EngineHostPool(), "kv")
     assert one.driver.pools["kv"].namespace.geometry == one.pool.geometry
     one.storage.close()
 

@@ -7,29 +7,30 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.metadata.book import Part, protocol_cases
-from hicache_conformance.metadata.run import Order, judge_run, run
-from hicache_conformance.metadata.server import Remote, Served
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.settings import Settings
-from hicache_conformance.verdict import Verdict
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.protocol.rules import Part
+from hicache_conformance.protocol.runner import RunRequest, judge_run, run
+from hicache_conformance.protocol.server import RemoteServer, Served
+from hicache_conformance.protocol.suite import protocol_cases
 from tests.conformance.metadata.faulty import FAULTS, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_conformance.verdict import Judgement
+    from hicache_conformance.model.verdict import Judgement
 
 
 @contextmanager
-def listening(fault: str = "", **options: object) -> Iterator[Remote]:
+def listening(fault: str = "", **options: object) -> Iterator[RemoteServer]:
     """A reference server of this process."""
     made = server(fault, **options)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield Remote(f"http://127.0.0.1:{made.server_address[1]}")
+        yield RemoteServer(f"http://127.0.0.1:{made.server_address[1]}")
     finally:
         made.shutdown()
         made.server_close()
@@ -44,12 +45,12 @@ def served(fault: str = "") -> Served:
 
 
 def judged(
-    place: Remote, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
+    place: RemoteServer, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
 ) -> Judgement:
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
     settings = Settings.fresh(seed, "smoke", levels)
-    order = Order(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
+    order = RunRequest(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
     return judge_run(order, run(order))
 
 

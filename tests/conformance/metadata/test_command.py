@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_conformance.cli import app
-from hicache_conformance.metadata.server import CannotStartError, Served
-from hicache_conformance.metadata.wire import Unanswered, Wire
+from hicache_conformance.protocol.http_client import HttpClient, Unanswered
+from hicache_conformance.protocol.server import CannotStartError, Served
 from tests.conformance.metadata.judging import listening
 
 ROOT = Path(__file__).parents[3]
@@ -72,7 +72,7 @@ def test_a_conforming_server(hicache, tmp_path):
 
 
 def test_a_whole_level_conforms(hicache):
-    done = hicache("metadata", "--serve", f"{SERVE} --journal {{tmp}}/journal", "--level", "budget", "--seed", "7")
+    done = hicache("metadata", "--start-server", f"{SERVE} --journal {{tmp}}/journal", "--level", "budget", "--seed", "7")
     assert done.status == 0, done.output
     assert "conformant" in done.output
 
@@ -80,13 +80,23 @@ def test_a_whole_level_conforms(hicache):
 def test_a_faulty_server_and_the_way_to_see_it_again(hicache, tmp_path):
     serve = f"{SERVE} --fault BreaksWhenFull"
     done = hicache(
-        "metadata", "--serve", serve, "--part", "compatible", "--case", "does_not_fit", "--seed", "7", "--report", str(tmp_path)
+        "metadata",
+        "--start-server",
+        serve,
+        "--part",
+        "compatible",
+        "--case",
+        "does_not_fit",
+        "--seed",
+        "7",
+        "--report",
+        str(tmp_path),
     )
     assert done.status == 1
     assert "MD-RES-2" in done.output
     assert "non-conformant" in done.output
     page = (tmp_path / "index.html").read_text()
-    assert "hicache conformance metadata --serve" in page
+    assert "hicache conformance metadata --start-server" in page
     assert "--seed 7 --case &#39;test_a_batch_that_does_not_fit&#39;" in page
 
 
@@ -103,15 +113,15 @@ def test_without_a_native_part_it_is_not_declared(hicache, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "either --url of a server that runs, or --serve"),
-        (("--url", "http://localhost:1", "--serve", "x {port}"), "either --url"),
+        ((), "either --url of a server that runs, or --start-server"),
+        (("--url", "http://localhost:1", "--start-server", "x {port}"), "either --url"),
         (("--url", "localhost:18000"), "no http or https address"),
-        (("--serve", "sleep 5"), "needs {port}"),
+        (("--start-server", "sleep 5"), "needs {port}"),
         (("--url", "http://127.0.0.1:9", "--part", "old"), "unknown part 'old'"),
         (("--url", "http://127.0.0.1:9", "--level", "stream"), "no rule of the protocol is of level stream"),
         (("--url", "http://127.0.0.1:9"), "nothing answers"),
-        (("--serve", "false {port}"), "ended with 1"),
-        (("--serve", "no-such-program {port}"), "cannot run"),
+        (("--start-server", "false {port}"), "ended with 1"),
+        (("--start-server", "no-such-program {port}"), "cannot run"),
     ],
 )
 def test_what_cannot_begin(hicache, arguments, said):
@@ -138,14 +148,14 @@ def test_rules_are_listed_and_explained(hicache):
 
 
 def test_a_killed_server_is_gone_and_comes_back():
-    with Served(command=SERVE) as place, closing(Wire(place.url)) as wire:
-        assert wire.get("/healthz").status == 200
+    with Served(command=SERVE) as place, closing(HttpClient(place.url)) as http:
+        assert http.get("/healthz").status == 200
         place.kill()
         assert not place.is_running()
         with pytest.raises(Unanswered):
-            wire.get("/healthz")
+            http.get("/healthz")
         place.start()
-        assert wire.get("/healthz").status == 200
+        assert http.get("/healthz").status == 200
     assert not place.is_running()
 
 

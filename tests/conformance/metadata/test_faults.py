@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache_conformance.manifest import Level
-from hicache_conformance.metadata.book import protocol_rules
-from hicache_conformance.outcomes import Outcome
-from hicache_conformance.verdict import Verdict
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.protocol.rules import protocol_rules
 from tests.conformance.metadata.faulty import FAULTS
 from tests.conformance.metadata.judging import broken, errors, judged, judged_fault, listening, served
 
@@ -48,7 +48,7 @@ def test_the_reference_server_conforms():
     assert not errors(judgement)
     left = {result.rule.id: result.reason for result in judgement.rules if result.selected and result.outcome is not Outcome.PASS}
     assert set(left) == {"MD-API-2"}
-    assert "--serve" in left["MD-API-2"]
+    assert "--start-server" in left["MD-API-2"]
 
 
 def test_the_reference_server_survives_kills():

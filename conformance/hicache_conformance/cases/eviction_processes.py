@@ -1,0 +1,107 @@
+"""Eviction with several processes on one full store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from hicache_conformance.fixtures.process_group import ProcessGroup
+from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, PAGE_BYTES, capacity_of
+from hicache_conformance.harness.disk_usage import DiskUsage
+from hicache_conformance.history.events import Call
+from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.supervisor import KillSchedule
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.processes.worker import WorkerProcess
+
+FAULTS: Final = (Level.FAULTS,)
+POOLS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
+KILLS: Final = 8
+YEAR_SECONDS: Final = 365 * 86_400.0
+
+
+class EvictionProcessCases:
+    """EV-1, EV-2 and EV-4, between processes."""
+
+    @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
+        """Files that killed writers have left are counted and removed: a full store takes no more
+        room than before, and holds as much.
+        """
+        pages, random = 24, context.chance("strikes")
+        config = context.capped(capacity_of(pages))
+        group = ProcessGroup(context, POOLS, config=config)
+        survivor = group.worker("survivor")
+        held_before, taken_before = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
+        for kill in range(KILLS):
+            writer = group.worker(f"writer{kill}")
+            work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)
+            group.run({writer: work}, {writer: KillSchedule(random.randint(2, 4), random.random())})
+        held_after, taken_after = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
+        story = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
+        if held_after < held_before - BATCH:
+            raise Violation("EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now")
+        if taken_before and taken_after and taken_after.bytes > taken_before.bytes + BATCH * PAGE_BYTES:
+            raise Violation(
+                "EV-1",
+                f"{story}: it took {taken_before.bytes} bytes before, and takes {taken_after.bytes} now; the capacity is {capacity_of(pages)}",
+            )
+        group.judge("EV-2", keeps=False)
+
+    @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
+        """Several processes look up, read and write in a store that is always full: nobody reads what took a page's place."""
+        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
+        keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
+        group.run(
+            {
+                group.worker(name): group.work(
+                    keys, mix, calls=context.profile.process_calls // 2, clients=2, max_keys=BATCH, at=group.soon()
+                )
+                for name in ("one", "two", "three")
+            }
+        )
+        group.judge("EV-2", keeps=False)
+
+    @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
+    def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
+        """A process whose clock is a year off and one whose clock is right fill a store in turn: the oldest pages go, whoever set them."""
+        pages = 24
+        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
+        here, there = group.worker("here"), group.worker("there", clock=clock)
+        first, second = (there, here) if clock > 0 else (here, there)
+        old, new = group.new_keys(pages // 2), group.new_keys(pages)
+        _fill(group, first, old)
+        _fill(group, second, new)
+        left = sum(found is not None for found in here.get(old))
+        gone = sum(found is None for found in here.get(new))
+        # What one call has written may go together.
+        if left > BATCH and gone > BATCH:
+            raise Violation(
+                "EV-4",
+                f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then process {second.name} {len(new)}; "
+                f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the newer pages are gone, while {left} of "
+                "the older ones are there, which nobody has used since",
+            )
+
+
+def _fill(group: ProcessGroup, worker: WorkerProcess, keys: Sequence[str]) -> None:
+    for start in range(0, len(keys), BATCH):
+        worker.set(keys[start : start + BATCH], group.value())
+
+
+def _refill(group: ProcessGroup, worker: WorkerProcess, pages: int) -> int:
+    """Write twice as many pages as fit; how many of them are there then."""
+    keys = group.new_keys(2 * pages)
+    _fill(group, worker, keys)
+    return sum(found is not None for found in worker.get(keys))

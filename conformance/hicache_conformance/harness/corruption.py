@@ -1,0 +1,160 @@
+"""Corruption below the API: objects written through a driver's `write_objects`, and files of a store changed at rest."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hicache_conformance.harness.sparse_files import find_all
+from hicache_storage.layers import innermost
+from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, WriteBatch
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from random import Random
+
+    from hicache_storage.objects import Namespace
+    from hicache_storage.spec import HiCacheStorage
+
+
+class ObjectCorruption(StrEnum):
+    """Kinds of corrupt objects."""
+
+    SHORT = "short"
+    """Its last component is too short."""
+    LONG = "long"
+    """Its last component is too long."""
+    FLIPPED_BIT = "flipped bit"
+    """One bit of its bytes differs from what was sealed."""
+    OTHER_KEY = "other key"
+    """It is another key's page, whole and sealed."""
+    OTHER_IDENTITY = "other identity"
+    """It is a page of this key and another identity, whole and sealed."""
+
+
+class FileCorruption(StrEnum):
+    """Kinds of damage to files that hold pages."""
+
+    FLIPPED = "one bit flipped"
+    """In each page, one bit of its bytes."""
+    TORN = "cut short"
+    """Each file ends in the middle of the page in it."""
+    EMPTIED = "emptied"
+    """As a file system may leave a file that was new when the power failed."""
+    GONE = "gone"
+
+
+def can_corrupt(storage: HiCacheStorage) -> bool:
+    """Return whether `corrupt_object` can write into this storage."""
+    return isinstance(innermost(storage), ObjectStorage)
+
+
+def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
+    """Put a damaged object in the place of a page, whether there is one or not.
+
+    Returns:
+        Whether the object is there now. A driver that refuses to store an object of the wrong length cannot hold one.
+    """
+    driver = innermost(storage)
+    assert isinstance(driver, ObjectStorage)
+    namespace = driver.pools[PoolName(pool)].namespace
+    try:
+        written = driver.write_objects([WriteBatch(namespace, [_damaged(namespace, key, damage)])], Call())
+    except Exception:  # noqa: BLE001 - whatever a driver says to an impossible object, it does not hold it
+        return False
+    return written == [[True]]
+
+
+def _damaged(namespace: Namespace, key: str, damage: ObjectCorruption) -> ObjectWrite:
+    buffers = [memoryview(bytearray(b"\x5a" * length)) for length in namespace.geometry.component_bytes]
+    honest = ObjectWrite(namespace, key, buffers)
+    match damage:
+        case ObjectCorruption.SHORT:
+            return _Forgery(honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope)
+        case ObjectCorruption.LONG:
+            # At the front, so that a store that cuts objects to length is not left with the honest page.
+            return _Forgery(honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope)
+        case ObjectCorruption.FLIPPED_BIT:
+            sealed, flipped = honest.envelope, bytearray(buffers[-1])
+            flipped[len(flipped) // 2] ^= 1
+            return _Forgery(honest, [*buffers[:-1], memoryview(flipped)], sealed)
+        case ObjectCorruption.OTHER_KEY:
+            return _Forgery(honest, buffers, ObjectWrite(namespace, f"{key}'", buffers).envelope)
+        case ObjectCorruption.OTHER_IDENTITY:
+            envelope = bytearray(honest.envelope)
+            # The fingerprint of the namespace, by the format that docs/spec.md gives.
+            envelope[16:32] = bytes(byte ^ 0xFF for byte in envelope[16:32])
+            return _Forgery(honest, buffers, bytes(envelope))
+
+
+def forged(honest: ObjectWrite, buffers: list[memoryview]) -> ObjectWrite:
+    """A write of other bytes under the envelope of the honest one."""
+    return _Forgery(honest, buffers, honest.envelope, replaces=honest.replaces)
+
+
+class _Forgery(ObjectWrite):
+    """An object whose envelope does not say the truth about its bytes."""
+
+    __slots__ = ()
+
+    def __init__(self, honest: ObjectWrite, buffers: list[memoryview], envelope: bytes, *, replaces: bool = True) -> None:
+        super().__init__(honest.namespace, honest.key, buffers, replaces=replaces)
+        self._envelope = envelope
+
+    def seal(self, computed: int) -> None:
+        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong bytes."""
+
+
+def corrupt_files(directory: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
+    """ObjectCorruption the files that hold pages.
+
+    Args:
+        directory: of the store.
+        pages: their bytes, all of one length.
+        decay: what happens to them.
+        random: where exactly.
+
+    Returns:
+        Number of pages that were found and damaged.
+    """
+    return sum(_rot(path, pages, decay, random) for path in _files(directory))
+
+
+def _rot(path: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
+    with path.open("rb") as file:
+        places = [place for place in find_all(file.fileno(), pages) if place >= 0]
+    if places:
+        _corrupt_file(path, places, len(pages[0]), decay, random)
+    return len(places)
+
+
+def _corrupt_file(path: Path, places: Sequence[int], length: int, decay: FileCorruption, random: Random) -> None:
+    if decay is FileCorruption.GONE:
+        path.unlink()
+        return
+    # In place: a damaged file is still the same file.
+    with path.open("r+b", buffering=0) as file:
+        match decay:
+            case FileCorruption.FLIPPED:
+                for place in places:
+                    _flip(file.fileno(), place + random.randrange(length), random.randrange(8))
+            case FileCorruption.TORN:
+                file.truncate(min(places) + random.randrange(1, length))
+            case FileCorruption.EMPTIED:
+                file.truncate(0)
+
+
+def _flip(descriptor: int, at: int, bit: int) -> None:
+    [byte] = os.pread(descriptor, 1, at)
+    os.pwrite(descriptor, bytes([byte ^ 1 << bit]), at)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for home, _, names in os.walk(directory):
+        for name in sorted(names):
+            path = Path(home, name)
+            if path.is_file() and not path.is_symlink():
+                yield path

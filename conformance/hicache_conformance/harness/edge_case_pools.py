@@ -1,0 +1,116 @@
+"""Host pools that a driver's own tests rarely cover."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
+from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from hicache_storage.spec import HostPool
+
+PAGES, PAGE_SIZE = 8, 2
+
+
+class ReadOnlyPool(GuardedPool):
+    """Lends views that cannot be written."""
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[view.toreadonly() for view in page] for page in super().page_buffers(first_slots)]
+
+
+class StridedPool(GuardedPool):
+    """Lends every second byte of its memory, so that no view is contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(components=(64, 64))
+        self._stored = self.geometry.component_bytes
+        self.geometry = replace(self.geometry, component_bytes=(32, 32))
+        self.page_bytes = self.geometry.page_bytes
+
+    def read(self, page: int) -> bytes:
+        return b"".join(view.tobytes() for view in self._page(page))
+
+    def _page(self, page: int) -> list[memoryview]:
+        return [view[::2] for view in self.components_at(page, self._stored)]
+
+
+class WrongLengthPool(GuardedPool):
+    """Lends views one byte shorter than its geometry says."""
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [[view[:-1] for view in page] for page in super().page_buffers(first_slots)]
+
+
+class FailingPool(EngineHostPool):
+    """An engine's pool that raises while `fails` is set, as one on a device does when a kernel before has failed."""
+
+    fails = False
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        self._check()
+        return super().get_data_page(index, flat)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self._check()
+        super().set_from_flat_data_page(index, data_page)
+
+    def _check(self) -> None:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _mha(layout: str) -> HostPool:
+    import torch
+
+    return MHAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, dtype=torch.bfloat16, layout=layout,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _uneven_mha() -> HostPool:
+    import torch
+
+    return MHAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, v_head_dim=5, dtype=torch.uint8,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _mla(layout: str) -> HostPool:
+    import torch
+
+    return MLAHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, kv_cache_dim=36, dtype=torch.bfloat16, layout=layout,
+        pin_memory=False,
+    )  # fmt: skip
+
+
+def _mamba(layout: str) -> HostPool:
+    import torch
+
+    return MambaHostPool(
+        size=PAGES, layer_num=2, temporal_shape=(3, 4), conv_shapes=((5, 3), (7,)), temporal_dtype=torch.float32,
+        conv_dtype=torch.bfloat16, layout=layout, pin_memory=False,
+    )  # fmt: skip
+
+
+def _indexer(layout: str) -> HostPool:
+    return IndexerHostPool(size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=2, layout=layout, pin_memory=False)
+
+
+POOLS: dict[str, Callable[[], HostPool]] = {
+    **{f"mha-{layout}": partial(_mha, layout) for layout in MHAHostPool.LAYOUTS},
+    "mha-uneven-heads": _uneven_mha,
+    **{f"mla-{layout}": partial(_mla, layout) for layout in MLAHostPool.LAYOUTS},
+    **{f"mamba-{layout}": partial(_mamba, layout) for layout in MambaHostPool.LAYOUTS},
+    **{f"indexer-{layout}": partial(_indexer, layout) for layout in IndexerHostPool.LAYOUTS},
+}

@@ -1,0 +1,44 @@
+"""Leak check: threads and descriptors that are open before and after."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResources:
+    """Threads and descriptors of this process."""
+
+    threads: dict[int, str]
+    """Names by identifier."""
+    descriptors: dict[int, str]
+    """Targets by number."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Look now, after what is garbage has been collected."""
+        gc.collect()
+        threads = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+        descriptors = dict[int, str]()
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                descriptors[int(entry.name)] = str(entry.readlink())
+            except FileNotFoundError:
+                # The descriptor that lists the directory.
+                continue
+        return cls(threads, descriptors)
+
+    def beyond(self, before: OpenResources) -> str:
+        """Describe resources that were not open before; empty if there are none."""
+        words = [f"thread {name!r}" for ident, name in self.threads.items() if ident not in before.threads]
+        words += [
+            f"descriptor {number} ({target.replace(os.getcwd(), '.')})"
+            for number, target in self.descriptors.items()
+            if before.descriptors.get(number) != target
+        ]
+        return ", ".join(words)

@@ -1,0 +1,111 @@
+"""Oracle for exists: the answers by the text of the rules EX-1 to EX-6, independent of the SDK."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicache_conformance.model.violation import Violation
+from hicache_storage.spec import PoolHitPolicy, PoolName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.spec import PoolTransfer, PoolTransferResult
+
+
+@dataclass(frozen=True, slots=True)
+class PoolQuery:
+    """A side pool in a question: the transfer, and which pages of the chain are there in truth."""
+
+    transfer: PoolTransfer
+    present: Sequence[bool]
+
+    def is_legal(self, endpoint: int) -> bool:
+        """Return whether the pool can restore a prefix of `endpoint` pages."""
+        match self.transfer.hit_policy:
+            case PoolHitPolicy.ALL_PAGES:
+                return all(self.present[page] for page in range(endpoint))
+            case PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(self.transfer.keys or ()))
+                return all(self.present[page] for page in range(max(0, endpoint - window), endpoint))
+            case PoolHitPolicy.BLOCK_GROUPS:
+                return True
+
+    def verdict(self) -> int:
+        """The pool's own answer."""
+        pages = len(self.present)
+        if self.transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+            block, group = self.transfer.block_pages, self.transfer.group_pages or self.transfer.block_pages
+            complete = 0
+            for end in range(block, pages + 1, block):
+                if not all(self.present[page] for page in range(end - group, end)):
+                    break
+                complete = end
+            return complete
+        return max((endpoint for endpoint in range(1, pages + 1) if self.is_legal(endpoint)), default=0)
+
+    def __str__(self) -> str:
+        policy = self.transfer.hit_policy
+        detail = ""
+        if policy is PoolHitPolicy.TRAILING_PAGES:
+            detail = f" {len(self.transfer.keys or ())}"
+        elif policy is PoolHitPolicy.BLOCK_GROUPS:
+            detail = f" {self.transfer.block_pages}/{self.transfer.group_pages}"
+        return f"{self.transfer.name} {drawn(self.present)} ({policy}{detail})"
+
+
+def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[PoolQuery] = (), *, verdicts: bool = True) -> None:
+    """Compare an answer with the truth.
+
+    Args:
+        answer: what a storage says.
+        kv: which pages of the chain are there in the KV pool.
+        asked: the same for each side pool.
+        verdicts: whether each pool's own verdict is part of the answer.
+
+    Raises:
+        Violation: the rule, the presence of every page, and what the answer must be.
+    """
+    legal = [
+        endpoint for endpoint in range(1, len(kv) + 1) if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
+    ]
+    hit = legal[-1] if legal else 0
+    scene = ", ".join([f"kv {drawn(kv)}", *map(str, asked)])
+    if answer.kv_hit_pages != hit:
+        raise Violation(_hit_rule(asked), f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}")
+    if list(answer.restorable_prefix_pages) != legal:
+        raise Violation("EX-5", f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}")
+    if not verdicts:
+        return
+    kv_verdict = next((page for page, there in enumerate(kv) if not there), len(kv))
+    _check_verdict(answer, PoolName.KV, kv_verdict, "EX-2", scene)
+    for pool in asked:
+        _check_verdict(answer, pool.transfer.name, pool.verdict(), _RULES[pool.transfer.hit_policy], scene)
+
+
+def drawn(present: Sequence[bool]) -> str:
+    """A presence map as text: `x` for a page that is there."""
+    return "".join("x" if there else "." for there in present)
+
+
+def _check_verdict(answer: PoolTransferResult, pool: PoolName, verdict: int, rule: str, scene: str) -> None:
+    told = answer.extra_pool_hit_pages.get(pool)
+    if told != verdict:
+        rule = "EX-6" if told is None else rule
+        raise Violation(rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}")
+
+
+def _hit_rule(asked: Sequence[PoolQuery]) -> str:
+    """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where several do."""
+    policies = {pool.transfer.hit_policy for pool in asked}
+    if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:
+        return "EX-1"
+    return _RULES[policies.pop()] if asked else "EX-2"
+
+
+_RULES = {
+    PoolHitPolicy.ALL_PAGES: "EX-2",
+    PoolHitPolicy.TRAILING_PAGES: "EX-3",
+    PoolHitPolicy.BLOCK_GROUPS: "EX-4",
+}

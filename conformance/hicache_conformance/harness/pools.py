@@ -1,0 +1,180 @@
+"""Host pools that the cases register, and access to the pages in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from hicache_storage.spec import HostPool, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+GUARD_BYTES = 64
+GUARD = b"\xa7" * GUARD_BYTES
+
+
+class PoolMemory(Protocol):
+    """A registered pool, seen by the suite: not through the driver, and not through the SDK's adapters."""
+
+    @property
+    def host_pool(self) -> object:
+        """The object to register."""
+        ...
+
+    @property
+    def pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def read(self, page: int) -> bytes:
+        """The bytes of a page, all components one after the other."""
+        ...
+
+    def write(self, page: int, content: bytes) -> None:
+        """Replace the bytes of a page."""
+        ...
+
+    def guards_intact(self) -> bool:
+        """Return whether the bytes before and behind the pool's memory are unchanged."""
+        ...
+
+
+class GuardedPool:
+    """A `HostPool` whose components lie in separate memory, each between two guards.
+
+    Args:
+        pages: number of pages.
+        page_size: slots per page.
+        components: bytes of each component of a page.
+        skew: bytes that every component's memory is off alignment.
+        layout, dtype: as the geometry tells them.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 2,
+        components: Sequence[int] = (96, 160),
+        skew: int = 0,
+        layout: str = "page_first",
+        dtype: str = "uint8",
+    ) -> None:
+        self.geometry = PageGeometry(layout, dtype, page_size, pages * page_size, tuple(components))
+        self.pages = pages
+        self.page_size = page_size
+        self.page_bytes = self.geometry.page_bytes
+        self._start = GUARD_BYTES + skew
+        self._memory = [memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD)) for length in components]
+
+    @property
+    def host_pool(self) -> object:
+        return self
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [self._page(slot // self.page_size) for slot in first_slots]
+
+    def read(self, page: int) -> bytes:
+        return b"".join(self._page(page))
+
+    def write(self, page: int, content: bytes) -> None:
+        start = 0
+        for buffer in self._page(page):
+            buffer[:] = content[start : start + len(buffer)]
+            start += len(buffer)
+
+    def guards_intact(self) -> bool:
+        return all(
+            bytes(memory[self._start - GUARD_BYTES : self._start]) == bytes(memory[-GUARD_BYTES:]) == GUARD
+            for memory in self._memory
+        )
+
+    def components_at(self, page: int, lengths: Sequence[int]) -> list[memoryview]:
+        """A page's share of each component's memory."""
+        return [
+            memory[self._start + page * length : self._start + (page + 1) * length]
+            for memory, length in zip(self._memory, lengths, strict=True)
+        ]
+
+    def _page(self, page: int) -> list[memoryview]:
+        return self.components_at(page, self.geometry.component_bytes)
+
+
+class LentMemory:
+    """The pages of any `HostPool`, such as the SDK's own."""
+
+    def __init__(self, pool: HostPool) -> None:
+        geometry = pool.geometry
+        self.host_pool: object = pool
+        self._pool = pool
+        self.page_size = geometry.page_size
+        self.page_bytes = geometry.page_bytes
+        self.pages = geometry.size // geometry.page_size
+
+    def read(self, page: int) -> bytes:
+        return b"".join(self._pool.page_buffers([page * self.page_size])[0])
+
+    def write(self, page: int, content: bytes) -> None:
+        start = 0
+        for buffer in self._pool.page_buffers([page * self.page_size])[0]:
+            buffer[:] = content[start : start + len(buffer)]
+            start += len(buffer)
+
+    def guards_intact(self) -> bool:
+        return True
+
+
+class EngineHostPool:
+    """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies (SGLang's `layer_first`)."""
+
+    layout = "layer_first"
+
+    def __init__(self, *, pages: int = 16, page_size: int = 2, layers: int = 3, row: int = 32) -> None:
+        import torch
+
+        self.dtype = torch.uint8
+        self.page_size = page_size
+        self.pages = pages
+        self.size = pages * page_size
+        # Every second row belongs to somebody else, so that not even one layer of a page is contiguous.
+        self.kv_buffer = torch.full((layers, self.size, 2, row), GUARD[0], dtype=self.dtype)
+        self.page_bytes = layers * page_size * row
+        self.host_pool: object = self
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """The page at slot `index`: a strided view, or, flat, a copy."""
+        page = self.kv_buffer[:, index : index + self.page_size, 0]
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A blank flat page."""
+        return self.kv_buffer.new_zeros(self.page_bytes)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Copy a flat page in."""
+        page = self.kv_buffer[:, index : index + self.page_size, 0]
+        page.copy_(data_page.view(page.shape))
+
+    def read(self, page: int) -> bytes:
+        return b"".join(bytes([int(element)]) for element in self.get_data_page(page * self.page_size))
+
+    def write(self, page: int, content: bytes) -> None:
+        import torch
+
+        self.set_from_flat_data_page(page * self.page_size, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def guards_intact(self) -> bool:
+        return bool((self.kv_buffer[:, :, 1] == GUARD[0]).all())
+
+
+def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
+    """The slots of whole pages, as `PoolTransfer.host_indices` wants them."""
+    import torch
+
+    return torch.tensor([page * page_size + slot for page in pages for slot in range(page_size)], dtype=torch.int64)

@@ -1,0 +1,58 @@
+"""Sparse files: stores may allocate far more room than they use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PIECE_BYTES: Final = 4 << 20
+"""In memory at a time."""
+
+
+def extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part of a file that is no hole; the whole file where the file system does not tell."""
+    end = 0
+    while True:
+        try:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # From here on there is nothing but a hole, or nothing at all.
+            return
+        yield begin, end
+
+
+def find_all(descriptor: int, wanted: Sequence[bytes]) -> list[int]:
+    """Find the first offset of each byte string, all of one length and none of it zeros, in a file;
+    -1 where it is missing.
+    """
+    places = [-1] * len(wanted)
+    for begin, end in extents(descriptor):
+        for at in range(begin, end, PIECE_BYTES):
+            # Each piece overlaps the next, so that nothing is cut in two.
+            piece = os.pread(descriptor, min(PIECE_BYTES + len(wanted[0]) - 1, end - at), at)
+            for number, content in enumerate(wanted):
+                if places[number] < 0 and (found := piece.find(content)) >= 0:
+                    places[number] = at + found
+    return places
+
+
+def copy_file(source: str, target: str) -> str:
+    """Copy a file as `shutil.copy2` does, and leave its holes holes; for `shutil.copytree`."""
+    with Path(source).open("rb") as reading, Path(target).open("wb") as writing:
+        for begin, end in extents(reading.fileno()):
+            reading.seek(begin)
+            writing.seek(begin)
+            while begin < end and (piece := reading.read(min(PIECE_BYTES, end - begin))):
+                begin += writing.write(piece)
+        writing.truncate(os.fstat(reading.fileno()).st_size)
+    shutil.copystat(source, target)
+    return target

@@ -1,0 +1,346 @@
+"""A checked client of the storage under test.
+
+Verifies the form of every answer and the neighbours of every destination.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_conformance.harness.page_patterns import Page, canary, short, spent
+from hicache_conformance.harness.pools import slots_of
+from hicache_conformance.model.violation import Violation
+from hicache_storage.spec import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolStats,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from random import Random
+
+    from hicache_conformance.harness.page_patterns import PagePatterns
+    from hicache_conformance.harness.pools import PoolMemory
+    from hicache_storage.spec import HiCacheStorageExtraInfo, StorageIdentity
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """One transfer of a call: pages of a pool, all of one generation."""
+
+    keys: Sequence[str]
+    pool: str = PoolName.KV
+    generation: int = 0
+
+
+class StorageUnderTest:
+    """A storage with its registered pools. Not for several threads at once: give each a `client`."""
+
+    def __init__(
+        self,
+        storage: HiCacheStorage,
+        memories: Mapping[str, PoolMemory],
+        patterns: PagePatterns,
+        random: Random,
+        *,
+        client: int = 0,
+        clients: int = 1,
+    ) -> None:
+        self.storage = storage
+        self.memories = memories
+        self._patterns = patterns
+        self._random = random
+        self._client = client
+        self._clients = clients
+        self._calls = client
+        self.info: HiCacheStorageExtraInfo | None = None
+        """What every call is told besides its pages; a short deadline, for instance."""
+
+    @property
+    def identity(self) -> StorageIdentity:
+        """Identity of the pages that it reads and writes."""
+        return self.storage.identity
+
+    def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
+        """The same storage, restricted to a share of every pool's pages, for a thread of its own."""
+        return StorageUnderTest(self.storage, self.memories, self._patterns, random, client=number, clients=of)
+
+    def set(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> list[bool]:
+        """Store self-describing pages; the answer, one for each key."""
+        return self.set_many([PageGroup(keys, pool, generation)])[pool]
+
+    def set_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
+        """Store pages of several transfers in one call. Their sources are overwritten as soon as it returns (SET-7)."""
+        placed = self._place(groups)
+        for group, pages in zip(groups, placed, strict=True):
+            self.fill(group, pages)
+        transfers = self.transfers(groups, placed)
+        answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
+        for group, pages in zip(groups, placed, strict=True):
+            memory = self.memories[group.pool]
+            for page in pages:
+                memory.write(page, spent(memory.page_bytes))
+        return _checked(answer, groups)
+
+    def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bytes | None]:
+        """Read pages; for each key what was delivered, or None."""
+        return self.get_many([PageGroup(keys, pool)])[pool]
+
+    def get_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bytes | None]]:
+        """Read pages of several transfers in one call.
+
+        Raises:
+            Violation: GET-3 for the form of the answer, GET-2 for a touched neighbour.
+        """
+        self._calls += self._clients
+        placed = self._place(groups)
+        pools = {group.pool for group in groups}
+        for pool in pools:
+            memory = self.memories[pool]
+            blank = canary(self._calls, memory.page_bytes)
+            for page in self._own_pages(memory):
+                memory.write(page, blank)
+        transfers = self.transfers(groups, placed)
+        answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
+        verdicts = _checked(answer, groups)
+        delivered = dict[str, list[bytes | None]]()
+        for pool in pools:
+            pages = [page for group, pages in zip(groups, placed, strict=True) if group.pool == pool for page in pages]
+            self._check_neighbours(pool, frozenset(pages))
+            memory = self.memories[pool]
+            delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
+        return delivered
+
+    def fill(self, group: PageGroup, pages: Sequence[int]) -> None:
+        """Put a transfer's pages where it will read them."""
+        memory = self.memories[group.pool]
+        for key, page in zip(group.keys, pages, strict=True):
+            owner = Page(self.identity, group.pool, key, group.generation)
+            memory.write(page, self._patterns.render(owner, memory.page_bytes))
+
+    def transfers(self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
+        """The transfers of a call that moves `groups` from or to the given pages."""
+        return [
+            PoolTransfer(PoolName(group.pool), slots_of(pages, self.memories[group.pool].page_size), keys=list(group.keys))
+            for group, pages in zip(groups, placed, strict=True)
+        ]
+
+    def exists(self, keys: Sequence[str], *transfers: PoolTransfer) -> PoolTransferResult:
+        """Ask for a prefix, and check that the answer agrees with itself."""
+        answer = self.call("batch_exists_v2", lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info))
+        listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
+        if not 0 <= hit <= len(keys):
+            raise Violation("EX-1", f"kv_hit_pages is {hit} for {len(keys)} keys")
+        if listed != sorted(set(listed)) or any(not 1 <= endpoint <= len(keys) for endpoint in listed):
+            raise Violation("EX-5", f"restorable_prefix_pages is not ascending within 1..{len(keys)}: {listed}")
+        if hit != (listed[-1] if listed else 0):
+            raise Violation("EX-5", f"kv_hit_pages is {hit}, but restorable_prefix_pages ends so: {listed[-3:]}")
+        return answer
+
+    def has(self, key: str, pool: str = PoolName.KV) -> bool:
+        """Return whether one page exists, by the pool's own verdict."""
+        window = () if pool == PoolName.KV else (all_pages(pool),)
+        return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
+
+    def clear(self) -> str:
+        """Clear the storage's namespaces; the error of a clear that did not happen or may have happened, empty if it returned."""
+
+        def clear() -> str:
+            try:
+                self.storage.clear()
+            except StorageUnavailableError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        return self.call("clear", clear)
+
+    def store(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> None:
+        """Store pages that have to fit.
+
+        Raises:
+            Violation: SET-1, a page was refused.
+        """
+        self.store_many([PageGroup(keys, pool, generation)])
+
+    def store_many(self, groups: Sequence[PageGroup]) -> None:
+        """As `store`, in one call."""
+        answer = self.set_many(groups)
+        for pool in answer:
+            keys = [key for group in groups if group.pool == pool for key in group.keys]
+            for index, (key, ok) in enumerate(zip(keys, answer[pool], strict=True)):
+                if not ok:
+                    raise Violation(
+                        "SET-1", f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, nearly empty store"
+                    )
+
+    def expect(
+        self,
+        keys: Sequence[str],
+        pool: str = PoolName.KV,
+        *,
+        generation: int = 0,
+        writer: StorageIdentity | None = None,
+        rule: str = "",
+    ) -> None:
+        """Read pages that were stored, and compare every byte.
+
+        Raises:
+            Violation: GET-1 for wrong bytes; `rule`, or else SET-1, for a page that is gone.
+        """
+        self.compare(keys, self.get(keys, pool), pool, generation=generation, writer=writer, rule=rule)
+
+    def compare(
+        self,
+        keys: Sequence[str],
+        found: Sequence[bytes | None],
+        pool: str = PoolName.KV,
+        *,
+        generation: int = 0,
+        writer: StorageIdentity | None = None,
+        rule: str = "",
+    ) -> None:
+        """As `expect`, for pages that were read already."""
+        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+            if content is None:
+                raise Violation(
+                    rule or "SET-1", f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get answers False"
+                )
+            wrong = self._patterns.explain(content, Page(writer or self.identity, pool, key, generation))
+            if wrong:
+                raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
+
+    def expect_missing(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str, why: str) -> None:
+        """Make sure that pages are neither delivered nor said to exist.
+
+        Raises:
+            Violation: `rule`; the message tells whose bytes were delivered.
+        """
+        # Before the get, because a page that a get has found to be another's stops existing.
+        claimed = [self.has(key, pool) for key in keys]
+        for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
+            page = f"page {index} key {short(key)} of pool {pool!r} {why}"
+            if content is not None:
+                whose = self._patterns.explain(content, Page(self.identity, pool, key)) or "holds its own bytes"
+                raise Violation(rule, f"{page}, and a get delivers it: {whose}")
+            if claimed[index] or self.has(key, pool):
+                raise Violation(rule, f"{page}, and exists says that it is there")
+
+    def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
+        """Read pages that this identity and others have stored under the same keys, each with its own bytes.
+
+        Raises:
+            Violation: `rule`; the message tells whose bytes were delivered.
+        """
+        for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
+            lost = "was stored (True), and a get answers False"
+            wrong = lost if content is None else self._patterns.explain(content, Page(self.identity, pool, key))
+            if wrong:
+                raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
+
+    def expect_existing(self, keys: Sequence[str], *, rule: str) -> None:
+        """Make sure that a chain of KV pages is said to exist.
+
+        Raises:
+            Violation: `rule`.
+        """
+        hit = self.exists(keys).kv_hit_pages
+        if hit != len(keys):
+            raise Violation(
+                rule, f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key {short(keys[hit])} is missing"
+            )
+
+    def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
+        """Return the one of several generations that a page holds; None if it is none of them."""
+        owner = (Page(self.identity, pool, key, generation) for generation in generations)
+        return next((page.generation for page in owner if self._patterns.render(page, len(content)) == content), None)
+
+    def explain(self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0) -> str:
+        """Describe the content of a page that should hold something else."""
+        return self._patterns.explain(content, Page(self.identity, pool, key, generation))
+
+    def stats(self, pool: str = PoolName.KV) -> PoolStats:
+        """A pool's counters; zeros for a pool that has none yet."""
+        return self.call("get_stats", self.storage.get_stats).pools.get(PoolName(pool)) or PoolStats()
+
+    def call(self, name: str, question: Callable[[], AnswerT]) -> AnswerT:
+        """Call the storage.
+
+        Raises:
+            Violation: it raised, or tried to end the process (LC-3).
+        """
+        try:
+            return question()
+        except SystemExit as error:
+            raise Violation("LC-3", f"{name} tried to end the process: {error!r}") from error
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
+
+    def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
+        """A page of this client for each of the keys."""
+        return list(self._own_pages(self.memories[pool]))[: len(keys)]
+
+    def _own_pages(self, memory: PoolMemory) -> range:
+        group = memory.pages // self._clients
+        return range(self._client * group, (self._client + 1) * group)
+
+    def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
+        """Pages for every transfer, in no order that a driver could guess, and no two the same in a pool."""
+        free = dict[str, list[int]]()
+        placed = list[list[int]]()
+        for group in groups:
+            if group.pool not in free:
+                free[group.pool] = list(self._own_pages(self.memories[group.pool]))
+                self._random.shuffle(free[group.pool])
+            taken, free[group.pool] = free[group.pool][: len(group.keys)], free[group.pool][len(group.keys) :]
+            if len(taken) < len(group.keys):
+                raise ValueError(f"a case moves {len(group.keys)} pages of {group.pool!r} at once; the pool is smaller")
+            placed.append(taken)
+        return placed
+
+    def _check_neighbours(self, pool: str, destinations: frozenset[int]) -> None:
+        memory = self.memories[pool]
+        blank = canary(self._calls, memory.page_bytes)
+        for page in self._own_pages(memory):
+            if page not in destinations and memory.read(page) != blank:
+                near = min(destinations, key=lambda destination: abs(destination - page), default=None)
+                raise Violation("GET-2", f"a get into host pages {sorted(destinations)} touched page {page} (nearest: {near})")
+        if not memory.guards_intact():
+            raise Violation("GET-2", f"a get into host pages {sorted(destinations)} wrote outside the memory of pool {pool!r}")
+
+
+def all_pages(pool: str) -> PoolTransfer:
+    """A side pool that is needed whole."""
+    return PoolTransfer(PoolName(pool), hit_policy=PoolHitPolicy.ALL_PAGES)
+
+
+def trailing(pool: str, window: int) -> PoolTransfer:
+    """A side pool of which the last `window` pages are needed; its keys are placeholders, as engines send them."""
+    return PoolTransfer(PoolName(pool), keys=["__placeholder__"] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
+    """A side pool of which each block keeps a group."""
+    return PoolTransfer(PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group)
+
+
+def _checked(answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
+    expected = dict[str, int]()
+    for group in groups:
+        expected[group.pool] = expected.get(group.pool, 0) + len(group.keys)
+    if not isinstance(answer, dict) or set(answer) != set(expected):
+        raise Violation("GET-3", f"a call for the pools {sorted(expected)} answered {answer!r:.200}")
+    for pool, pages in expected.items():
+        verdicts = answer[PoolName(pool)]
+        if not isinstance(verdicts, list) or len(verdicts) != pages or not all(isinstance(ok, bool) for ok in verdicts):
+            raise Violation("GET-3", f"pool {pool!r}: {pages} keys were answered with {verdicts!r:.200}")
+    return {pool: list(answer[PoolName(pool)]) for pool in expected}

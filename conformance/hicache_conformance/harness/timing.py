@@ -1,0 +1,50 @@
+"""Relative timing of calls on machines that are busy."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS: Final = 15
+
+
+def min_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
+    """CPU time of one call of each, all threads of the process together: the least of several interleaved rounds.
+
+    Args:
+        repeat: calls in each round.
+    """
+    rounds = [[_cpu(question, repeat) for question in questions] for _ in range(ROUNDS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def seconds(*questions: Callable[[], object]) -> list[list[float]]:
+    """Times of one call of each question, in interleaved rounds whose order alternates."""
+    rounds = list[list[float]]()
+    for number in range(ROUNDS):
+        order = range(len(questions)) if number % 2 else reversed(range(len(questions)))
+        taken = {index: _wall(questions[index]) for index in order}
+        rounds.append([taken[index] for index in range(len(questions))])
+    return [list(times) for times in zip(*rounds, strict=True)]
+
+
+def significantly_slower(slow: list[float], fast: list[float]) -> float:
+    """By which factor the one is slower, in the judgement that favours it: the least of the ratios of minima and medians."""
+    return min(min(slow) / min(fast), median(slow) / median(fast))
+
+
+def _cpu(question: Callable[[], object], repeat: int) -> float:
+    started = time.process_time()
+    for _ in range(repeat):
+        question()
+    return (time.process_time() - started) / repeat
+
+
+def _wall(question: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    question()
+    return time.perf_counter() - started

@@ -1,0 +1,205 @@
+"""The injector `objects`: wraps the methods of an `ObjectStorage` driver."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from hicache_conformance.harness.corruption import forged
+from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
+from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_storage.layers import innermost
+from hicache_storage.objects import ObjectRead, ObjectStorage, ReadBatch, WriteBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_conformance.model.fault_plan import Fault, FaultPlan
+    from hicache_storage.objects import Call, LookupBatch, ObjectWrite
+    from hicache_storage.spec import HiCacheStorage
+
+ItemsT = TypeVar("ItemsT")
+AnswerT = TypeVar("AnswerT")
+
+
+class DriverMethodInjector(FaultInjector):
+    """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
+
+    The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is `delete_objects` and `clear_namespaces`.
+    """
+
+    name: ClassVar[str] = "objects"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._active = ActiveFaults()
+        self._requests = itertools.count()
+        self._seen = 0
+
+    def attach(self, storage: HiCacheStorage) -> None:
+        driver: Any = innermost(storage)
+        if not isinstance(driver, ObjectStorage):
+            return
+        exists, read, write = driver.objects_exist, driver.read_objects, driver.write_objects
+        delete, clear = driver.delete_objects, driver.clear_namespaces
+        # On the instance, so that the class and its other instances stay as they are.
+        replaced: dict[str, Callable[[Any, Call], object]] = {
+            "objects_exist": lambda batches, call: self._exists(exists, batches, call),
+            # A read from memory would pass the faults by; declined, it goes through `read_objects`.
+            "read_objects_cached": lambda _, __: False,
+            "read_objects": lambda batches, call: self._read(read, batches, call),
+            "write_objects": lambda batches, call: self._write(write, batches, call),
+            "delete_objects": lambda batches, call: self._remove(delete, batches, call),
+            "clear_namespaces": lambda namespaces, call: self._remove(clear, namespaces, call),
+        }
+        for name, method in replaced.items():
+            setattr(driver, name, method)
+
+    def apply(self, plan: FaultPlan) -> None:
+        self._active = ActiveFaults(plan.faults)
+
+    def heal(self) -> None:
+        self._active.heal()
+
+    def requests(self) -> int:
+        return self._seen
+
+    def injected_count(self) -> int:
+        return self._active.injected_count
+
+    def _begin(self, operation: str) -> list[Fault]:
+        self._seen = next(self._requests) + 1
+        active = self._active
+        faults = active.at(operation)
+        active.apply(faults)
+        return faults
+
+    def _exists(self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        faults = self._begin("exists")
+        answer = ask(batches, call)
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+
+    def _read(self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        faults = self._begin("read")
+        partial = find_fault(faults, FaultKind.PARTIAL)
+        if partial is not None:
+            return _without_one(batches, partial.place, lambda rest: ask(rest, call), ReadBatch, lambda batch: list(batch.reads))
+        if find_fault(faults, FaultKind.DUPLICATE):
+            ask(batches, call)
+        if any(find_fault(faults, kind) for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)):
+            return _misread(ask, batches, call, faults)
+        answer = ask(batches, call)
+        if find_fault(faults, FaultKind.REORDERED):
+            return [page[::-1] for page in answer]
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+
+    def _write(self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        faults = self._begin("write")
+        partial = find_fault(faults, FaultKind.PARTIAL)
+        if partial is not None:
+            return _without_one(
+                batches, partial.place, lambda rest: ask(rest, call), WriteBatch, lambda batch: list(batch.writes)
+            )
+        torn, flip = find_fault(faults, FaultKind.TORN_WRITE), find_fault(faults, FaultKind.BIT_FLIP)
+        if torn is not None or flip is not None:
+            batches = [
+                WriteBatch(batch.namespace, [_spoilt(write, None if flip is None else flip.place) for write in batch.writes])
+                for batch in batches
+            ]
+        if find_fault(faults, FaultKind.DUPLICATE):
+            ask(batches, call)
+        answer = ask(batches, call)
+        _fail_afterwards(faults)
+        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+
+    def _remove(self, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call) -> AnswerT:
+        faults = self._begin("remove")
+        answer = ask(items, call)
+        _fail_afterwards(faults)
+        return answer
+
+
+def _fail_afterwards(faults: Sequence[Fault]) -> None:
+    """Fail as the fault asks for that lets a call take effect first."""
+    applied = find_fault(faults, FaultKind.APPLIED)
+    if applied is not None:
+        raise failure(applied.error or "EIO")
+
+
+def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]) -> list[list[bool]]:
+    """Read, and damage what arrives; the SDK is handed it unverified, as if the store had sent it so."""
+    swaps = find_fault(faults, FaultKind.WRONG_KEY) is not None
+    stand_ins = [ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches]
+    answer = ask(stand_ins, call)
+    flip, short = find_fault(faults, FaultKind.BIT_FLIP), find_fault(faults, FaultKind.SHORT_READ)
+    for batch, other in zip(batches, stand_ins, strict=True):
+        for read, stand_in in zip(batch.reads, other.reads, strict=True):
+            # A driver may have verified it before, where it was asked twice.
+            read.retract()
+            read.envelope = stand_in.envelope
+            read.damaged = stand_in.damaged and not swaps
+            with call.shield() as active:
+                if active:
+                    _damage(read.buffers[-1], None if flip is None else flip.place, cuts=short is not None)
+    return answer
+
+
+def _damage(content: memoryview, flip: float | None, *, cuts: bool) -> None:
+    if flip is not None:
+        content[:] = flipped(content, flip)
+    if cuts:
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+
+
+def _stand_ins(batch: ReadBatch, call: Call, *, swaps: bool) -> list[ObjectRead]:
+    """The same reads anew; with `swaps`, each under the key of the next."""
+    keys = [read.key for read in batch.reads]
+    if swaps:
+        keys = keys[1:] + keys[:1] if len(keys) > 1 else [f"{key}'" for key in keys]
+    return [ObjectRead(batch.namespace, key, read.buffers, call=call) for key, read in zip(keys, batch.reads, strict=True)]
+
+
+def _spoilt(write: ObjectWrite, flip: float | None) -> ObjectWrite:
+    """The write with other bytes than its envelope says."""
+    last = write.buffers[-1]
+    half = len(last) // 2
+    changed = bytes(last[:half]) + bytes(len(last) - half) if flip is None else flipped(last, flip)
+    return forged(write, [*write.buffers[:-1], memoryview(bytearray(changed))])
+
+
+def _without_one(
+    batches: Sequence[Any],
+    place: float,
+    ask: Callable[[list[Any]], list[list[bool]]],
+    make: Callable[..., Any],
+    items: Callable[[Any], list[Any]],
+) -> list[list[bool]]:
+    """Ask for all pages but one, and answer False for that."""
+    total = sum(len(items(batch)) for batch in batches)
+    left_out = min(int(place * total), total - 1)
+    places = iter(range(total))
+    kept = [[(item, next(places) != left_out) for item in items(batch)] for batch in batches]
+    answers = ask(
+        [make(batch.namespace, [item for item, stays in some if stays]) for batch, some in zip(batches, kept, strict=True)]
+    )
+    woven = list[list[bool]]()
+    for some, answer in zip(kept, answers, strict=True):
+        told = iter(answer)
+        woven.append([stays and next(told) for _, stays in some])
+    return woven
+
+
+def _too_short(answer: list[list[bool]]) -> list[list[bool]]:
+    return [pages[:-1] for pages in answer]
+
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
+
+    class Ask(Protocol[BatchT_contra]):
+        """One of the driver's methods."""
+
+        def __call__(self, batches: Sequence[BatchT_contra], call: Call) -> list[list[bool]]: ...

@@ -1,0 +1,314 @@
+"""The process of the injector `disk`: a FUSE pass-through file system with fault injection.
+
+`python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on `HOME/disk`, and answers commands: one
+line of JSON on its standard input for each, one on its standard output. It ends with its standard input, and takes the mount
+and HOME away then; so nothing stays behind of a suite that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
+from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from hicache_conformance.model.fault_plan import Fault
+
+LAST_FILES_SECONDS: Final = 2.0
+STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+STATVFS_FIELDS: Final = (
+    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
+)  # fmt: skip
+
+
+class Control:
+    """State shared by the file system's threads and the one that reads commands."""
+
+    def __init__(self) -> None:
+        self.active = ActiveFaults()
+        self.lost = frozenset[int]()
+        """Handles that answer ESTALE for good."""
+        self.open = dict[int, str]()
+        """Paths by handle."""
+        self._requests = itertools.count()
+        self.requests = 0
+
+    def execute(self, command: str, content: str) -> object:
+        """Execute a command; the answer."""
+        match command:
+            case "inject":
+                plan = FaultPlan.from_json(content)
+                if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
+                    self.lost |= frozenset(self.open)
+                self.active = ActiveFaults(plan.faults)
+            case "heal":
+                self.active.heal()
+            case "open":
+                return list(set(self.open.values()))
+            case "requests":
+                return self.requests
+            case "injected_count":
+                return self.active.injected_count
+            case _:
+                raise ValueError(f"unknown command {command!r}")
+        return None
+
+    def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
+        """Count a request, apply delays and errors; return the faults, for those that the operation itself has to apply."""
+        self.requests = next(self._requests) + 1
+        active = self.active
+        faults = active.at(operation)
+        active.apply(faults)
+        if handle is not None and find_fault(faults, FaultKind.LOST_DESCRIPTOR):
+            self.lost |= {handle}
+        if handle in self.lost:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return faults
+
+    @contextlib.contextmanager
+    def change(self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO") -> Generator[list[Fault]]:
+        """Around a request that changes something: as `begin`, and afterwards the error of one that took effect.
+
+        Args:
+            operation: its sort.
+            handle: of the open file that it is about.
+            retransmitted: error of a second request like it, after the first one took effect and its reply was lost.
+        """
+        faults = self.begin(operation, handle)
+        yield faults
+        applied = find_fault(faults, FaultKind.APPLIED)
+        if applied is not None:
+            raise failure(applied.error or retransmitted)
+
+
+class Passthrough:
+    """Operations that libfuse calls through mfusepy.
+
+    `look`, `open`, `create`, `read`, `write`, `sync` and `name`.
+    """
+
+    use_ns = True
+
+    def __init__(self, root: str, control: Control) -> None:
+        self._root = root
+        self._control = control
+        self._lately: deque[str] = deque(maxlen=64)
+        """Files that were opened or got their names, the last one last."""
+
+    def _at(self, operation: str, path: str) -> str:
+        self._control.begin(operation)
+        return self._root + path
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        status = os.lstat(self._at("look", path))
+        attributes = {name: getattr(status, name) for name in STAT_FIELDS}
+        for name in ("st_atime", "st_mtime", "st_ctime"):
+            attributes[name] = getattr(status, f"{name}_ns")
+        return attributes
+
+    def access(self, path: str, mode: int) -> int:
+        if not os.access(self._at("look", path), mode):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return 0
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._at("look", path))
+
+    def opendir(self, path: str) -> int:
+        os.stat(self._at("look", path))
+        return 0
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at("look", path))]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        status = os.statvfs(self._at("look", path))
+        return {name: getattr(status, name) for name in STATVFS_FIELDS}
+
+    def open(self, path: str, flags: int) -> int:
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
+        return self._opened(os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path)
+
+    def create(self, path: str, mode: int, flags: int) -> int:
+        with self._control.change("create") as faults:
+            handle = os.open(self._root + path, flags & ~os.O_DIRECT | os.O_CREAT, mode)
+            if find_fault(faults, FaultKind.APPLIED):
+                # Nobody is told of the handle, so nobody would release it.
+                os.close(handle)
+        return self._opened(handle, path)
+
+    def _opened(self, handle: int, path: str) -> int:
+        self._control.open[handle] = path
+        self._lately.append(path)
+        # A number that was lost may be given out again.
+        self._control.lost -= {handle}
+        return handle
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        faults = self._control.begin("read", fh)
+        content = os.pread(fh, size, offset)
+        if find_fault(faults, FaultKind.WRONG_KEY):
+            content = self._neighbours_bytes(path, content, offset)
+        if find_fault(faults, FaultKind.SHORT_READ):
+            content = content[: len(content) // 2]
+        flip = find_fault(faults, FaultKind.BIT_FLIP)
+        return flipped(content, flip.place) if flip else content
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        with self._control.change("write", fh) as faults:
+            flip = find_fault(faults, FaultKind.BIT_FLIP)
+            if flip:
+                data = flipped(data, flip.place)
+            if find_fault(faults, FaultKind.TORN_WRITE):
+                os.pwrite(fh, data[: len(data) // 2], offset)
+                return len(data)
+            if find_fault(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
+                data = data[: len(data) // 2]
+            return os.pwrite(fh, data, offset)
+
+    def flush(self, path: str, fh: int) -> int:
+        self._control.begin("sync", fh)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        # Nobody waits for it, so it is neither counted nor struck.
+        self._control.open.pop(fh, None)
+        os.close(fh)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        with self._control.change("sync", fh):
+            os.fsync(fh)
+        return 0
+
+    def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+        self._control.begin("sync")
+        return 0
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        with self._control.change("write"):
+            os.truncate(self._root + path, length)
+        return 0
+
+    def unlink(self, path: str) -> int:
+        with self._control.change("remove", retransmitted="ENOENT"):
+            os.unlink(self._root + path)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        with self._control.change("remove", retransmitted="ENOENT"):
+            os.rmdir(self._root + path)
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        with self._control.change("name", retransmitted="ENOENT"):
+            os.rename(self._root + old, self._root + new)
+            self._lately.append(new)
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.link(self._root + source, self._root + target)
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.symlink(source, self._root + target)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        with self._control.change("name", retransmitted="EEXIST"):
+            os.mkdir(self._root + path, mode)
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._at("name", path), mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._at("name", path), uid, gid)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        place = self._at("name", path)
+        if times is None:
+            os.utime(place)
+        else:
+            os.utime(place, ns=times)
+        return 0
+
+    def _neighbours_bytes(self, path: str, content: bytes, offset: int) -> bytes:
+        """As many bytes of another file of the same length, if one was open lately."""
+        size = os.stat(self._root + path).st_size
+        for other in reversed(tuple(self._lately)):
+            if other != path:
+                with contextlib.suppress(OSError), Path(self._root + other).open("rb") as file:
+                    if os.fstat(file.fileno()).st_size == size:
+                        file.seek(offset)
+                        return file.read(len(content))
+        return content
+
+
+def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
+    """Obey commands until there are no more, then take everything away and end the process."""
+    try:
+        for line in sys.stdin.buffer:
+            answer = control.execute(*msgspec.json.decode(line, type=tuple[str, str]))
+            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+            sys.stdout.buffer.flush()
+    finally:
+        control.active.heal()
+        unmount(home / "disk")
+        # Where somebody still has a file open, libfuse goes on serving it.
+        unmounted.wait(LAST_FILES_SECONDS)
+        shutil.rmtree(home, ignore_errors=True)
+        os._exit(0)
+
+
+def unmount(point: Path) -> None:
+    """Take a mount away, also while files in it are open; harmless where there is none."""
+    subprocess.run(["fusermount3", "-u", "-z", "-q", str(point)], capture_output=True, check=False, timeout=30)
+
+
+def _serve(arguments: Sequence[str]) -> None:
+    home = Path(arguments[0])
+    backing, point = home / "backing", home / "disk"
+    for directory in (backing, point):
+        directory.mkdir(parents=True, exist_ok=True)
+    mfusepy: Any = importlib.import_module("mfusepy")
+    mfusepy.log.setLevel("CRITICAL")
+    # As little slack as possible, because delays of a millisecond have to be that.
+    ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
+    control = Control()
+    operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(str(backing), control)
+    unmounted = threading.Event()
+    listener = threading.Thread(target=_listen, args=(control, home, unmounted), daemon=True)
+    listener.start()
+    # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
+    mfusepy.FUSE(
+        operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-injector"
+    )
+    # The listener takes the directory away, and ends the process.
+    unmounted.set()
+    listener.join()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])

@@ -1,0 +1,63 @@
+"""The interface of fault injectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hicache_conformance.model.fault_plan import FaultPlan
+    from hicache_storage.spec import HiCacheStorage
+
+
+class FaultInjector(ABC):
+    """A place below a driver where operations can be made to fail. One plan at a time; healed before the next."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.plans: list[FaultPlan] = []
+        """Plans that were injected, each once, in their order; for the report of the case."""
+
+    @property
+    def tmp(self) -> Path | None:
+        """The directory that `{tmp}` stands for with this injector; None where it does not matter."""
+        return None
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports that `{port:NAME}` stands for with this injector; those of the servers themselves if empty."""
+        return {}
+
+    def attach(self, storage: HiCacheStorage) -> None:
+        """Put the injector below a storage that was just constructed."""
+        return
+
+    def inject(self, plan: FaultPlan) -> None:
+        """Activate a plan, and record it for the report."""
+        if plan.faults and plan not in self.plans:
+            self.plans.append(plan)
+        self.apply(plan)
+
+    @abstractmethod
+    def apply(self, plan: FaultPlan) -> None:
+        """Activate a plan."""
+
+    @abstractmethod
+    def heal(self) -> None:
+        """End all faults, and release what hangs. Idempotent."""
+
+    @abstractmethod
+    def requests(self) -> int:
+        """Count the requests that have reached the injector so far."""
+
+    @abstractmethod
+    def injected_count(self) -> int:
+        """Count the requests of the present or last plan that a fault has hit."""
+
+    def close(self) -> None:
+        """Heal, and leave nothing behind."""
+        self.heal()

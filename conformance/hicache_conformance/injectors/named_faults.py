@@ -1,0 +1,59 @@
+"""Named faults of each injector, tried one by one; reports show the names."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hicache_conformance.model.fault_plan import Fault, FaultKind
+
+_WRITING: Final = ("create", "write", "name")
+
+NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
+    "disk": {
+        "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
+        "unreadable": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
+        "full": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=_WRITING),),
+        "full-halfway": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",), first=1),),
+        "read-only": (Fault(kind=FaultKind.ERROR, error="EROFS", operations=_WRITING),),
+        "no-descriptors": (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create")),),
+        "lost-descriptors": (Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),),
+        "stale": (Fault(kind=FaultKind.ERROR, error="ESTALE"),),
+        "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
+        "short-write": (Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),),
+        "torn-write": (Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),),
+        "bit-flip": (Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),),
+        "wrong-key": (Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),),
+    },
+    "network": {
+        "refused": (Fault(kind=FaultKind.REFUSE),),
+        "cut-requests": (Fault(kind=FaultKind.CUT, operations=("request",)),),
+        "cut-replies": (Fault(kind=FaultKind.CUT, operations=("reply",)),),
+        "corrupt-requests": (Fault(kind=FaultKind.BIT_FLIP, operations=("request",), place=0.7),),
+        "corrupt-replies": (Fault(kind=FaultKind.BIT_FLIP, operations=("reply",), place=0.7),),
+    },
+    "services": {"killed": (Fault(kind=FaultKind.KILL),), "restored": (Fault(kind=FaultKind.STALE),)},
+    "objects": {
+        "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
+        "failing-reads": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
+        "failing-writes": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",)),),
+        "malformed": (Fault(kind=FaultKind.MALFORMED),),
+        "duplicate": (Fault(kind=FaultKind.DUPLICATE),),
+        "reordered": (Fault(kind=FaultKind.REORDERED, operations=("read",)),),
+        "partial": (Fault(kind=FaultKind.PARTIAL, operations=("read", "write")),),
+        "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
+        "bit-flip": (Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),),
+        "wrong-key": (Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),),
+        "torn-write": (Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),),
+    },
+}
+
+UNAVAILABLE: Final[dict[str, tuple[Fault, ...]]] = {
+    "disk": (Fault(kind=FaultKind.ERROR, error="EIO"),),
+    "network": (Fault(kind=FaultKind.REFUSE),),
+    "services": (Fault(kind=FaultKind.KILL),),
+    "objects": (Fault(kind=FaultKind.ERROR, error="EIO"),),
+}
+"""Nothing works."""
+
+HUNG: Final = (Fault(kind=FaultKind.HANG),)
+"""Nothing answers."""

@@ -1,0 +1,223 @@
+"""Servers that a driver needs.
+
+Started, killed, restarted on the same ports; and the injector `services`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from hicache_conformance.harness.ports import accepts, free_ports
+from hicache_conformance.harness.sparse_files import copy_file
+from hicache_conformance.injectors.active_faults import find_fault
+from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.placeholders import filled, port_names
+from hicache_conformance.model.violation import Inconclusive
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from hicache_conformance.model.fault_plan import FaultPlan
+
+START_SECONDS: Final = 180.0
+"""How long a server may take until it accepts connections."""
+LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
+"""Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""
+_STILL: Final = frozenset("TtZX")
+"""Stopped, traced, or ended."""
+STOP_SECONDS: Final = 5.0
+"""How long it may take to end by itself when it is asked to."""
+
+
+class Servers:
+    """Servers on free ports of 127.0.0.1, each of them a command.
+
+    Args:
+        commands: in the order of their start; `{port:NAME}` and `{tmp}` are filled in.
+        tmp: what `{tmp}` stands for; a restarted server finds it as it left it. A new directory if not given.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]], tmp: Path | None = None) -> None:
+        self.commands = [list(command) for command in commands]
+        self._home = Path(tempfile.mkdtemp(prefix="hicache-services-"))
+        self.tmp = tmp or self._home / "tmp"
+        self.tmp.mkdir(parents=True, exist_ok=True)
+        names = port_names(part for command in self.commands for part in command)
+        self.ports: Mapping[str, int] = dict(zip(names, free_ports(len(names)), strict=True))
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start what does not run, and wait until all its ports accept connections.
+
+        Raises:
+            Inconclusive: a server did not come up; the message has the last of what it printed.
+        """
+        for number, command in enumerate(self.commands):
+            running = self._processes.get(number)
+            if running is not None:
+                if running.poll() is None:
+                    continue
+                assert running.stdin is not None
+                running.stdin.close()
+            words = [filled(word, self.tmp, self.ports) for word in command]
+            with self._log(number).open("ab") as log:
+                try:
+                    # A group of its own, so that what a server has started is killed with it.
+                    process = subprocess.Popen([*LEASH, *words], stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
+                except OSError as error:
+                    raise Inconclusive(f"the server {words[0]!r} cannot be started: {error}") from error
+            self._processes[number] = process
+            for name in port_names(command):
+                self._wait_for(number, words, name)
+
+    def kill(self) -> None:
+        """Kill all servers, without a chance to save anything."""
+        for process in self._processes.values():
+            _signal(process, signal.SIGKILL)
+        for process in self._processes.values():
+            assert process.stdin is not None
+            # Ends the leash, where the server itself had ended before.
+            process.stdin.close()
+            process.wait()
+        self._processes.clear()
+
+    def suspend(self) -> None:
+        """Stop all servers where they are; they keep their ports and their connections, and answer nothing."""
+        for process in self._processes.values():
+            _signal(process, signal.SIGSTOP)
+        for process in self._processes.values():
+            stand_still(process.pid)
+
+    def resume(self) -> None:
+        """Let suspended servers go on."""
+        for process in self._processes.values():
+            _signal(process, signal.SIGCONT)
+
+    def snapshot(self, place: Path) -> None:
+        """Copy the servers' directory as it is now."""
+        shutil.rmtree(place, ignore_errors=True)
+        # A server may be at work in it.
+        shutil.copytree(self.tmp, place, symlinks=True, ignore_dangling_symlinks=True, copy_function=copy_file)
+
+    def restore(self, place: Path) -> None:
+        """Put a snapshot in the place of the servers' directory; for servers that do not run."""
+        for entry in self.tmp.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        shutil.copytree(place, self.tmp, symlinks=True, dirs_exist_ok=True, copy_function=copy_file)
+
+    def close(self) -> None:
+        """Ask all servers to end, and end those that do not."""
+        self.resume()
+        for process in self._processes.values():
+            _signal(process, signal.SIGTERM)
+        until = time.monotonic() + STOP_SECONDS
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        self.kill()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _wait_for(self, number: int, words: Sequence[str], name: str) -> None:
+        until, process = time.monotonic() + START_SECONDS, self._processes[number]
+        while not accepts(self.ports[name]):
+            if process.poll() is not None or time.monotonic() > until:
+                ended = process.poll()
+                self.kill()
+                why = (
+                    f"did not accept connections on {name} within {START_SECONDS:.0f} s"
+                    if ended is None
+                    else f"ended with {ended}"
+                )
+                said = " ".join(self._log(number).read_text("utf-8", "replace").split())
+                raise Inconclusive(f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}")
+            time.sleep(0.01)
+
+    def _log(self, number: int) -> Path:
+        return self._home / f"{number}.log"
+
+
+class ServerInjector(FaultInjector):
+    """The servers themselves: killed and started again, set back to an older state, or suspended."""
+
+    name: ClassVar[str] = "services"
+
+    def __init__(self, services: Servers) -> None:
+        super().__init__()
+        self._services = services
+        self._home = Path(tempfile.mkdtemp(prefix="hicache-snapshots-"))
+        self._stale = False
+        self._struck = 0
+
+    def apply(self, plan: FaultPlan) -> None:
+        self._struck = len(plan.faults)
+        self._stale = find_fault(plan.faults, FaultKind.STALE) is not None
+        if self._stale:
+            self._services.snapshot(self._home / "snapshot")
+        if find_fault(plan.faults, FaultKind.KILL):
+            self._services.kill()
+        elif find_fault(plan.faults, FaultKind.HANG):
+            self._services.suspend()
+
+    def heal(self) -> None:
+        if self._stale:
+            self._services.kill()
+            self._services.restore(self._home / "snapshot")
+            self._stale = False
+        self._services.resume()
+        self._services.start()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Generator[Path]:
+        """Kill the servers, hand out their directory, and start them again."""
+        self._services.kill()
+        try:
+            yield self._services.tmp
+        finally:
+            self._services.start()
+
+    def requests(self) -> int:
+        """Not known here; the injector `network` counts them."""
+        return 0
+
+    def injected_count(self) -> int:
+        return self._struck
+
+    def close(self) -> None:
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+def stand_still(group: int) -> None:
+    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads; some go on for a moment."""
+    while not _STILL.issuperset(_states(group)):
+        time.sleep(0.001)
+
+
+def _states(group: int) -> Generator[str]:
+    """The state of each thread of a group, as ps(1) shows it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # What ends meanwhile has no state.
+        with contextlib.suppress(OSError):
+            if int(_behind_the_name(process / "stat")[2]) == group:
+                for thread in (process / "task").iterdir():
+                    with contextlib.suppress(OSError):
+                        yield _behind_the_name(thread / "stat")[0]
+
+
+def _behind_the_name(stat: Path) -> list[str]:
+    """State, parent, group and so on; the name before them may hold anything."""
+    return stat.read_text("utf-8", "replace").rpartition(")")[2].split()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -1,0 +1,191 @@
+"""The injector `network`: a TCP proxy in front of each server, in a thread of the suite."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from hicache_conformance.injectors.active_faults import MAX_HANG_SECONDS, ActiveFaults, find_fault, flipped
+from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.model.fault_plan import FaultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+
+    from hicache_conformance.model.fault_plan import FaultPlan
+
+CHUNK_BYTES: Final = 1 << 16
+_RESET: Final = struct.pack("ii", 1, 0)
+"""Linger for no time: closing sends a reset."""
+
+
+class TcpProxyInjector(FaultInjector):
+    """Proxies that pass bytes on, or delay, hold back, corrupt, cut or refuse them.
+
+    The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends before the other one answers.
+    A reply that is lost whole, and its connection with it, is a request that took effect and failed (`FaultKind.APPLIED`).
+    """
+
+    name: ClassVar[str] = "network"
+
+    def __init__(self, servers: Mapping[str, int]) -> None:
+        super().__init__()
+        self._active = ActiveFaults()
+        self._healed = asyncio.Event()
+        self._turns = itertools.count()
+        self._seen = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="suite-network", daemon=True)
+        self._thread.start()
+        self._proxies = {name: _Proxy(self, port) for name, port in servers.items()}
+        for proxy in self._proxies.values():
+            self._do(proxy.listen())
+        self._ports = {name: proxy.port for name, proxy in self._proxies.items()}
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        return self._ports
+
+    def apply(self, plan: FaultPlan) -> None:
+        self._active = ActiveFaults(plan.faults)
+        self._healed = asyncio.Event()
+        if find_fault(plan.faults, FaultKind.REFUSE):
+            self._active.injected_count += 1
+            for proxy in self._proxies.values():
+                self._do(proxy.refuse())
+
+    def heal(self) -> None:
+        self._active.heal()
+        self._loop.call_soon_threadsafe(self._healed.set)
+        for proxy in self._proxies.values():
+            self._do(proxy.listen())
+
+    def requests(self) -> int:
+        return self._seen
+
+    def injected_count(self) -> int:
+        return self._active.injected_count
+
+    def close(self) -> None:
+        self.heal()
+        for proxy in self._proxies.values():
+            self._do(proxy.refuse())
+        self._do(_settled())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def through(self, operation: str, content: bytes, *, begins: bool) -> bytes:
+        """Pass bytes on, as the active faults let them.
+
+        Args:
+            begins: they are the first of a turn.
+
+        Raises:
+            ConnectionResetError: the connection is cut; its argument is what still goes through.
+        """
+        if begins and operation == "request":
+            self._seen = next(self._turns) + 1
+        active, healed = self._active, self._healed
+        faults = active.at(operation) if begins else []
+        for fault in faults:
+            seconds = {FaultKind.DELAY: fault.seconds, FaultKind.HANG: MAX_HANG_SECONDS}.get(fault.kind)
+            if seconds is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(healed.wait(), seconds)
+        if find_fault(faults, FaultKind.APPLIED):
+            raise ConnectionResetError(b"")
+        if find_fault(faults, FaultKind.CUT):
+            raise ConnectionResetError(content[: len(content) // 2])
+        flip = find_fault(faults, FaultKind.BIT_FLIP)
+        return flipped(content, flip.place) if flip else content
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+
+class _Proxy:
+    """One port in front of one server. All but the constructor runs in the injector's loop."""
+
+    def __init__(self, injector: TcpProxyInjector, server: int) -> None:
+        self._injector = injector
+        self._server = server
+        self._listener: asyncio.Server | None = None
+        self._writers = set[asyncio.StreamWriter]()
+        self.port = 0
+
+    async def listen(self) -> None:
+        """Accept connections; at once if it does already."""
+        if self._listener is None:
+            self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port, reuse_address=True)
+            self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def refuse(self) -> None:
+        """Stop listening, and reset all connections."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for writer in list(self._writers):
+            _reset(writer)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._server)
+        except OSError:
+            _reset(writer)
+            return
+        self._writers |= {writer, back}
+        turn = _Turn()
+        try:
+            await asyncio.gather(self._pump("request", reader, back, turn), self._pump("reply", there, writer, turn))
+        except OSError:
+            pass
+        finally:
+            self._writers -= {writer, back}
+            for end in (writer, back):
+                _reset(end) if turn.cut else end.close()
+
+    async def _pump(self, operation: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, turn: _Turn) -> None:
+        while content := await reader.read(CHUNK_BYTES):
+            begins = turn.of != operation
+            turn.of = operation
+            try:
+                content = await self._injector.through(operation, content, begins=begins)
+            except ConnectionResetError as cut:
+                turn.cut = True
+                writer.write(cut.args[0])
+                raise
+            writer.write(content)
+            await writer.drain()
+        # One side has ended: the other one learns of it, and may still say something.
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+class _Turn:
+    """Direction of a connection's current transfer."""
+
+    def __init__(self) -> None:
+        self.of = ""
+        self.cut = False
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    bare: socket.socket | None = writer.get_extra_info("socket")
+    if bare is not None:
+        with contextlib.suppress(OSError):
+            bare.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    writer.transport.abort()
+
+
+async def _settled() -> None:
+    """Let the tasks of the connections end."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

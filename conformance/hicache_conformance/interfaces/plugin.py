@@ -1,0 +1,40 @@
+"""Driver plugin that registers the foreign driver of a run, in the processes of that run alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_conformance.interfaces.sglang.setup import KEY_BYTES, current
+from hicache_storage.hookspecs import DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@hookimpl
+def hicache_register_drivers() -> Sequence[DriverSpec]:
+    """The driver that `hicache conformance run ... --interface` is about."""
+    setup = current()
+    if setup is None:
+        return []
+    return [
+        DriverSpec(
+            name=setup.name,
+            target="hicache_conformance.interfaces.sglang.storage:EngineStorage",
+            config="hicache_conformance.interfaces.sglang.options:EngineConfig",
+            capabilities=Capabilities(
+                sharing=setup.sharing,
+                durability=setup.durability,
+                # Of a class that is not imported yet it is not known.
+                clears=setup.clears or bool(setup.target),
+                evicts=bool(setup.capacity_option),
+                networked=setup.networked,
+                max_key_bytes=KEY_BYTES,
+            ),
+            summary=setup.summary,
+            trial_config=setup.options,
+            trial_services=setup.services,
+            capacity_option=setup.capacity_option,
+        )
+    ]

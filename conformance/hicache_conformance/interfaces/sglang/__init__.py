@@ -1,0 +1,1 @@
+"""Drivers with SGLang's storage interface."""

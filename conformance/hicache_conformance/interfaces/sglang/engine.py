@@ -1,0 +1,145 @@
+"""The engine's side of SGLang's storage interface.
+
+Its own types, or equivalents where it is not installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_storage.spec import DriverUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from hicache_conformance.interfaces.sglang.setup import Setup
+    from hicache_storage.spec import StorageIdentity
+
+INTERFACE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
+FACTORY_MODULE: Final = "sglang.srt.mem_cache.storage.backend_factory"
+NAMESPACE_DIGITS: Final = 16
+
+
+@dataclass(kw_only=True)
+class EngineStorageConfig:
+    """The fields of SGLang's `HiCacheStorageConfig`, for a class that does without SGLang."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    is_mla_model: bool
+    enable_storage_metrics: bool
+    is_page_first_layout: bool
+    model_name: str | None
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
+    dp_rank: int = 0
+    extra_config: dict[str, Any] | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
+
+
+@cache
+def has_sglang() -> bool:
+    """Return whether SGLang can be imported."""
+    return find_spec("sglang") is not None
+
+
+def types() -> Any:
+    """The module that `PoolTransfer`, `PoolName` and the others are taken from: SGLang's, or else the contract's.
+
+    The contract's have the same names, fields and texts.
+    """
+    return importlib.import_module(INTERFACE_MODULE if has_sglang() else "hicache_storage.spec")
+
+
+def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping[str, Any]) -> Any:
+    """An identity as the engine's cache controller tells it to its driver."""
+    make: Any = types().HiCacheStorageConfig if has_sglang() else EngineStorageConfig
+    return make(
+        tp_rank=identity.tp_rank,
+        tp_size=identity.tp_size,
+        pp_rank=identity.pp_rank,
+        pp_size=identity.pp_size,
+        attn_cp_rank=identity.cp_rank,
+        attn_cp_size=identity.cp_size,
+        is_mla_model=identity.kv_replicated,
+        enable_storage_metrics=False,
+        is_page_first_layout=layout == "page_first",
+        model_name=identity.model,
+        dp_rank=0 if identity.dp_replicated else identity.dp_rank,
+        extra_config=dict(extra_config),
+    )
+
+
+def namespace_suffix(identity: StorageIdentity) -> str:
+    """Return the tenant, adapter and salt that an engine hashes into every key, since its driver is
+    not told of them.
+    """
+    text = repr((identity.tenant, identity.adapter, identity.salt)).encode()
+    return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
+
+
+def load_class(target: str) -> type:
+    """Import `module:Class`; the module may lie in the current directory.
+
+    Raises:
+        DriverUnavailableError: it cannot be imported, or is no class.
+    """
+    module, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise DriverUnavailableError(f"cannot import {target}: {error}") from error
+    if not isinstance(found, type):
+        raise DriverUnavailableError(f"{target} is not a class")
+    return found
+
+
+def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
+    """Make a driver as the engine makes it: by its factory, or, a dynamic one, by calling its class.
+
+    Raises:
+        DriverUnavailableError: it, or the engine it is a part of, cannot be imported.
+    """
+    if setup.target:
+        # The engine hands its keyword arguments over as a dictionary, and there are none.
+        return load_class(setup.target)(config, {})
+    if not has_sglang():
+        raise DriverUnavailableError(f"{setup.name} is a part of SGLang, which is not installed")
+    factory: Any = importlib.import_module(FACTORY_MODULE).StorageBackendFactory
+    return factory.create_backend(setup.backend, config, kv_pool)
+
+
+def overrides(setup: Setup, method: str) -> bool:
+    """Return whether a dynamically loaded class overrides a method of the base class."""
+    return any(method in vars(base) for base in load_class(setup.target).__mro__ if base.__name__ != "HiCacheStorage")
+
+
+@contextmanager
+def environment(name: str, value: str) -> Generator[None]:
+    """An environment variable, for as long as a driver is constructed; nothing is set without a name."""
+    before = os.environ.get(name)
+    if name:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if name and before is None:
+            del os.environ[name]
+        elif name and before is not None:
+            os.environ[name] = before

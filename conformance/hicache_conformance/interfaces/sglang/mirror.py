@@ -1,0 +1,121 @@
+"""A pool of the engine's that stands in for a pool of a case, page for page."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_conformance.harness.page_patterns import spent
+from hicache_conformance.interfaces.sglang.pools import engine_pool
+from hicache_conformance.model.violation import NotPromised
+from hicache_storage.spec import HostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    import torch
+
+    from hicache_storage.spec import StorageIdentity
+
+IDLE_MARK: Final = b"\xc5IDLE..\xc5"
+
+
+class Mirror:
+    """Carries pages between the two, at the suite's side of the driver.
+
+    A page that no call has borrowed holds a mark; where a read has replaced it, the case is shown what stands there now, so
+    that it sees a touched neighbour as it would in a pool of its own.
+    """
+
+    def __init__(self, name: str, source: object, identity: StorageIdentity, layout: str) -> None:
+        if not isinstance(source, HostPool):
+            raise NotPromised(f"{type(source).__name__} is not a pool of SGLang's")
+        self.source = source
+        self._slots = source.geometry.page_size
+        self._pages = source.geometry.size // self._slots
+        self.pool: Any = engine_pool(name, source.geometry, identity, layout)
+        self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[: source.geometry.page_bytes]
+        self._borrowed = Counter[int]()
+        self._lock = threading.Lock()
+        for page in range(self._pages):
+            self._put(page, self._idle)
+
+    def pages(self, host_indices: torch.Tensor) -> list[int]:
+        """The pages that a transfer of the case's names."""
+        return [int(slot) // self._slots for slot in host_indices[:: self._slots]]
+
+    def indices(self, pages: Sequence[int]) -> torch.Tensor:
+        """The same pages as slots of the engine's pool."""
+        import torch
+
+        size = int(self.pool.page_size)
+        return torch.tensor([page * size + slot for page in pages for slot in range(size)], dtype=torch.int64)
+
+    @contextmanager
+    def sources(self, pages: Sequence[int]) -> Generator[None]:
+        """Pages that a set reads; their host pages are used for something else as soon as it has returned."""
+        self._borrow(pages)
+        try:
+            yield
+        finally:
+            self._give_back(pages, spent(len(self._idle)))
+
+    @contextmanager
+    def destinations(self, pages: Sequence[int]) -> Generator[None]:
+        """Pages that a get writes; afterwards the case has what they hold."""
+        self._borrow(pages)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for page in pages:
+                    self._write_source(page, self.content(page))
+                self._show_touched()
+            self._give_back(pages, self._idle)
+
+    def _borrow(self, pages: Sequence[int]) -> None:
+        with self._lock:
+            self._borrowed.update(pages)
+            for page in pages:
+                self._put(page, self._read_source(page))
+
+    def content(self, page: int) -> bytes:
+        """The bytes of a page of the engine's pool."""
+        import torch
+
+        flat: torch.Tensor = self.pool.get_data_page(page * int(self.pool.page_size), flat=True)
+        return flat.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def _show_touched(self) -> None:
+        for page in range(self._pages):
+            if self._borrowed[page]:
+                continue
+            found = self.content(page)
+            if found not in (self._idle, spent(len(self._idle))):
+                self._write_source(page, found)
+                self._put(page, self._idle)
+
+    def _give_back(self, pages: Sequence[int], content: bytes) -> None:
+        with self._lock:
+            self._borrowed.subtract(pages)
+            for page in pages:
+                if not self._borrowed[page]:
+                    self._put(page, content)
+
+    def _put(self, page: int, content: bytes) -> None:
+        import torch
+
+        blank: torch.Tensor = self.pool.get_dummy_flat_data_page()
+        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(blank.dtype).reshape(blank.shape)
+        self.pool.set_from_flat_data_page(page * int(self.pool.page_size), flat)
+
+    def _read_source(self, page: int) -> bytes:
+        return b"".join(bytes(buffer) for buffer in self.source.page_buffers([page * self._slots])[0])
+
+    def _write_source(self, page: int, content: bytes) -> None:
+        start = 0
+        for buffer in self.source.page_buffers([page * self._slots])[0]:
+            buffer[:] = content[start : start + len(buffer)]
+            start += len(buffer)

@@ -1,0 +1,142 @@
+"""Host pools as SGLang has them, of the sizes that the cases ask for.
+
+A case brings a pool of so many pages of so many bytes. What the driver gets is one of SGLang's own pools with pages as
+long as that: two halves for multi-head attention, one piece for latent attention, states for Mamba.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_conformance.interfaces.sglang.engine import has_sglang
+from hicache_conformance.model.violation import NotPromised
+
+if TYPE_CHECKING:
+    import torch
+
+    from hicache_storage.spec import PageGeometry, StorageIdentity
+
+KINDS: Final = {"kv": "mha", "swa": "mha", "draft": "mha", "mamba": "mamba", "indexer": "mla"}
+"""What SGLang keeps in a pool of that name; KV that is replicated over TP is `mla`."""
+_UNTOLD_DTYPE: Final = "uint8"
+"""Of a pool that a case has left at its default: then the identity tells what the elements are."""
+
+
+class PlainPool:
+    """A pool with the methods of SGLang's, over one row of pages, for drivers that work without SGLang."""
+
+    def __init__(self, *, pages: int, page_size: int, page_bytes: int, dtype: torch.dtype, layout: str) -> None:
+        import torch
+
+        self.layout = layout
+        self.page_size = page_size
+        self.page_num = pages
+        self.logical_page_size = page_size
+        self.size = pages * page_size
+        # Elements that do not fill a page would be no elements.
+        self.dtype = dtype if page_bytes % dtype.itemsize == 0 else torch.uint8
+        self.kv_buffer = torch.zeros(pages, page_bytes // self.dtype.itemsize, dtype=self.dtype)
+        self.size_per_token = page_bytes // page_size
+
+    def get_size_per_token(self) -> int:
+        """Bytes of a slot, all components together."""
+        return self.size_per_token
+
+    def get_ksize_per_token(self) -> int:
+        """The same: there is one component."""
+        return self.size_per_token
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """The page at slot `index`: a view, or, flat, a copy."""
+        page = self.kv_buffer[int(index) // self.page_size]
+        return page.clone() if flat else page
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A blank page to read into."""
+        return self.kv_buffer.new_zeros(self.kv_buffer.shape[1])
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Copy a flat page in."""
+        self.kv_buffer[int(index) // self.page_size].copy_(data_page)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Address and length of each page."""
+        pages = [int(slot) // self.page_size for slot in indices[:: self.page_size]]
+        length = self.kv_buffer.shape[1] * self.kv_buffer.element_size()
+        return [self.kv_buffer[page].data_ptr() for page in pages], [length] * len(pages)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """The memory to register."""
+        return [self.kv_buffer]
+
+
+def engine_pool(name: str, geometry: PageGeometry, identity: StorageIdentity, layout: str) -> Any:
+    """A pool of SGLang's for the pages of `geometry`.
+
+    Raises:
+        NotPromised: SGLang has no pool with such pages, or none of that name.
+    """
+    kind = "mla" if name == "kv" and identity.kv_replicated else KINDS.get(name, "")
+    if not kind:
+        raise NotPromised(f"SGLang has no pool named {name!r}")
+    dtype = _dtype(geometry.dtype if geometry.dtype != _UNTOLD_DTYPE else identity.kv_dtype)
+    pages = geometry.size // geometry.page_size
+    if not has_sglang():
+        return PlainPool(pages=pages, page_size=geometry.page_size, page_bytes=geometry.page_bytes, dtype=dtype, layout=layout)
+    if kind == "mamba":
+        return _mamba(pages, geometry.page_bytes, layout if layout.startswith("page_first") else "page_first")
+    return _attention(kind, pages, geometry, dtype, layout)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    # One-byte floats are kept as plain bytes, in the pools too.
+    return dtype if isinstance(dtype, torch.dtype) else torch.uint8
+
+
+def _attention(kind: str, pages: int, geometry: PageGeometry, dtype: torch.dtype, layout: str) -> Any:
+    halves = 2 if kind == "mha" else 1
+    row, rest = divmod(geometry.page_bytes, halves * geometry.page_size * dtype.itemsize)
+    if rest or not row:
+        raise NotPromised(
+            f"SGLang's {kind.upper()} pools have no pages of {geometry.page_bytes} bytes in {geometry.page_size} slots"
+        )
+    layers, dim = (2, row // 2) if row % 2 == 0 else (1, row)
+    size = pages * geometry.page_size
+    memory: Any = importlib.import_module("sglang.srt.mem_cache.memory_pool")
+    common = {
+        "size": size, "page_size": geometry.page_size, "dtype": dtype, "layer_num": layers, "device": "cpu",
+        "enable_memory_saver": False,
+    }  # fmt: skip
+    if kind == "mha":
+        device = memory.MHATokenToKVPool(head_num=1, head_dim=dim, **common)
+        host_class: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mha").MHATokenToKVPoolHost
+        more: dict[str, int] = {}
+    else:
+        device = memory.MLATokenToKVPool(kv_lora_rank=dim, qk_rope_head_dim=0, **common)
+        host_class = importlib.import_module("sglang.srt.mem_cache.pool_host.mla").MLATokenToKVPoolHost
+        more = {"target_layer_num": layers}
+    return host_class(
+        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, geometry.page_size, layout, pin_memory=False,
+        device_capacity_tokens=size, start_layer=0, end_layer=layers, **more,
+    )  # fmt: skip
+
+
+def _mamba(pages: int, page_bytes: int, layout: str) -> Any:
+    import torch
+
+    temporal = page_bytes // 2 // 4 * 4
+    convolution, rest = divmod(page_bytes - temporal, 2)
+    if rest or not temporal:
+        raise NotPromised(f"SGLang's Mamba pool has no pages of {page_bytes} bytes")
+    info_class: Any = importlib.import_module("sglang.srt.mem_cache.device_pool_info").MambaStateBufferInfo
+    info = info_class(
+        temporal=torch.zeros(1, pages, 1, temporal // 4, dtype=torch.float32),
+        conv=(torch.zeros(1, pages, 1, convolution, dtype=torch.bfloat16),),
+        extra_checkpoint_buffers=(),
+    )
+    pool_class: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mamba").MambaPoolHost
+    return pool_class(info, 1.0, 0, device_capacity=pages, pin_memory=False, layout=layout)

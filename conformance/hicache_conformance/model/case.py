@@ -1,0 +1,60 @@
+"""A case of the suite, and `covers`, which declares the rules that it tests."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.model.rules import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test function of the suite."""
+
+    name: str
+    rules: tuple[str, ...]
+    levels: tuple[Level, ...]
+    needs: tuple[str, ...]
+    """Capabilities without which it says nothing."""
+    probes: bool
+    """Safe to try also where a capability is not declared."""
+    corrupts: bool
+    """Needs a way to damage a stored page below the API."""
+    summary: str
+
+
+def covers(
+    *rules: str, levels: Sequence[Level] = (Level.CORE,), needs: Sequence[str] = (), probes: bool = False, corrupts: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Say which rules a case tests, in which levels, and what it needs."""
+    # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its own.
+    mark = getattr(pytest.mark, CASE_MARK)
+    decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
+        rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, corrupts=corrupts
+    )
+    return decorate
+
+
+def described(function: Callable[..., object], arguments: dict[str, Any]) -> Case:
+    """The case that a test function with these arguments of `covers` is."""
+    summary = " ".join((inspect.getdoc(function) or "").split())
+    return Case(name=function.__name__, summary=summary, **arguments)
+
+
+def cases_of(suite: type) -> dict[str, Case]:
+    """The cases that a class and its bases hold, by the name of their function, in the order of their definition."""
+    found = dict[str, Case]()
+    for home in reversed(suite.__mro__):
+        for function in vars(home).values():
+            for mark in getattr(function, "pytestmark", ()):
+                if mark.name == CASE_MARK:
+                    found[function.__name__] = described(function, dict(mark.kwargs))
+    return found

@@ -1,0 +1,219 @@
+"""Outcomes of cases and rules, and the file that a run streams them to.
+
+The file has one line of JSON, a kind and its content, for each of these: a header, the number of cases, a start and an outcome for each case, a footer. A
+driver that takes the process down leaves a file without a footer, whose last start says which case it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
+from hicache_storage.tools.options import HIDDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+class Outcome(StrEnum):
+    """Outcome of a case or of a rule. They are never merged."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    NOT_DECLARED = "not declared"
+    """The rule needs a capability that the driver does not declare."""
+    UNTESTED = "untested"
+    """Nobody found out."""
+    ERROR = "error"
+    """The suite itself broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOutcome:
+    """Outcome of one case."""
+
+    case: str
+    """Name of the test, with its parameters."""
+    rules: tuple[str, ...]
+    levels: tuple[str, ...]
+    outcome: Outcome
+    reason: str = ""
+    """One line: what was wrong, what is not declared, why it is untested."""
+    detail: str = ""
+    """All there is to say about a failure: the history that led to it, the traceback of an error."""
+    broken_rule: str = ""
+    """The rule that a failure is about."""
+    seconds: float = 0.0
+    passes_undeclared: bool = False
+    """The capability is not declared and the case passed all the same."""
+    plans: tuple[FaultPlan, ...] = ()
+    """The faults that it put below the driver, in their order."""
+
+    @property
+    def function(self) -> str:
+        """Name of the test without its parameters."""
+        return self.case.partition("[")[0]
+
+
+class JudgedCase(Protocol):
+    """A case, as far as results are read again."""
+
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def broken_rule(self) -> str: ...
+
+
+CaseT = TypeVar("CaseT", bound=JudgedCase)
+
+
+def failing_cases(rule: str, cases: Sequence[CaseT]) -> list[CaseT]:
+    """The cases of a rule that found it broken, or else those in which the suite itself broke."""
+    failed = [case for case in cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", rule)]
+    return failed or [case for case in cases if case.outcome is Outcome.ERROR]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Data to run a case again, beyond that in the header."""
+
+    run: str
+    """Name of the run within the identities' salts."""
+    options: dict[str, str]
+    """Those that were given, redacted."""
+    services: list[str] | None = None
+    """Commands of servers that were given; None for those that the driver names itself."""
+    interface: str = ""
+    """Interface of a foreign driver, as the command line names it."""
+
+    @property
+    def hidden(self) -> list[str]:
+        """Options that were given and cannot be read here, because they hold secrets."""
+        return [name for name, value in self.options.items() if HIDDEN in value]
+
+
+@dataclass(slots=True, kw_only=True)
+class Header:
+    """Facts that are known before the first case."""
+
+    driver: str
+    seed: int
+    profile: str
+    levels: list[str]
+    spec_version: str
+    suite_version: str
+    distribution: str = ""
+    """`name version` of the distribution that registers the driver."""
+    capabilities: dict[str, Any] = field(default_factory=dict[str, Any])
+    undeclared: list[str] = field(default_factory=list[str])
+    """What rules of the contract need and the driver does not declare."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Redacted."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    interface: str = ""
+    """Interface of a foreign driver, with its version; empty for the contract's own."""
+    not_promised: dict[str, str] = field(default_factory=dict[str, str])
+    """Rules that such an interface does not promise, and why."""
+    contract: str = "HiCacheStorage"
+    """Name of what the rules belong to, without its version."""
+    subject: str = "driver"
+    """What kind of thing `driver` names."""
+    again: str = ""
+    """Command that begins such a run again, without seed and cases; empty for `hicache conformance run`."""
+    replay: Replay | None = None
+    """For `hicache conformance repro`; None where that cannot repeat the run."""
+
+
+@dataclass(slots=True)
+class OutcomeStream:
+    """All that a run has written down so far."""
+
+    header: Header | None = None
+    cases: int = 0
+    """Number of cases that were collected."""
+    outcomes: list[CaseOutcome] = field(default_factory=list[CaseOutcome])
+    running: CaseOutcome | None = None
+    """The case that has begun and not ended."""
+    broken: str = ""
+    """Why no case could be run at all."""
+    finished: bool = False
+
+    def feed(self, line: str) -> None:
+        """Take one line of the file."""
+        kind, content = msgspec.json.decode(line, type=tuple[str, Any])
+        match kind:
+            case "header":
+                self.header = msgspec.convert(content, Header)
+            case "collected":
+                self.cases = content
+            case "start":
+                self.running = msgspec.convert(content, CaseOutcome)
+            case "outcome":
+                self.outcomes.append(msgspec.convert(content, CaseOutcome))
+                self.running = None
+            case "broken":
+                self.broken = content
+            case "footer":
+                self.finished = True
+            case _:
+                raise ValueError(f"a line of unknown kind {kind!r}")
+
+    @property
+    def undeclared(self) -> list[str]:
+        """Needs of rules that the driver does not declare."""
+        return self.header.undeclared if self.header else []
+
+    @property
+    def subject(self) -> str:
+        """Kind of the thing under test."""
+        return self.header.subject if self.header else "driver"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a whole file; an incomplete last line is what a crash leaves, and is ignored."""
+        stream = cls()
+        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
+            if line.endswith("\n"):
+                stream.feed(line)
+        return stream
+
+
+class StreamWriter:
+    """Writes the file; every line has reached the file before the next case begins."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_bytes(b"")
+
+    def header(self, header: Header) -> None:
+        """Say what is known before the first case."""
+        self._write("header", header)
+
+    def collected(self, cases: int) -> None:
+        """Say how many cases there are."""
+        self._write("collected", cases)
+
+    def start(self, case: str, rules: tuple[str, ...], levels: tuple[str, ...]) -> None:
+        """A case begins."""
+        self._write("start", CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED))
+
+    def outcome(self, outcome: CaseOutcome) -> None:
+        """A case has ended."""
+        self._write("outcome", outcome)
+
+    def broken(self, reason: str) -> None:
+        """No case can be run."""
+        self._write("broken", reason)
+
+    def footer(self) -> None:
+        """The run has come to its end."""
+        self._write("footer", None)
+
+    def _write(self, kind: str, content: object) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode((kind, content)) + b"\n")

@@ -1,0 +1,88 @@
+"""Profiles: the number of random trials of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Sizes of the randomised cases."""
+
+    name: str
+    histories: int
+    """Random histories of the state machine."""
+    steps: int
+    """Calls in each of them."""
+    chains: int
+    """Random chains of each existence case, beyond the exhaustive small ones."""
+    thread_calls: int
+    """Calls of each thread of the concurrent cases."""
+    store_fills: int
+    """How often stores of limited capacity are filled again."""
+    plans: int
+    """Random plans of faults, on each injector."""
+    plan_steps: int
+    """Random calls under each of them."""
+    process_calls: int
+    """Calls of each thread of the cases with several processes."""
+    kills: int
+    """Processes killed in each case that is about that."""
+    shrinks: bool
+    """Whether a failing history is made as short as possible."""
+    recovery_seconds: float
+    """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect needs a few of them."""
+    grace_seconds: float
+    """Time for what a closed storage had begun to end; a working driver needs none of it."""
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            name="smoke",
+            histories=8,
+            steps=15,
+            chains=50,
+            thread_calls=30,
+            store_fills=2,
+            plans=4,
+            plan_steps=10,
+            process_calls=60,
+            kills=4,
+            shrinks=False,
+            recovery_seconds=5.0,
+            grace_seconds=2.0,
+        ),
+        Profile(
+            name="default",
+            histories=100,
+            steps=30,
+            chains=1000,
+            thread_calls=200,
+            store_fills=4,
+            plans=24,
+            plan_steps=20,
+            process_calls=200,
+            kills=16,
+            shrinks=True,
+            recovery_seconds=15.0,
+            grace_seconds=5.0,
+        ),
+        Profile(
+            name="soak",
+            histories=1500,
+            steps=120,
+            chains=20_000,
+            thread_calls=5_000,
+            store_fills=40,
+            plans=400,
+            plan_steps=40,
+            process_calls=2_000,
+            kills=200,
+            shrinks=True,
+            recovery_seconds=15.0,
+            grace_seconds=5.0,
+        ),
+    )
+}

@@ -1,0 +1,115 @@
+"""The rules of the contract, loaded from the packaged `rules.toml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Level(StrEnum):
+    """Levels of conformance; in the order of `docs/spec.md`."""
+
+    CORE = "core"
+    POOLS = "pools"
+    IDENTITY = "identity"
+    SHARED = "shared"
+    DURABLE = "durable"
+    FAULTS = "faults"
+    STREAM = "stream"
+    BUDGET = "budget"
+
+
+LEVEL_NEEDS: Final = {Level.SHARED: "sharing>=processes", Level.DURABLE: "durability>=process"}
+"""Capabilities without which a level says nothing about a driver, whatever its rules need by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of the contract."""
+
+    id: str
+    levels: tuple[Level, ...]
+    text: str
+    """What it asks."""
+    why: str
+    """What happened where it was not kept."""
+    needs: str = ""
+    """Capability that makes the rule binding, as `declares` reads it; empty where it binds every driver."""
+
+
+RuleT = TypeVar("RuleT", bound=Rule)
+NameT = TypeVar("NameT", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    spec: str
+    rule: tuple[Rule, ...]
+
+
+@cache
+def rules() -> dict[str, Rule]:
+    """All rules by id, in the order of the specification."""
+    return by_id(_manifest().rule, "rules.toml")
+
+
+def spec_version() -> str:
+    """Version of the contract that the rules belong to."""
+    return _manifest().spec
+
+
+def parse_levels(text: str) -> tuple[Level, ...]:
+    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean every level.
+
+    Raises:
+        ValueError: a level is unknown.
+    """
+    return parse_names(Level, text)
+
+
+def parse_names(kind: type[NameT], text: str) -> tuple[NameT, ...]:
+    """Members of a comma-separated text, in their own order; `all` and empty text mean every one.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or "all" in names:
+        return tuple(kind)
+    unknown = [name for name in names if name not in list(kind)]
+    if unknown:
+        noun = kind.__name__.lower()
+        raise ValueError(f"unknown {noun} {unknown[0]!r}; {noun}s are {', '.join(kind)}, or all")
+    return tuple(member for member in kind if member in names)
+
+
+def by_id(listed: Iterable[RuleT], file: str) -> dict[str, RuleT]:
+    """Rules by id, in the order of the file that lists them.
+
+    Raises:
+        ValueError: it lists one twice.
+    """
+    found = dict[str, RuleT]()
+    for rule in listed:
+        if rule.id in found:
+            raise ValueError(f"{file} lists {rule.id} twice")
+        found[rule.id] = rule
+    return found
+
+
+def all_needs() -> list[str]:
+    """Every capability that some rule or level needs."""
+    return sorted({*LEVEL_NEEDS.values(), *(rule.needs for rule in rules().values() if rule.needs)})
+
+
+@cache
+def _manifest() -> _Manifest:
+    return msgspec.toml.decode(files("hicache_conformance.model").joinpath("rules.toml").read_bytes(), type=_Manifest)

@@ -1,0 +1,98 @@
+"""Settings of a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+import pytest
+
+from hicache_conformance.model.profiles import PROFILES
+from hicache_conformance.model.pytest_keys import drawn_seed
+from hicache_conformance.model.rules import Level, parse_levels
+
+RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
+"""Environment variable by which `hicache conformance run` tells its child process where its `RunFile` is."""
+_SETTINGS: Final = pytest.StashKey["Settings"]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings that do not depend on the driver."""
+
+    seed: int
+    run: str
+    """Goes into the identities' salts, so that pages left by an earlier run of the same seed are not found."""
+    profile: str = "default"
+    levels: tuple[Level, ...] = tuple(Level)
+    shrinks: bool = False
+    """Make a failure as short as possible, also where the profile does not."""
+
+    @classmethod
+    def fresh(cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None) -> Self:
+        """Settings of a new run; a seed is drawn where none is given."""
+        drawn = secrets.randbelow(2**32) if seed is None else seed
+        return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """Parameters that the command line hands to its child process, out of sight of `ps`."""
+
+    driver: str
+    config: dict[str, str]
+    settings: Settings
+    stream: str
+    """File that the outcomes go to."""
+    cases: list[str] = field(default_factory=list[str])
+    """Names that a case must contain one of; empty for all."""
+    services: list[str] | None = None
+    """Commands of the servers that the driver needs; None for those that it names itself."""
+    interface: str = ""
+    """Interface of a foreign driver; empty for the contract's own."""
+    done: list[str] = field(default_factory=list[str])
+    """Cases that a process before this one has begun, and that are not run again."""
+
+    def write(self, path: Path) -> None:
+        """Write it for `read`."""
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` has written."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+    @classmethod
+    def of_environment(cls) -> Self | None:
+        """The run file of this process, where it is the child of a command line."""
+        path = os.environ.get(RUN_VARIABLE)
+        return cls.read(Path(path)) if path else None
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """The settings of this session: the command line's, or those of pytest's options. Always the same.
+
+    Raises:
+        pytest.UsageError: an option has a bad value.
+    """
+    if _SETTINGS not in config.stash:
+        run = RunFile.of_environment()
+        config.stash[_SETTINGS] = run.settings if run else _of_options(config)
+    return config.stash[_SETTINGS]
+
+
+def _of_options(config: pytest.Config) -> Settings:
+    profile, levels_text = str(config.getoption("--hicache-profile")), str(config.getoption("--hicache-level"))
+    if profile not in PROFILES:
+        raise pytest.UsageError(f"--hicache-profile: unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+    try:
+        levels = parse_levels(levels_text)
+    except ValueError as error:
+        raise pytest.UsageError(f"--hicache-level: {error}") from error
+    seed, run = drawn_seed(config)
+    return Settings(seed=seed, run=run, profile=profile, levels=levels)

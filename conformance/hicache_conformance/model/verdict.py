@@ -1,0 +1,188 @@
+"""Verdict of a run: from the outcomes of cases to one outcome for each rule, and one verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
+from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from hicache_conformance.model.case import Case
+
+# A rule ends as the first of these that any of its cases ended as.
+_WORST_FIRST = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.PASS, Outcome.NOT_DECLARED)
+
+
+class Verdict(StrEnum):
+    """Verdict on a driver, over the levels that were selected."""
+
+    CONFORMANT = "conformant"
+    NON_CONFORMANT = "non-conformant"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass(slots=True)
+class RuleResult:
+    """Result of a rule."""
+
+    rule: Rule
+    selected: bool
+    """Whether one of its levels was selected; only then it counts."""
+    levels: dict[Level, Outcome] = field(default_factory=dict[Level, Outcome])
+    """By selected level."""
+    outcome: Outcome = Outcome.UNTESTED
+    """The worst of its levels."""
+    reason: str = ""
+    """Why it is not a pass."""
+    cases: list[CaseOutcome] = field(default_factory=list[CaseOutcome])
+
+    @property
+    def seconds(self) -> float:
+        """Time that its cases took; a case of several rules counts in each."""
+        return sum(case.seconds for case in self.cases)
+
+    def failing(self) -> list[CaseOutcome]:
+        """The cases that found it broken, or else those in which the suite broke."""
+        failed = [case for case in self.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)]
+        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
+
+
+@dataclass(slots=True)
+class Judgement:
+    """A whole run, judged."""
+
+    verdict: Verdict
+    reason: str
+    rules: list[RuleResult]
+
+    def count(self, outcome: Outcome, level: Level | None = None) -> int:
+        """Count the selected rules of an outcome, in one level or as a whole."""
+        if level is None:
+            return sum(result.selected and result.outcome is outcome for result in self.rules)
+        return sum(result.levels.get(level) is outcome for result in self.rules)
+
+    def failures(self) -> list[CaseOutcome]:
+        """The cases in which the driver broke a rule or the suite broke, each once."""
+        found = {case.case: case for result in self.rules for case in result.cases}
+        return [case for case in found.values() if case.outcome in (Outcome.FAIL, Outcome.ERROR)]
+
+
+def judge(
+    stream: OutcomeStream, selected: Collection[Level], catalogue: Mapping[str, Case], by_id: Mapping[str, Rule] | None = None
+) -> Judgement:
+    """Judge what a run has written down.
+
+    Args:
+        stream: the run.
+        selected: the levels that were asked for.
+        catalogue: all cases of the suite by function name; one that left no outcome makes its rules untested.
+        by_id: the rules to judge by; those of the contract if not given.
+    """
+    outcomes = [*stream.outcomes, *_crash(stream)]
+    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in (rules() if by_id is None else by_id).values()]
+    verdict, reason = _verdict(results, stream)
+    return Judgement(verdict, reason, results)
+
+
+def _crash(stream: OutcomeStream) -> list[CaseOutcome]:
+    """The case that took the process down, if one did."""
+    if stream.finished or stream.running is None:
+        return []
+    case = stream.running
+    reason = f"crashed during {', '.join(case.rules)}: the process ended in {case.case} and left no outcome"
+    return [
+        CaseOutcome(case=case.case, rules=case.rules, levels=case.levels, outcome=Outcome.ERROR, reason=reason, detail=reason)
+    ]
+
+
+def _result(
+    rule: Rule, outcomes: list[CaseOutcome], selected: Collection[Level], catalogue: Mapping[str, Case], stream: OutcomeStream
+) -> RuleResult:
+    mine = [case for case in outcomes if rule.id in case.rules or rule.id == case.broken_rule]
+    levels = [level for level in Level if level in selected and _counts_in(rule, level, mine)]
+    result = RuleResult(rule, bool(levels), cases=mine)
+    if not levels:
+        result.reason = f"level {' and '.join(rule.levels)} was not selected"
+        return result
+    not_promised = stream.header.not_promised.get(rule.id) if stream.header else None
+    if not_promised:
+        result.levels = dict.fromkeys(levels, Outcome.NOT_DECLARED)
+        result.outcome = Outcome.NOT_DECLARED
+        result.reason = not_promised
+        return result
+    reasons = dict[Outcome, str]()
+    for level in levels:
+        verdicts = list(_verdicts(rule, level, mine, catalogue, stream))
+        where = f"level {level}: " if len(levels) > 1 else ""
+        for outcome, reason in verdicts:
+            reasons.setdefault(outcome, reason if outcome is Outcome.FAIL else where + reason)
+        result.levels[level] = _worst(outcome for outcome, _ in verdicts)
+    result.outcome = _worst(result.levels.values())
+    result.reason = "" if result.outcome is Outcome.PASS else reasons[result.outcome]
+    return result
+
+
+def _counts_in(rule: Rule, level: Level, cases: list[CaseOutcome]) -> bool:
+    """A rule counts in its own levels, and wherever a case met it broken."""
+    return level in rule.levels or any(
+        case.outcome is Outcome.FAIL and case.broken_rule == rule.id and level in case.levels for case in cases
+    )
+
+
+def _verdicts(
+    rule: Rule, level: Level, mine: list[CaseOutcome], catalogue: Mapping[str, Case], stream: OutcomeStream
+) -> Iterable[tuple[Outcome, str]]:
+    ran = [case for case in mine if level in case.levels]
+    for case in ran:
+        if case.outcome is Outcome.FAIL and case.broken_rule not in ("", rule.id):
+            yield Outcome.UNTESTED, f"{case.case} stopped at a violation of {case.broken_rule}"
+        elif case.passes_undeclared:
+            yield Outcome.NOT_DECLARED, f"{case.reason}; it passes all the same"
+        else:
+            yield case.outcome, case.reason
+    planned = [case for case in catalogue.values() if rule.id in case.rules and level in case.levels]
+    left = {case.name for case in planned} - {case.function for case in ran}
+    if left:
+        yield Outcome.UNTESTED, f"{', '.join(sorted(left))} did not run"
+    if not ran and not left:
+        missing = [need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared]
+        if missing:
+            yield Outcome.NOT_DECLARED, f"the {stream.subject} does not declare {missing[-1]}"
+        else:
+            yield Outcome.UNTESTED, "no case of this suite tests it yet"
+
+
+def _worst(outcomes: Iterable[Outcome]) -> Outcome:
+    present = set(outcomes)
+    return next(outcome for outcome in _WORST_FIRST if outcome in present)
+
+
+def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict, str]:
+    def ids(outcome: Outcome) -> list[str]:
+        return [result.rule.id for result in results if result.selected and result.outcome is outcome]
+
+    failed, broken, untested = ids(Outcome.FAIL), ids(Outcome.ERROR), ids(Outcome.UNTESTED)
+    if failed:
+        return Verdict.NON_CONFORMANT, f"breaks {_listed(failed)}"
+    if stream.broken:
+        return Verdict.INCOMPLETE, stream.broken
+    if not stream.finished:
+        where = f"crashed during {', '.join(stream.running.rules)}" if stream.running else "the run ended before its time"
+        return Verdict.INCOMPLETE, where
+    if broken:
+        return Verdict.INCOMPLETE, f"the suite itself broke in {_listed(broken)}"
+    if untested:
+        return Verdict.INCOMPLETE, f"{len(untested)} rules untested: {_listed(untested)}"
+    if not ids(Outcome.PASS):
+        return Verdict.INCOMPLETE, "no rule was tested"
+    return Verdict.CONFORMANT, f"every rule of the selected levels that the {stream.subject}'s capabilities bind it to holds"
+
+
+def _listed(ids: list[str], limit: int = 8) -> str:
+    more = f" and {len(ids) - limit} more" if len(ids) > limit else ""
+    return ", ".join(ids[:limit]) + more

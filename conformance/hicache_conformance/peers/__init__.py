@@ -1,1 +1,0 @@
-"""Storages of the driver under test in processes of their own."""

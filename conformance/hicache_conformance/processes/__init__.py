@@ -1,0 +1,1 @@
+"""Storages of the driver under test in worker processes."""

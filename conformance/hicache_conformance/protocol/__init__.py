@@ -1,0 +1,1 @@
+"""Black-box suite for servers that speak the metadata protocol (`docs/metadata-protocol.md`)."""

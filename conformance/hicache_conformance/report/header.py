@@ -1,0 +1,74 @@
+"""Header of a report: driver, versions, settings and machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hicache_conformance.model.outcomes import Header
+from hicache_conformance.model.requirements import undeclared
+from hicache_conformance.model.rules import all_needs, spec_version
+from hicache_storage.hookspecs import ENTRY_POINT_GROUP
+from hicache_storage.plugins import registry
+from hicache_storage.spec import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_conformance.model.settings import Settings
+
+SUITE = "hicache-storage"
+"""Distribution that this suite comes with."""
+
+
+def blank_header(
+    driver: str, settings: Settings, *, capabilities: Mapping[str, Any] | None = None, options: Mapping[str, str] | None = None
+) -> Header:
+    """The header of a run.
+
+    Args:
+        driver: name of the driver.
+        settings: what was asked for.
+        capabilities: of the instance under test, as plain values; None while it is not known.
+        options: of the driver, redacted.
+    """
+    declared = msgspec.convert(capabilities or {}, Capabilities)
+    return Header(
+        driver=driver,
+        distribution=_distribution(driver),
+        seed=settings.seed,
+        profile=settings.profile,
+        levels=[str(level) for level in settings.levels],
+        spec_version=spec_version(),
+        suite_version=installed_version(SUITE),
+        capabilities=asdict(declared) if capabilities else {},
+        undeclared=undeclared(declared, all_needs()) if capabilities else [],
+        options=dict(options or {}),
+        environment={
+            "cpus": str(os.cpu_count()),
+            "platform": platform.platform(),
+            "pytest": installed_version("pytest"),
+            "python": platform.python_version(),
+            "torch": installed_version("torch"),
+        },
+    )
+
+
+def _distribution(driver: str) -> str:
+    owner = registry().owners.get(driver, "")
+    names = {point.dist.name: point.dist.version for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist}
+    name = owner.partition(":")[0]
+    return f"{name} {names[name]}" if name in names else owner
+
+
+def installed_version(distribution: str) -> str:
+    """Version of an installed distribution."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

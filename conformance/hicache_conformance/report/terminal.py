@@ -1,0 +1,102 @@
+"""The terminal's side of a run: progress bar, verdict and exit status."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hicache_conformance.model.outcomes import Outcome, OutcomeStream
+from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.report.results import reproduction, shrinking
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from hicache_conformance.model.verdict import Judgement, RuleResult
+
+CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
+STYLES: Final = {
+    Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_DECLARED: "dim", Outcome.UNTESTED: "yellow", Outcome.ERROR: "magenta",
+    Verdict.CONFORMANT: "bold green", Verdict.NON_CONFORMANT: "bold red", Verdict.INCOMPLETE: "bold yellow",
+}  # fmt: skip
+
+
+def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
+    """Return the exit status of a command that judged a run."""
+    if not stream.finished:
+        return BROKEN
+    if judgement.verdict is Verdict.CONFORMANT:
+        return CONFORMANT
+    suite_broke = judgement.count(Outcome.ERROR) and not judgement.count(Outcome.FAIL)
+    return BROKEN if suite_broke else NOT_CONFORMANT
+
+
+def show(console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None) -> None:
+    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
+
+    Args:
+        console: where to.
+        judgement: of the run.
+        stream: the run.
+        results: its `results.json`, if it has been written.
+    """
+    table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
+    counted = [result for result in judgement.rules if result.selected]
+    for result in counted:
+        if result.outcome not in (Outcome.PASS, Outcome.FAIL):
+            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason))
+    if table.row_count:
+        console.print(table)
+    for result in counted:
+        if result.outcome is Outcome.FAIL:
+            console.print(Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True)
+        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
+            console.print(Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True)
+    counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
+    seconds = sum(case.seconds for case in stream.outcomes)
+    console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
+    console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
+
+
+def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
+    """The command that repeats a failure: from the results, where they have been written, or of the first failing case."""
+    assert stream.header is not None
+    command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
+    return command or reproduction(stream.header, result.failing()[0].case)
+
+
+def _failure(result: RuleResult) -> str:
+    """A broken rule in one line: what its first failing case said, and how many there are."""
+    first, *more = result.failing()
+    others = f" and {len(more)} more" if more else ""
+    message = first.reason if first.broken_rule else f"{result.rule.id}: {first.reason}"
+    return f"{message} [{first.case}{others}]"
+
+
+class ProgressBar:
+    """A progress bar where somebody watches; silent in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console, transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, stream: OutcomeStream) -> None:
+        """Show how far a run has come."""
+        now = ", ".join(stream.running.rules) if stream.running else ""
+        self._progress.update(self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now)

@@ -1,0 +1,73 @@
+"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.fixtures.context import FOREIGN_OPTIONS
+from hicache_conformance.fixtures.open_context import TMP, filled_config
+from hicache_conformance.interfaces.profile import describe_interface
+from hicache_conformance.model.outcomes import Replay
+from hicache_conformance.model.placeholders import port_names
+from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.report.header import blank_header
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
+from hicache_storage.tools.options import redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hicache_conformance.model.outcomes import StreamWriter
+    from hicache_conformance.model.settings import RunFile
+
+
+def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping[str, int]] = dict[str, int]) -> None:
+    """Construct, open and close the driver once, and write the header of the run.
+
+    Args:
+        run: what was asked for.
+        writer: where the header goes.
+        ports: starts the servers that the driver needs, and says where they listen.
+
+    Raises:
+        pytest.UsageError: that is not possible; the reason has been written down.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
+            options = FOREIGN_OPTIONS if run.interface else None
+            config = filled_config(run.driver, run.config, directory, ports())
+            missing_ports = port_names(config.values())
+            if missing_ports:
+                raise Inconclusive(f"no server listens on {{port:{missing_ports[0]}}}; start one with --start-server")
+            storage = create_storage(run.driver, _identity(), config, options=options)
+            try:
+                storage.open()
+            finally:
+                storage.close()
+        shown = redacted(filled_config(run.driver, run.config, TMP))
+        header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
+        header.replay = Replay(run=run.settings.run, options=redacted(run.config), services=run.services, interface=run.interface)
+        if run.interface:
+            describe_interface(header, run.interface, run.config)
+        writer.header(header)
+    except Inconclusive as missing:
+        _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
+    except HiCacheError as error:
+        what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
+        _give_up(writer, f"driver {run.driver!r} {what}: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
+        _give_up(writer, f"driver {run.driver!r} cannot be opened: {type(error).__name__}: {error}")
+
+
+def _give_up(writer: StreamWriter, reason: str) -> None:
+    writer.broken(reason)
+    raise pytest.UsageError(reason)
+
+
+def _identity() -> StorageIdentity:
+    return StorageIdentity(model="conformance/preflight", kv_dtype="bfloat16", page_size=2, layout="page_first")

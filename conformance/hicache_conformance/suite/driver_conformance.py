@@ -1,0 +1,100 @@
+"""`DriverConformance`: the whole suite as one class to inherit; and the registry of its cases."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hicache_conformance.cases.applied import AppliedCases
+from hicache_conformance.cases.bit_rot import BitRotCases
+from hicache_conformance.cases.budget import BudgetCases
+from hicache_conformance.cases.clearing import ClearingCases
+from hicache_conformance.cases.concurrency import ConcurrencyCases
+from hicache_conformance.cases.corrupt_objects import CorruptObjectCases
+from hicache_conformance.cases.deadlines import DeadlineCases
+from hicache_conformance.cases.directories import DirectoryCases
+from hicache_conformance.cases.durability import DurabilityCases
+from hicache_conformance.cases.eviction import EvictionCases
+from hicache_conformance.cases.eviction_processes import EvictionProcessCases
+from hicache_conformance.cases.existence import ExistenceCases
+from hicache_conformance.cases.failed_clears import FailedClearCases
+from hicache_conformance.cases.faults import FaultCases
+from hicache_conformance.cases.histories import HistoryCases
+from hicache_conformance.cases.hostpools import HostPoolCases
+from hicache_conformance.cases.identity import IdentityCases
+from hicache_conformance.cases.keys import KeyCases
+from hicache_conformance.cases.lifecycle import LifecycleCases
+from hicache_conformance.cases.metrics import MetricsCases
+from hicache_conformance.cases.misuse import MisuseCases
+from hicache_conformance.cases.plans import PlanCases
+from hicache_conformance.cases.pools import PoolCases
+from hicache_conformance.cases.processes import ProcessCases
+from hicache_conformance.cases.reading import ReadingCases
+from hicache_conformance.cases.replication import ReplicationCases
+from hicache_conformance.cases.sharing import SharingCases
+from hicache_conformance.cases.space import SpaceCases
+from hicache_conformance.cases.staging import StagingCases
+from hicache_conformance.cases.stalls import StallCases
+from hicache_conformance.cases.stats import StatsCases
+from hicache_conformance.cases.streams import StreamCases
+from hicache_conformance.cases.writing import WritingCases
+from hicache_conformance.fixtures.target import DriverTarget
+from hicache_conformance.model.case import cases_of
+
+if TYPE_CHECKING:
+    from hicache_conformance.model.case import Case
+
+
+# pytest runs the cases of the last base first.
+class DriverConformance(
+    DurabilityCases,
+    ProcessCases,
+    SharingCases,
+    PlanCases,
+    DeadlineCases,
+    BitRotCases,
+    DirectoryCases,
+    StallCases,
+    FailedClearCases,
+    AppliedCases,
+    FaultCases,
+    MetricsCases,
+    StagingCases,
+    BudgetCases,
+    StreamCases,
+    EvictionProcessCases,
+    EvictionCases,
+    SpaceCases,
+    StatsCases,
+    MisuseCases,
+    LifecycleCases,
+    ConcurrencyCases,
+    HistoryCases,
+    ClearingCases,
+    ReplicationCases,
+    IdentityCases,
+    KeyCases,
+    PoolCases,
+    HostPoolCases,
+    CorruptObjectCases,
+    WritingCases,
+    ReadingCases,
+    ExistenceCases,
+    DriverTarget,
+):
+    """The conformance suite for one driver, in the author's own pytest.
+
+    ```python
+    from hicache_conformance import DriverConformance
+
+    class TestAcme(DriverConformance):
+        driver = "acme"
+        config = {"path": "{tmp}/store"}
+    ```
+    """
+
+
+@cache
+def catalogue() -> dict[str, Case]:
+    """All cases of the suite, by the name of their function, in the order of their definition."""
+    return cases_of(DriverConformance)

@@ -1,0 +1,34 @@
+"""What the tests of all injectors need: content, waiting, and calls that hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hicache_conformance.model.fault_plan import Fault, FaultPlan
+
+CONTENT = bytes(range(256)) * 64
+MAX_SECONDS = 30.0
+
+
+def eventually(holds):
+    until = time.monotonic() + MAX_SECONDS
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def find_fault(injector, kind, **fields):
+    injector.inject(FaultPlan(injector.name, (Fault(kind=kind, **fields),)))
+
+
+def background(action):
+    """A thread that does something, and what came of it."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def bits_that_differ(one, other):
+    return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))

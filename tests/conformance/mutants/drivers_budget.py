@@ -1,0 +1,198 @@
+"""Drivers that cost too much: requests, memory, time for metrics."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from drivers_networked import Networked
+from drivers_objects import Objects
+from drivers_plain import Plain
+
+from hicache_storage.spec import PoolName, PoolStats, StorageStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from drivers_plain import PlainConfig
+
+    from hicache_storage.objects import Call, LookupBatch, ReadBatch, WriteBatch
+    from hicache_storage.objects.requests import PoolRequest, RegisteredPool
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+class AsksForEachPool(Objects):
+    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+        return [super(AsksForEachPool, self)._lookup([lookup], call)[0] for lookup in lookups]
+
+
+class AsksForEachKey(Objects):
+    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+        return [[super(AsksForEachKey, self)._lookup([(pool, [key])], call)[0][0] for key in keys] for pool, keys in lookups]
+
+
+class ReadsPageByPage(Objects):
+    """Takes a batch apart before it reaches the store."""
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        answers: dict[PoolName, list[bool]] = {transfer.name: [] for transfer in transfers}
+        for transfer in transfers:
+            keys, slots = transfer.keys or [], transfer.host_indices
+            for index, key in enumerate(keys):
+                size = len(slots) // len(keys)
+                page = copy.copy(transfer)
+                page.keys, page.host_indices = [key], slots[index * size : (index + 1) * size]
+                answers[transfer.name] += super().batch_get_v2([page], extra_info)[transfer.name]
+        return answers
+
+
+class WritesPageByPage(Objects):
+    """Stores the pages of a batch one after the other."""
+
+    def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        answers: dict[PoolName, list[bool]] = {request.pool.name: [] for request in requests}
+        for request in requests:
+            for key, slot in zip(request.keys, request.slots, strict=True):
+                page = type(request)(request.pool, [key], [slot])
+                answers[request.pool.name] += super()._write([page], call)[request.pool.name]
+        return answers
+
+
+class AsksTheServerForEachPool(Networked):
+    """Is asked once, and makes three requests of it."""
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        return [super(AsksTheServerForEachPool, self).objects_exist([batch], call)[0] for batch in batches]
+
+
+# Many keys ------------------------------------------------------------------------------------------------------------
+
+
+class ChokesOnManyKeys(Objects):
+    """Has a largest request, and takes no second one."""
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        if sum(len(batch.keys) for batch in batches) > 200_000:
+            raise OSError("request entity too large")
+        return super().objects_exist(batches, call)
+
+
+class LooksThroughLists(Objects):
+    """Finds the place of each key by going through all of them."""
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        found = super().objects_exist(batches, call)
+        return [[answer[list(batch.keys).index(key)] for key in batch.keys] for batch, answer in zip(batches, found, strict=True)]
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class StagesReads(Objects):
+    """Copies every page of a batch aside before the first one goes into the host pool."""
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        staged = [[self._copy(batch, key) for key in (read.key for read in batch.reads)] for batch in batches]
+        return [
+            [read.fill(payload) for read, payload in zip(batch.reads, payloads, strict=True)]
+            for batch, payloads in zip(batches, staged, strict=True)
+        ]
+
+    def _copy(self, batch: ReadBatch, key: str) -> bytearray | None:
+        stored = self.objects.get(batch.namespace.object_name(key))
+        return None if stored is None else bytearray(stored)
+
+
+class JoinsComponents(Objects):
+    """Joins the components of all pages before it stores the first one."""
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        open_capped = [[b"".join(write.buffers) for write in batch.writes] for batch in batches]
+        answers = super().write_objects(batches, call)
+        assert open_capped
+        return answers
+
+
+class StagesInMappings(Objects):
+    """As `StagesReads`, in memory that Python does not see."""
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        import mmap
+
+        staged = []
+        for batch in batches:
+            for read in batch.reads:
+                stored = self.objects.get(batch.namespace.object_name(read.key), b"")
+                mapping = mmap.mmap(-1, len(stored) or 1)
+                mapping[: len(stored)] = stored
+                staged.append(mapping)
+        answers = super().read_objects(batches, call)
+        for mapping in staged:
+            mapping.close()
+        return answers
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+class SerialisesMetrics(Objects):
+    """Writes all counters down after each call."""
+
+    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+        super().__init__(identity, config)
+        count = self.recorder.count
+
+        def count_and_write(pool: PoolName, **increments: int) -> None:
+            count(pool, **increments)
+            if self.recorder.enabled:
+                for _ in range(20):
+                    json.dumps(asdict(self.recorder.snapshot()))
+
+        self.recorder.count = count_and_write  # type: ignore[method-assign]
+
+
+class HashesForMetrics(Objects):
+    """Takes a digest of each page that is read, where metrics are on."""
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        import hashlib
+
+        filled = super().read_objects(batches, call)
+        if self.recorder.enabled:
+            for batch, done in zip(batches, filled, strict=True):
+                for read, ok in zip(batch.reads, done, strict=True):
+                    if ok:
+                        hashlib.sha3_512(b"".join(read.buffers)).digest()
+        return filled
+
+
+class CannotBeSwitchedOff(Plain):
+    """Counts for itself, whatever the options say."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.expect_message = StorageStats("sample", pools={PoolName.KV: PoolStats()})
+
+    def take(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
+        self.expect_message.pools[PoolName.KV].pages_read += 1
+        return super().take(pool, key, page)
+
+    def get_stats(self) -> StorageStats:
+        return self.expect_message
+
+
+class HidesFaults(Objects):
+    """With metrics off, counts no faults either."""
+
+    def get_stats(self) -> StorageStats:
+        stats = super().get_stats()
+        if not self.recorder.enabled:
+            stats.faults = 0
+        return stats

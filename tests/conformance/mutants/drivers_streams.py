@@ -1,0 +1,153 @@
+"""Transfer engines with one planted fault each, and drivers that use host pages when they no longer may."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivers_plain import Plain
+
+from hicache_storage.transfer import Acknowledgement, HostPages, LayerCounter, PageTransfers, recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from hicache_storage.objects.requests import PoolRequest, RegisteredPool
+    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
+    from hicache_storage.transfer import Device, Event, LayeredPages, Stream
+    from hicache_storage.transfer.engine import PageTransfer
+    from hicache_storage.transfer.host_slots import Completion
+
+
+class Engine(PageTransfers):
+    """A right engine, made as a target makes one."""
+
+    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+        super().__init__(device, compute, device_pages, HostPages(host_pool), host_pool)
+
+
+class StagingEngine(PageTransfers):
+    """A right engine that gathers pages in staging buffers of one page."""
+
+    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+        pages = HostPages(host_pool)
+        super().__init__(device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1)
+
+
+# Engines --------------------------------------------------------------------------------------------------------------
+
+
+class WritesBackTooEarly(Engine):
+    """Copies out without waiting for the kernels that write the pages."""
+
+    def _behind_compute(self, stream: Stream) -> None:
+        if stream is not self._out:
+            super()._behind_compute(stream)
+
+
+class GathersTooEarly(StagingEngine):
+    """Gathers pages without waiting for the kernels that write them."""
+
+    def begin_write_back(self, transfer: PageTransfer) -> None:
+        self._copies.write_back(self._out, transfer.moves)
+
+
+class LoadsOverKernels(Engine):
+    """Copies in without waiting for the kernels that still read the pages."""
+
+    def _behind_compute(self, stream: Stream) -> None:
+        if stream is not self._in:
+            super()._behind_compute(stream)
+
+
+class LoadsOverCopiesOut(Engine):
+    def _behind_copies(self, device_pages: torch.Tensor) -> None:
+        pass
+
+
+class OverwritesTooEarly(Engine):
+    """Lets kernels overwrite pages that are still being copied out."""
+
+    def before_overwrite(self, device_indices: torch.Tensor) -> None:
+        pass
+
+
+class AcknowledgesTooEarly(Engine):
+    """Says that a write-back is done when its last layer has been enqueued."""
+
+    def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
+        begun = recorded(self._device, self._out)
+        super().write_back(device_indices, host_indices)
+        return Acknowledgement(begun)
+
+
+class SignalsAllLayersAtTheEnd(Engine):
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+        arrivals = super()._copy_layers(copy_layer)
+        return [arrivals[-1]] * len(arrivals)
+
+
+class SignalsOneLayerEarly(Engine):
+    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+        begun = recorded(self._device, self._in)
+        return [begun, *super()._copy_layers(copy_layer)[:-1]]
+
+
+class BlocksWhileLoading(Engine):
+    """Returns from a load when the last layer has arrived."""
+
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
+        counter = super().load(host_indices, device_indices)
+        counter.synchronize()
+        return counter
+
+
+class FreesUnderACopy(Engine):
+    def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+        pass
+
+
+class FreesUnderALoad(Engine):
+    """Keeps the host pages of write-backs, and forgets those of loads."""
+
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
+        hold, self.host_slots.hold = self.host_slots.hold, lambda indices, until, **_: None  # type: ignore[method-assign]
+        try:
+            return super().load(host_indices, device_indices)
+        finally:
+            self.host_slots.hold = hold  # type: ignore[method-assign]
+
+
+# Drivers --------------------------------------------------------------------------------------------------------------
+
+
+class DeliversHostPagesLate(Plain):
+    """Fills the pages of a get during the next call."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.late: list[tuple[RegisteredPool, str, list[memoryview]]] = []
+
+    def read(self, request: PoolRequest) -> list[bool]:
+        targets = request.pool.access.targets(request.slots)
+        self.late += [(request.pool, key, page) for key, page in zip(request.keys, targets, strict=True)]
+        return [self.there(request.pool, key) for key in request.keys]
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        self._catch_up()
+        return super().batch_get_v2(transfers, extra_info)
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        self._catch_up()
+        return super().batch_set_v2(transfers, extra_info)
+
+    def _catch_up(self) -> None:
+        for pool, key, page in self.late:
+            self.take(pool, key, page)
+        self.late.clear()

@@ -1,0 +1,290 @@
+"""The disk that drivers stand on: each named fault as a plain program sees it, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.injectors import disk as disk_module
+from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
+from hicache_conformance.injectors.random_plan import MENU
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.violation import Inconclusive
+from tests.conformance.fault_helpers import CONTENT, MAX_SECONDS, background, bits_that_differ, eventually, find_fault
+
+needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
+
+
+@pytest.fixture(scope="module")
+def mounted():
+    injector = DiskInjector()
+    yield injector
+    injector.close()
+
+
+@pytest.fixture
+def disk(mounted, request):
+    """The injector, healed, and in `disk.file` a file with CONTENT."""
+    mounted.heal()
+    mounted.file = mounted.tmp / request.node.name.replace("/", "-")
+    mounted.file.write_bytes(CONTENT)
+    yield mounted
+    mounted.heal()
+
+
+def opened(path, flags=os.O_RDONLY):
+    """A descriptor for a with statement; what closing says is of no interest."""
+
+    @contextlib.contextmanager
+    def manager():
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            yield descriptor
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    return manager()
+
+
+def _look(file):
+    os.stat(file)
+
+
+def _open(file):
+    os.close(os.open(file, os.O_RDONLY))
+
+
+def _create(file):
+    os.close(os.open(f"{file}.new", os.O_CREAT | os.O_WRONLY))
+
+
+def _read(file):
+    with opened(file) as descriptor:
+        os.read(descriptor, 100)
+
+
+def _write(file):
+    with opened(file, os.O_WRONLY) as descriptor:
+        os.write(descriptor, b"x")
+
+
+def _sync(file):
+    with opened(file, os.O_WRONLY) as descriptor:
+        os.fsync(descriptor)
+
+
+def _name(file):
+    os.rename(file, f"{file}.renamed")
+
+
+USES = {"look": _look, "open": _open, "create": _create, "read": _read, "write": _write, "sync": _sync, "name": _name}
+ERRORS = [
+    (fault.error, operation)
+    for fault in MENU["disk"]
+    if fault.kind is FaultKind.ERROR
+    for operation in fault.operations or ("look", "open", "create", "read", "write", "sync", "name")
+]
+
+
+@needs_fuse
+@pytest.mark.parametrize(("error", "operation"), list(dict.fromkeys(ERRORS)))
+def test_an_error_reaches_the_program(disk, error, operation):
+    find_fault(disk, FaultKind.ERROR, error=error, operations=(operation,))
+    with pytest.raises(OSError, match=r"\[Errno") as raised:
+        USES[operation](disk.file)
+    assert raised.value.errno == getattr(errno, error)
+    assert disk.injected_count() >= 1
+    disk.heal()
+    USES[operation](disk.file)
+
+
+@needs_fuse
+def test_an_error_strikes_where_it_was_told_to(disk):
+    find_fault(disk, FaultKind.ERROR, error="EIO", operations=("write",), first=1, count=2)
+    with opened(disk.file, os.O_WRONLY) as descriptor:
+        answers = []
+        for _ in range(5):
+            try:
+                answers.append(os.write(descriptor, b"abc"))
+            except OSError as problem:
+                answers.append(errno.errorcode[problem.errno])
+    assert answers == [3, "EIO", "EIO", 3, 3]
+    assert disk.injected_count() == 2
+
+
+@needs_fuse
+@pytest.mark.parametrize(
+    ("operation", "change", "done", "error"),
+    [
+        ("name", lambda file: os.rename(file, f"{file}.renamed"), lambda file: os.path.exists(f"{file}.renamed"), "ENOENT"),
+        ("name", lambda file: os.link(file, f"{file}.linked"), lambda file: os.path.exists(f"{file}.linked"), "EEXIST"),
+        ("name", lambda file: os.mkdir(f"{file}.directory"), lambda file: os.path.isdir(f"{file}.directory"), "EEXIST"),
+        ("remove", os.unlink, lambda file: not os.path.exists(file), "ENOENT"),
+        ("write", _write, lambda file: file.read_bytes()[:1] == b"x", "EIO"),
+        ("create", _create, lambda file: os.path.exists(f"{file}.new"), "EIO"),
+    ],
+    ids=["rename", "link", "mkdir", "unlink", "write", "create"],
+)
+def test_a_request_takes_effect_and_fails(disk, operation, change, done, error):
+    # As a retransmitted request fails, and with an error of one's choice.
+    find_fault(disk, FaultKind.APPLIED, operations=(operation,), count=1)
+    with pytest.raises(OSError, match=r"\[Errno") as raised:
+        change(disk.file)
+    assert raised.value.errno == getattr(errno, error)
+    assert done(disk.file)
+    assert disk.injected_count() == 1
+    (disk.tmp / "other").write_bytes(CONTENT)
+    find_fault(disk, FaultKind.APPLIED, operations=(operation,), count=1, error="ETIMEDOUT")
+    with pytest.raises(OSError, match=os.strerror(errno.ETIMEDOUT)):
+        change(disk.tmp / "other")
+    assert done(disk.tmp / "other")
+
+
+@needs_fuse
+def test_a_short_read_leaves_the_rest_out(disk):
+    find_fault(disk, FaultKind.SHORT_READ, operations=("read",))
+    with opened(disk.file) as descriptor:
+        assert os.read(descriptor, len(CONTENT)) == CONTENT[: len(CONTENT) // 2]
+    # Who reads on until there is no more does not get everything either.
+    assert len(disk.file.read_bytes()) < len(CONTENT)
+
+
+@needs_fuse
+def test_a_short_write_says_so(disk):
+    find_fault(disk, FaultKind.SHORT_WRITE, operations=("write",))
+    with opened(disk.file, os.O_WRONLY) as descriptor:
+        assert os.write(descriptor, b"\xff" * 1000) == 500
+
+
+@needs_fuse
+def test_a_torn_write_says_that_all_is_well(disk):
+    find_fault(disk, FaultKind.TORN_WRITE, operations=("write",))
+    with opened(disk.file, os.O_WRONLY) as descriptor:
+        assert os.write(descriptor, b"\xff" * 1000) == 1000
+    assert (disk.backing / disk.file.name).read_bytes() == b"\xff" * 500 + CONTENT[500:]
+
+
+@needs_fuse
+@pytest.mark.parametrize("place", [0.0, 0.4, 0.999])
+def test_one_bit_is_read_wrong(disk, place):
+    find_fault(disk, FaultKind.BIT_FLIP, operations=("read",), count=1, place=place)
+    assert bits_that_differ(disk.file.read_bytes(), CONTENT) == 1
+    assert disk.file.read_bytes() == CONTENT
+
+
+@needs_fuse
+def test_one_bit_is_written_wrong_and_stays_so(disk):
+    find_fault(disk, FaultKind.BIT_FLIP, operations=("write",))
+    with opened(disk.file, os.O_WRONLY) as descriptor:
+        os.write(descriptor, CONTENT[::-1])
+    disk.heal()
+    assert bits_that_differ(disk.file.read_bytes(), CONTENT[::-1]) == 1
+
+
+@needs_fuse
+def test_a_read_gets_another_file_s_bytes(disk):
+    draft, other = disk.tmp / "draft", disk.tmp / "elsewhere" / "page"
+    other.parent.mkdir()
+    draft.write_bytes(CONTENT[::-1])
+    draft.rename(other)
+    find_fault(disk, FaultKind.WRONG_KEY, operations=("read",))
+    assert disk.file.read_bytes() == CONTENT[::-1]
+    assert other.read_bytes() == CONTENT
+
+
+@needs_fuse
+def test_a_lost_descriptor_stays_lost_and_the_file_does_not(disk):
+    with opened(disk.file) as before:
+        # What the kernel remembers of it is of no help.
+        assert os.pread(before, len(CONTENT), 0) == CONTENT
+        find_fault(disk, FaultKind.LOST_DESCRIPTOR, operations=("read",), count=1)
+        with opened(disk.file) as later:
+            for descriptor in (later, before, later):
+                with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                    os.read(descriptor, 10)
+        disk.heal()
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            os.read(before, 10)
+    assert disk.file.read_bytes() == CONTENT
+
+
+@needs_fuse
+def test_a_delay_takes_time(disk):
+    find_fault(disk, FaultKind.DELAY, operations=("look",), seconds=0.05, count=1)
+    began = time.monotonic()
+    os.stat(disk.file)
+    assert time.monotonic() - began >= 0.05
+
+
+@needs_fuse
+def test_a_hang_ends_when_it_is_healed(disk):
+    find_fault(disk, FaultKind.HANG, operations=("open",))
+    thread, found = background(disk.file.read_bytes)
+    eventually(lambda: disk.injected_count() == 1)
+    thread.join(0.05)
+    assert thread.is_alive()
+    disk.heal()
+    thread.join(MAX_SECONDS)
+    assert found == [CONTENT]
+
+
+@needs_fuse
+def test_requests_are_counted(disk):
+    before = disk.requests()
+    disk.file.read_bytes()
+    assert disk.requests() >= before + 2
+
+
+def is_mounted(path):
+    return str(path) in Path("/proc/self/mounts").read_text()
+
+
+@needs_fuse
+def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
+    injector = DiskInjector()
+    (injector.tmp / "file").write_bytes(b"x")
+    find_fault(injector, FaultKind.HANG)
+    hung, _ = background(lambda: os.path.exists(injector.tmp / "file"))
+    eventually(lambda: injector.injected_count() > 0)
+    injector.close()
+    hung.join(MAX_SECONDS)
+    assert not hung.is_alive()
+    assert not is_mounted(injector.tmp.parent)
+    assert not injector.tmp.parents[1].exists()
+
+
+@needs_fuse
+def test_a_disk_goes_with_a_suite_that_is_killed():
+    code = "from hicache_conformance.injectors.disk import DiskInjector; g = DiskInjector(); print(g.tmp, flush=True); input()"
+    suite = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    tmp = Path(suite.stdout.readline().strip())
+    assert is_mounted(tmp.parent)
+    suite.kill()
+    suite.wait()
+    eventually(lambda: not is_mounted(tmp.parent) and not tmp.parents[1].exists())
+    suite.stdin.close()
+    suite.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda patch: patch.setattr(disk_module.importlib.util, "find_spec", lambda name: None), r"mfusepy \(pip install"),
+        (lambda patch: patch.setattr(disk_module.shutil, "which", lambda name: None), r"fusermount3 \(package fuse3\)"),
+        (lambda patch: patch.setattr(disk_module.os.path, "exists", lambda path: False), "/dev/fuse"),
+    ],
+)
+def test_without_fuse_the_disk_says_what_is_missing(monkeypatch, spoil, words):
+    if missing_for_disk():
+        pytest.skip(f"lacks {missing_for_disk()} anyway")
+    spoil(monkeypatch)
+    with pytest.raises(Inconclusive, match=f"the injector 'disk' needs .*{words}"):
+        DiskInjector()

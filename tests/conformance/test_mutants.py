@@ -1,0 +1,132 @@
+"""Drivers with one planted fault each are found out, by the rule that they break; right drivers are not blamed."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.model.rules import rules
+
+# All samples run in the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
+
+MUTANTS_HOME = Path(__file__).with_name("mutants")
+
+
+def _samples():
+    sys.path.insert(0, str(MUTANTS_HOME))
+    try:
+        from drivers_plugin import SAMPLES
+    finally:
+        sys.path.remove(str(MUTANTS_HOME))
+    return SAMPLES
+
+
+SAMPLES = _samples()
+OWN = ["memory"]
+"""The project's own drivers, which have to be conformant; `make conformance` and `make matrix` judge those with a store."""
+KINDS = ("mutants", "own", "right")
+RIGHT = [name for name, sample in SAMPLES.items() if not sample.breaks]
+WRONG = [name for name, sample in SAMPLES.items() if sample.breaks]
+
+
+@pytest.fixture(scope="module")
+def reports(site, results, tmp_path_factory):
+    """`results.json` of every sample: mutants with the cases of the rules that they break, right drivers with all cases."""
+    directory = tmp_path_factory.mktemp("reports")
+
+    def run(kind):
+        ran = site.samples(kind, 1, directory / kind, seconds=900, drivers=OWN if kind == "own" else ())
+        # Right drivers that promise little, or leave something out, are not blamed and yet no reason for status 0.
+        assert ran.status == (0 if kind == "own" else 1), ran.output[-3000:]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, KINDS))
+    found = [results(path.parent) for kind in KINDS for path in directory.glob(f"{kind}/report/**/results.json")]
+    return {report["driver"]["name"]: report for report in found}
+
+
+def _failed(report):
+    return {rule["id"] for rule in report["rules"] if rule["outcome"] == "fail"}
+
+
+def _messages(report):
+    return {case["detail"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "fail"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_planted_fault_is_found(reports, name):
+    report, sample = reports[name], SAMPLES[name]
+    assert report["verdict"] == "non-conformant"
+    assert set(sample.breaks) <= _failed(report)
+    assert any(sample.expect_message in message for message in _messages(report)), _messages(report)
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *OWN])
+def test_a_driver_s_fault_is_not_the_suite_s(reports, name):
+    errors = [case for rule in reports[name]["rules"] for case in rule["cases"] if case["outcome"] == "error"]
+    assert not errors
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *OWN])
+def test_a_right_driver_is_not_blamed(reports, name):
+    assert not _messages(reports[name])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_project_s_own_drivers_conform(reports, name):
+    report = reports[name]
+    assert report["verdict"] == "conformant", [
+        (rule["id"], rule["outcome"], rule["reason"])
+        for rule in report["rules"]
+        if rule["outcome"] not in ("pass", "not declared")
+    ]
+
+
+def test_without_a_way_to_damage_a_page_the_verdict_is_incomplete(reports):
+    report = reports["Plain"]
+    assert report["verdict"] == "incomplete"
+    assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= {rule["id"] for rule in report["rules"] if rule["outcome"] == "untested"}
+    untested = {case["reason"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "untested"}
+    assert untested
+    assert all("no way to damage a page" in reason for reason in untested)
+
+
+def test_checksums_left_out_are_no_fault_and_no_conformance(reports):
+    report = reports["LeavesChecksumsOut"]
+    assert report["verdict"] == "incomplete"
+    reason = next(rule["reason"] for rule in report["rules"] if rule["id"] == "GET-5")
+    assert "leave checksums unverified" in reason
+
+
+def test_undeclared_rules_stand_apart(reports):
+    outcomes = {rule["id"]: rule["outcome"] for rule in reports["PromisesNothing"]["rules"]}
+    assert outcomes["ID-2"] == outcomes["LC-4"] == outcomes["FT-5"] == "not declared"
+
+
+def test_what_passes_undeclared_is_told(reports):
+    rule = next(rule for rule in reports["PromisesTooLittle"]["rules"] if rule["id"] == "ID-2")
+    assert rule["outcome"] == "not declared"
+    assert "it passes all the same" in rule["reason"]
+    assert any(case["passes_undeclared"] for case in rule["cases"])
+
+
+def test_every_field_of_the_identity_has_a_case_that_bites(reports):
+    rule = next(rule for rule in reports["IgnoresIdentity"]["rules"] if rule["id"] == "ID-1")
+    fields = {case["name"]: case["outcome"] for case in rule["cases"] if case["name"].startswith("test_one_field_differs")}
+    # The sample has to look at the salt to tell one case from the next, and its salts differ.
+    fields.pop("test_one_field_differs[salt]")
+    assert len(fields) >= 20
+    assert set(fields.values()) == {"fail"}
+
+
+def test_every_rule_is_broken_by_some_control():
+    assert set().union(*(sample.breaks for sample in SAMPLES.values())) == set(rules())
+
+
+def test_there_are_enough_mutants_and_they_repeat_the_field_s_faults():
+    assert len(WRONG) >= 40
+    assert len({sample.known_bug for sample in SAMPLES.values()} - {""}) >= 12

@@ -1,0 +1,168 @@
+"""The servers that drivers stand on: killed, set back, suspended, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.fixtures.environment import commands_of
+from hicache_conformance.harness.ports import accepts
+from hicache_conformance.injectors import servers as servers_module
+from hicache_conformance.injectors.servers import ServerInjector, Servers
+from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.violation import Inconclusive
+from tests.conformance.fault_helpers import MAX_SECONDS, background, eventually, find_fault
+
+SERVER = """
+import socketserver, sys
+class Remembers(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            with open(sys.argv[2], "ab", buffering=0) as file:
+                file.write(line.strip())
+            with open(sys.argv[2], "rb") as file:
+                self.wfile.write(file.read() + b"\\n")
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+Server(("127.0.0.1", int(sys.argv[1])), Remembers).serve_forever()
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A server that answers each line with all that it was ever told."""
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    return [sys.executable, "-S", str(script), "{port:memory}", "{tmp}/memory"]
+
+
+@pytest.fixture
+def services(command):
+    found = Servers([command])
+    found.start()
+    yield found
+    found.close()
+
+
+def told(services, line):
+    with socket.create_connection(("127.0.0.1", services.ports["memory"]), timeout=MAX_SECONDS) as connection:
+        connection.sendall(line + b"\n")
+        return connection.makefile("rb").readline().strip()
+
+
+def test_a_killed_server_is_back_on_its_port_and_has_its_files(services):
+    injector = ServerInjector(services)
+    assert told(services, b"a") == b"a"
+    find_fault(injector, FaultKind.KILL)
+    assert not accepts(services.ports["memory"])
+    injector.heal()
+    assert told(services, b"b") == b"ab"
+    assert injector.injected_count() == 1
+    injector.close()
+
+
+def test_a_server_that_was_set_back_does_not_know_what_it_has_acknowledged(services):
+    injector = ServerInjector(services)
+    told(services, b"a")
+    find_fault(injector, FaultKind.STALE)
+    assert told(services, b"b") == b"ab"
+    injector.heal()
+    assert told(services, b"c") == b"ac"
+    injector.close()
+
+
+def test_a_suspended_server_answers_when_it_goes_on(services):
+    injector = ServerInjector(services)
+    find_fault(injector, FaultKind.HANG)
+    thread, answers = background(lambda: told(services, b"a"))
+    thread.join(0.1)
+    assert thread.is_alive()
+    injector.heal()
+    thread.join(MAX_SECONDS)
+    assert answers == [b"a"]
+    injector.close()
+
+
+def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
+    busy = "import socket, sys, threading; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    busy += "def turn():\n    while True: pass\n"
+    busy += "for _ in range(8): threading.Thread(target=turn).start()\n"
+    services = Servers([(sys.executable, "-S", "-c", busy, "{port:a}")], tmp_path)
+    try:
+        services.start()
+        [server] = services._processes.values()
+        for _ in range(20):
+            services.suspend()
+            stats = [stat.read_text() for stat in Path(f"/proc/{server.pid}/task").glob("*/stat")]
+            assert {text.rpartition(")")[2].split()[0] for text in stats} == {"T"}
+            services.resume()
+    finally:
+        services.close()
+
+
+def test_a_stopped_server_s_files_can_be_damaged(services):
+    injector = ServerInjector(services)
+    told(services, b"a")
+    with injector.stopped() as directory:
+        assert not accepts(services.ports["memory"])
+        (directory / "memory").write_bytes(b"rot")
+    assert told(services, b"b") == b"rotb"
+    injector.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((sys.executable, "-S", "-c", "import sys; sys.exit('no licence')", "{port:a}"), "ended with 1; it said: no licence"),
+        (("no-such-server-anywhere", "{port:a}"), "it said: .*no-such-server-anywhere.*not found"),
+    ],
+)
+def test_a_server_that_does_not_start_is_quoted(words, told):
+    services = Servers([words])
+    with pytest.raises(Inconclusive, match=told):
+        services.start()
+    services.close()
+
+
+def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(servers_module, "STOP_SECONDS", 0.2)
+    script = tmp_path / "stubborn.py"
+    script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER)
+    services = Servers([[sys.executable, "-S", str(script), "{port:memory}", "{tmp}/memory"]])
+    services.start()
+    services.kill()
+    services.start()
+    told(services, b"a")
+    services.close()
+    assert not accepts(services.ports["memory"])
+    assert not services.tmp.exists()
+
+
+def test_servers_go_with_a_suite_that_is_killed(command):
+    code = (
+        "import sys; from hicache_conformance.injectors.servers import Servers; s = Servers([sys.argv[1:]]); s.start(); "
+        "print(s.ports['memory'], flush=True); input()"
+    )
+    suite = subprocess.Popen([sys.executable, "-c", code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    port = int(suite.stdout.readline())
+    assert accepts(port)
+    suite.send_signal(signal.SIGKILL)
+    suite.wait()
+    eventually(lambda: not accepts(port))
+    suite.stdin.close()
+    suite.stdout.close()
+
+
+def test_servers_that_the_options_do_not_name_are_not_started():
+    assert len(commands_of("hf3fs", {}, None)) == 1
+    assert len(commands_of("hf3fs", {"file_size": "32MiB"}, None)) == 1
+    assert commands_of("hf3fs", {"metadata_url": ""}, None) == ()
+    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None) == ()
+    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve --port {port:mine}"]) == (
+        ("serve", "--port", "{port:mine}"),
+    )

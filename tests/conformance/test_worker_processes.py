@@ -1,0 +1,223 @@
+"""Storages in processes of their own: told what to do, listened to, killed, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.harness.disk_usage import DiskUsage
+from hicache_conformance.history.events import Begun, Call
+from hicache_conformance.history.workload import Workload
+from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.processes import worker as workers
+from hicache_conformance.processes.channel import Channel
+from hicache_conformance.processes.messages import PoolShape
+from hicache_conformance.processes.supervisor import KillSchedule, watch
+from hicache_conformance.processes.worker import WorkerProcess
+from hicache_storage.spec import StorageIdentity
+
+MUTANTS = Path(__file__).with_name("mutants")
+IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt="workers")
+KEYS = tuple(f"key{number}" for number in range(8))
+
+
+@pytest.fixture
+def start(site, tmp_path, monkeypatch):
+    """Start a worker with a driver; what a test leaves is killed."""
+    monkeypatch.syspath_prepend(str(MUTANTS))
+    monkeypatch.syspath_prepend(str(site.directory))
+    started = []
+
+    def open_peer(driver="file", config=None, *, fresh=False, pools=None):
+        options = {"path": str(tmp_path / "store")} if config is None else config
+        worker = WorkerProcess.open(
+            f"p{len(started)}", driver, options, IDENTITY, pools=pools or {"kv": PoolShape()}, options=None, seed="1", fresh=fresh
+        )
+        started.append(worker)
+        return worker
+
+    yield open_peer
+    for worker in started:
+        worker.kill()
+
+
+def workload(mix, *, calls=20, clients=1, first=1, keys=KEYS):
+    return Workload(seed="s", clients=clients, calls=calls, keys=keys, mix=mix, first_value=first)
+
+
+def is_gone(worker):
+    return not Path(f"/proc/{worker.pid}").exists()
+
+
+def threads_of(pid):
+    """The state of each thread of a process, as ps(1) shows it."""
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
+def test_what_one_process_sets_another_reads(start):
+    one, two = start(), start(fresh=True)
+    assert one.set(KEYS, 5) == [True] * 8
+    assert two.get(KEYS) == [5] * 8
+    assert two.exists([*KEYS, "another"]) == 8
+    assert two.delete(KEYS[:1]) == [True]
+    assert one.get(KEYS[:2]) == [None, 5]
+    assert one.stats().pages_read == 1
+    two.clear()
+    assert one.exists(KEYS) == 0
+    assert [event.call for event in two.events] == [Call.GET, Call.EXISTS, Call.DELETE, Call.CLEAR]
+    assert all(event.began_at <= event.ended_at for event in two.events)
+
+
+def test_it_has_a_session_of_its_own_and_ends_when_closed(start):
+    one = start()
+    assert os.getsid(one.pid) == one.pid != os.getsid(0)
+    one.close()
+    one.close()
+    assert is_gone(one)
+
+
+def test_a_workload_tells_both_ends_of_every_call(start):
+    one, two = start(), start()
+    for worker, first in ((one, 1), (two, 1000)):
+        worker.start(workload({Call.SET: 1, Call.GET: 1}, calls=30, clients=2, first=first))
+    watch([one, two])
+    for worker in (one, two):
+        assert len(worker.events) == 60
+        assert {event.begun.client for event in worker.events} == {f"{worker.name}.0", f"{worker.name}.1"}
+        assert all(event.ended for event in worker.events)
+    sets = [event.begun.value for worker in (one, two) for event in worker.events if event.call is Call.SET]
+    assert len(set(sets)) == len(sets)
+
+
+def test_one_workload_makes_the_same_calls_again(start):
+    one, two = start(), start()
+    for worker in (one, two):
+        worker.start(workload({Call.SET: 1, Call.GET: 1, Call.EXISTS: 1}))
+        watch([worker])
+    calls = [[(event.call, event.keys, event.begun.value) for event in worker.events] for worker in (one, two)]
+    assert calls[0] == calls[1]
+
+
+def test_a_struck_peer_is_dead_and_what_it_said_is_known(start):
+    victim, other = start(), start()
+    # More than it gets done, however late the schedule is.
+    works = {victim: workload({Call.SET: 1}, calls=100_000, clients=2), other: workload({Call.GET: 1})}
+    for worker, work in works.items():
+        worker.start(work)
+    watch([victim, other], {victim: KillSchedule(10, 0.5)})
+    assert is_gone(victim)
+    assert 10 <= len(victim.events) < 200_000
+    assert sum(event.ended is None for event in victim.events) <= 2
+    assert len(other.events) == 20
+    victim.kill()
+    with pytest.raises(RuntimeError, match="is dead"):
+        victim.get(KEYS)
+
+
+def test_a_driver_that_is_not_there_is_untestable(start):
+    with pytest.raises(Inconclusive, match="no driver named 'nobody'"):
+        start("nobody", {})
+    with pytest.raises(Inconclusive, match="unknown option"):
+        start("file", {"where": "here"})
+
+
+def test_a_broken_rule_travels(start):
+    raising = start("Raises", {})
+    with pytest.raises(Violation, match=r"^batch_get_v2 raised OSError: the disk is gone \(process p0\)"):
+        raising.get(KEYS)
+
+
+def test_a_fault_of_the_suite_is_not_the_driver_s(start):
+    one = start()
+    with pytest.raises(RuntimeError, match="the suite broke in process p0"):
+        one.get(KEYS, "mamba")
+
+
+def test_a_process_that_dies_is_told_with_what_it_did(start):
+    one = start()
+    one.start(workload({Call.SET: 1}, calls=100_000, keys=KEYS))
+    os.kill(one.pid, signal.SIGSEGV)
+    with pytest.raises(Violation, match=r"process p0 was killed by SIGSEGV in (a set of|opening)"):
+        watch([one])
+    assert is_gone(one)
+
+
+def test_a_driver_that_ends_the_process_is_found(start):
+    one = start("Dies", {})
+    with pytest.raises(Violation, match=r"process p0 ended with status 3 in a get of 8 pages"):
+        one.get(KEYS)
+    assert is_gone(one)
+
+
+def test_a_call_that_hangs_is_ended(start, monkeypatch):
+    one = start()
+    os.kill(one.pid, signal.SIGSTOP)
+    # It is the fork server's child, which waits for it.
+    while set(threads_of(one.pid)) != {"T"}:
+        time.sleep(0.001)
+    monkeypatch.setattr(workers, "SILENCE_SECONDS", 0.5)
+    with pytest.raises(Violation, match=r"^FT-3: process p0 has not come back from"):
+        one.get(KEYS)
+    assert is_gone(one)
+
+
+def test_the_fork_server_is_replaced_when_it_dies(start):
+    start()
+    workers._fork_server()._process.kill()
+    workers._fork_server()._process.wait()
+    assert start().set(KEYS, 1) == [True] * 8
+
+
+def test_a_nursery_takes_its_peers_with_it(start):
+    one = start()
+    workers._fork_server()._process.kill()
+    limit = time.monotonic() + 60
+    while not is_gone(one) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert is_gone(one)
+    with pytest.raises(Violation, match="process p0 was killed by SIGKILL"):
+        one.get(KEYS)
+
+
+def test_forks_know_nothing_of_this_project_beforehand(start):
+    # Each fork draws the first generation of its envelopes when it imports them; a fork server that had would share it.
+    one, two = start(), start()
+    script = Path(f"/proc/{workers._fork_server()._process.pid}/maps").read_text()
+    assert "torch" in script
+    assert one.pid != two.pid
+    source = Path(workers.__file__).with_name("fork_server.py").read_text()
+    outside = [line for line in source.splitlines() if line.startswith(("from hicache", "import hicache"))]
+    assert outside == []
+
+
+def test_messages_of_a_killed_sender_arrive_whole_or_not():
+    ours, theirs = socket.socketpair()
+    channel, other = Channel(ours, Begun), Channel(theirs, Begun)
+    first = Begun(number=1, client="a", call=Call.GET, at=5, keys=("a\nb",))
+    other.send(first)
+    theirs.send(b'{"type":"Begun","num')
+    other.close()
+    assert channel.receive(1) == first
+    with pytest.raises(EOFError):
+        channel.receive(1)
+    channel.close()
+
+
+def test_a_channel_waits_no_longer_than_it_is_told():
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(TimeoutError):
+        Channel(ours, Begun).receive(0.01)
+    ours.close()
+
+
+def test_a_footprint_is_that_of_the_directories_that_options_name(tmp_path):
+    (tmp_path / "store" / "deep").mkdir(parents=True)
+    (tmp_path / "store" / "deep" / "page").write_bytes(b"12345")
+    (tmp_path / "elsewhere").write_bytes(b"123")
+    assert DiskUsage.of({"path": str(tmp_path / "store"), "threads": 4}, tmp_path) == DiskUsage(1, 5)
+    assert DiskUsage.of({"url": "http://localhost"}, tmp_path) is None
