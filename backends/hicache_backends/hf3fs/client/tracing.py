@@ -1,4 +1,4 @@
-"""What tells the server which call of which engine a request belongs to."""
+"""Request ids and trace contexts in the headers of requests to the metadata server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hicache_storage.observability.otel import Spans
 
 
-def name(headers: MutableMapping[str, str]) -> None:
-    """Add the id of the call that this request is made for, and its span where calls are traced."""
+def add_trace_headers(headers: MutableMapping[str, str]) -> None:
+    """Add the id of the running call, and its span if tracing is on."""
     headers[HEADER] = call_request_id(None)
     if tracing.spans() is not None:
         from hicache_storage.observability.otel import inject
@@ -24,8 +24,8 @@ def name(headers: MutableMapping[str, str]) -> None:
         inject(headers)
 
 
-def spanned(path: str) -> AbstractContextManager[None]:
-    """A span around a request to a path, where calls are traced."""
+def request_span(path: str) -> AbstractContextManager[None]:
+    """A span around a request; does nothing if tracing is off."""
     spans = tracing.spans()
     return nullcontext() if spans is None else _span(spans, path)
 

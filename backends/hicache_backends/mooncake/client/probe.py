@@ -1,7 +1,7 @@
-"""Asks whether a master answers, without the library.
+"""Probe of a master without the library.
 
-The library holds the interpreter's lock while it connects, so that a master that accepts connections and says nothing would
-stop the whole process. Here it costs a socket and the time that the caller gives.
+The library holds the GIL while it connects, so a master that accepts connections and does not
+answer would stop the whole process. The probe takes a socket and has a timeout.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Final
 
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
-_NOBODY_S_FUNCTION: Final = 0x48694361
-# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment length, little endian.
-_REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _NOBODY_S_FUNCTION, 0, 0)
+_UNKNOWN_FUNCTION: Final = 0x48694361
+# coro_rpc: magic, version, serialisation, message type, sequence, function, body and handle length, little endian.
+_REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
 
 
 def check_master(address: tuple[str, int], seconds: float) -> None:
-    """Call a function that no master has. Whoever refuses it, or hangs up, is awake; whoever is silent hangs.
+    """Call a function that no master has. A refusal or a closed connection proves a live master.
 
     Raises:
-        StorageTimeoutError: nothing is said in time.
-        StorageUnavailableError: nobody listens.
+        StorageTimeoutError: no answer in time.
+        StorageUnavailableError: the connection is refused, or fails otherwise.
     """
     where = f"the master at {address[0]}:{address[1]}"
     try:
