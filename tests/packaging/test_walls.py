@@ -131,7 +131,7 @@ def modules():
 
 def room(module: str) -> str:
     parts = module.split(".")
-    if parts[:4] == ["hicache_backends", "hf3fs", "client", "local"]:
+    if parts[:4] == ["hicache_backends", "hf3fs", "client", "embedded"]:
         return ".".join(parts[:4])
     if parts[:3] == ["hicache_backends", "mooncake", "cli"]:
         return ".".join(parts[:3])

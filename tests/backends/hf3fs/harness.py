@@ -1,4 +1,4 @@
-"""A 3FS storage with a host pool, and pages whose bytes say whose they are."""
+"""A 3FS storage with a host pool, and pages whose bytes identify key and version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients, and what the remote one makes of servers that misbehave."""
+"""Both metadata clients, and the HTTP client with faulty servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def geometry(name=SCOPE, slots=16, **changes):
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def loop_kind(request, monkeypatch, caller):
-    """The remote client's loop is uvloop's, or, where that is not installed, the standard library's."""
+    """The loop of the HTTP client: uvloop's, and the standard library's without uvloop."""
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)
 

@@ -1,4 +1,4 @@
-"""Neighbouring slots are moved with one request, and what is wrong with one of them is its own affair."""
+"""I/O requests for extents of neighbouring slots, and faults of single slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of several servers: which it asks, what it does when they fail, and how it comes back."""
+"""Failover of the HTTP client: attempt plan, backoff, return to the first server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop that callers of the metadata client run themselves."""
+"""The inline event loop of the HTTP metadata client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writers that come too late: no slot is another page's while its writer may still write, and what a stalled write damages goes."""
+"""Late writes: quarantine of slots that may still be written, and removal of damaged pages."""
 
 from __future__ import annotations
 

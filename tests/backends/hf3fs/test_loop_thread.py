@@ -1,4 +1,4 @@
-"""The event loop of the metadata client, in a thread of its own."""
+"""The loop thread of the HTTP metadata client."""
 
 from __future__ import annotations
 

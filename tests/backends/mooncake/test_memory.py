@@ -1,4 +1,4 @@
-"""Memory of host pools: registered once, refused before anything has changed, and let go when nobody can use it any more."""
+"""Registration of host pools' memory: once, with refusals, and its release after the last use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of objects: distinct, the same for a key whichever others it is asked with, and all with their namespace's prefix."""
+"""Names of objects: distinct, independent of the batch, with their namespace's prefix."""
 
 from __future__ import annotations
 

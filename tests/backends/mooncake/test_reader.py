@@ -1,4 +1,4 @@
-"""What readers make of the library's answers: arrived, missing, damaged, failed, and given up."""
+"""Results of reads by the library's codes: arrived, missing, damaged, failed, given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that several threads share."""
+"""The thread pool for transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a writer sends of pages, in which chunks, and what it does about those that do not arrive."""
+"""Chunks that a writer sends, and pages that do not arrive."""
 
 from __future__ import annotations
 

@@ -15,11 +15,10 @@ from multidict import CIMultiDict
 from hicache_backends.hf3fs.client.addresses import addresses
 from hicache_backends.hf3fs.client.errors import DrainingError, MetadataError, RetryableError, UnknownScopeError
 from hicache_backends.hf3fs.client.failover import ServerPool
-from hicache_backends.hf3fs.client.http_transport import HttpTransport, PendingRequest
+from hicache_backends.hf3fs.client.http_transport import HttpTransport, PendingRequest, add_trace_headers, request_span
 from hicache_backends.hf3fs.client.inline_loop import InlineLoop
 from hicache_backends.hf3fs.client.loop_thread import LoopThread
 from hicache_backends.hf3fs.client.metadata_client import MetadataClient
-from hicache_backends.hf3fs.client.tracing import add_trace_headers, request_span
 from hicache_metadata_server import protocol as p
 from hicache_storage.spec import StorageTimeoutError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import aiohttp
@@ -11,13 +12,18 @@ import msgspec
 
 from hicache_backends.hf3fs.client.errors import NoResponseError, RetryableError, error_of_response
 from hicache_metadata_server import protocol as p
+from hicache_storage.observability import tracing
+from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, MutableMapping
+    from contextlib import AbstractContextManager
     from ssl import SSLContext
 
     from multidict import CIMultiDict
 
     from hicache_backends.hf3fs.client.failover import Server
+    from hicache_storage.observability.otel import Spans
 
 T = TypeVar("T")
 
@@ -143,3 +149,24 @@ def _decoded(response: aiohttp.ClientResponse, body: bytes, response_type: type[
     elif response.status != 200:
         raise ValueError(f"status {response.status}")
     return p.decode(body, response_type, p.MSGPACK if response.status == 204 else response.content_type)
+
+
+def add_trace_headers(headers: MutableMapping[str, str]) -> None:
+    """Add the id of the running call, and its span if tracing is on."""
+    headers[HEADER] = call_request_id(None)
+    if tracing.spans() is not None:
+        from hicache_storage.observability.otel import inject
+
+        inject(headers)
+
+
+def request_span(path: str) -> AbstractContextManager[None]:
+    """A span around a request; does nothing if tracing is off."""
+    spans = tracing.spans()
+    return nullcontext() if spans is None else _span(spans, path)
+
+
+@contextmanager
+def _span(spans: Spans, path: str) -> Generator[None]:
+    with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
+        yield

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,32 @@ PROBE_SECONDS: Final = 2.0
 CONNECT_ATTEMPTS: Final = 4
 CONNECT_PAUSE: Final = 1.0
 """Seconds after each of the library's attempts to reconnect to the master."""
+_UNKNOWN_FUNCTION: Final = 0x48694361
+# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment length, little endian.
+_REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
+
+
+def check_master(address: tuple[str, int], seconds: float) -> None:
+    """Call a function that no master has. A refusal or a closed connection proves a live master.
+
+    The library is not used: it holds the GIL while it connects, so a master that accepts
+    connections and does not answer would stop the whole process.
+
+    Raises:
+        StorageTimeoutError: no answer in time.
+        StorageUnavailableError: the connection is refused, or fails otherwise.
+    """
+    where = f"the master at {address[0]}:{address[1]}"
+    try:
+        with socket.create_connection(address, timeout=seconds) as connection:
+            connection.sendall(_REQUEST)
+            connection.recv(1)
+    except TimeoutError as error:
+        raise StorageTimeoutError(f"{where} has not answered for {seconds:.1f} s") from error
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise StorageUnavailableError(f"{where} cannot be reached: {error}") from error
 
 
 def set_up(settings: ClientSettings) -> Store:

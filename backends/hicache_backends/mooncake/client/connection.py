@@ -8,9 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.client.client_setup import PROBE_SECONDS, set_up, warm_up
+from hicache_backends.mooncake.client.client_setup import PROBE_SECONDS, check_master, set_up, warm_up
 from hicache_backends.mooncake.client.in_flight import InFlight
-from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
