@@ -32,7 +32,7 @@ from hf3fs_contenders import Hf3fsGlobalMetadataClient
 from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call
 
@@ -55,7 +55,7 @@ def peer_question(url: str, keys: list[str]) -> Callable[[], int]:
     return lambda: sum(slot is not None for slot in client.get_page_indices(0, keys))
 
 
-def our_question(client: RemoteDirectory, keys: list[str]) -> Callable[[], int]:
+def our_question(client: HttpMetadataClient, keys: list[str]) -> Callable[[], int]:
     """The same for ours."""
     client.refresh(Call(5.0))
     client.declare(p.ScopeGeometry(scope=SCOPE, slots=SLOTS, slot_bytes=1 << 16, identity="benchmark"))
@@ -102,7 +102,7 @@ def main() -> None:
             for name, command in commands.items()
         }
         for count in map(int, options.keys.split(",")):
-            client = RemoteDirectory(urls[OURS])
+            client = HttpMetadataClient(urls[OURS])
             keys = fresh_keys(count)
             contenders = [(PEER, peer_question(urls[PEER], keys)), (OURS, our_question(client, keys))]
             in_a_thread(functools.partial(measure, str(count), contenders))

@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack, closing
 from typing import Final
 
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_conformance.injectors.servers import Servers, stand_still
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
@@ -56,12 +56,12 @@ def main() -> None:
 
 def one_round(servers: list[Served], manner: str, deadline: float, seed: int) -> tuple[float, float, float]:
     """Seconds of the three calls."""
-    with closing(RemoteDirectory([server.url for server in servers], chance=random.Random(seed))) as client:
+    with closing(HttpMetadataClient([server.url for server in servers], rng=random.Random(seed))) as client:
         client.declare(p.ScopeGeometry(scope=SCOPE, slots=1024, slot_bytes=1 << 16))
         client.refresh(Call(10.0))
         ask(client, 10.0)
         before = ask(client, deadline)
-        struck = next(server for server in servers if server.url == client.where)
+        struck = next(server for server in servers if server.url == client.endpoint)
         strike(struck, manner)
         try:
             return before, ask(client, deadline), ask(client, deadline)
@@ -69,7 +69,7 @@ def one_round(servers: list[Served], manner: str, deadline: float, seed: int) ->
             heal(struck, manner)
 
 
-def ask(client: RemoteDirectory, deadline: float) -> float:
+def ask(client: HttpMetadataClient, deadline: float) -> float:
     """Seconds that a question takes."""
     begin = time.perf_counter()
     client.lookup(ASKED, Call(deadline))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from hicache_backends.hf3fs.slots.checking import Claim, SlotDirectory, Verdict
+from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, Verdict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli import app
 from hicache_metadata_server.service.changes import Changes
@@ -160,18 +160,18 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
 def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
     with opened_store(planted.store) as service:
         scope = service.scopes[planted.scope]
-        files = SlotDirectory(str(planted.data))
+        files = SlotFileSet(str(planted.data))
         checked = files.file_of(scope.geometry)
         slot = planted.slots[NAMES[0]]
         length, checksum = scope.table.lengths[slot], scope.table.checksums[slot]
     with closing(checked):
-        assert checked.verdict(Claim(slot, NAMES[0], length, checksum)) is Verdict.WHOLE
-        assert checked.verdict(Claim(slot, NAMES[0], 0, 0)) is Verdict.UNKNOWN
-        assert checked.verdict(Claim(slot, NAMES[0], 64, checksum)) is Verdict.LENGTH
-        assert checked.verdict(Claim(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum)) is Verdict.LENGTH
-        assert checked.verdict(Claim(slot, NAMES[0], length - 1, checksum)) is Verdict.OTHER
-        assert checked.verdict(Claim(slot, NAMES[0], length, checksum ^ 1)) is Verdict.OTHER
-        assert checked.verdict(Claim(slot, NAMES[1], length, checksum)) is Verdict.OTHER
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum)) is Verdict.WHOLE
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], 0, 0)) is Verdict.UNKNOWN
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], 64, checksum)) is Verdict.LENGTH
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum)) is Verdict.LENGTH
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], length - 1, checksum)) is Verdict.OTHER
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum ^ 1)) is Verdict.OTHER
+        assert checked.verdict(ExpectedPage(slot, NAMES[1], length, checksum)) is Verdict.OTHER
 
 
 def test_a_file_that_is_gone_or_cannot_be_read(planted):

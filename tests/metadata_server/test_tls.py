@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from hicache_backends.hf3fs.client.failures import MetadataError
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
+from hicache_backends.hf3fs.client.errors import MetadataError
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server.cli import app
 from hicache_metadata_server.client_tls import client_context
@@ -105,11 +105,11 @@ def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):
             done = CliRunner().invoke(app, ["status", "--url", place.url, *arguments])
             assert done.exit_code == code, done.output
         assert CliRunner().invoke(app, ["status", "--url", place.url], env={"HICACHE_METADATA_CA": trusted}).exit_code == 0
-        with closing(RemoteDirectory(place.url, tls=client_context(ca=trusted))) as directory:
-            assert directory.refresh(Call(10)).protocol == "2"
+        with closing(HttpMetadataClient(place.url, tls=client_context(ca=trusted))) as client:
+            assert client.refresh(Call(10)).protocol == "2"
         for tls in (client_context(ca=other), None):
-            with closing(RemoteDirectory(place.url, tls=tls)) as directory, pytest.raises(MetadataError, match="certificate"):
-                directory.refresh(Call(10))
+            with closing(HttpMetadataClient(place.url, tls=tls)) as client, pytest.raises(MetadataError, match="certificate"):
+                client.refresh(Call(10))
 
 
 def test_clients_show_certificates(tmp_path, authority, others):
@@ -123,12 +123,12 @@ def test_clients_show_certificates(tmp_path, authority, others):
             ({"certificate": both}, True),
         ):  # fmt: skip
             tls = client_context(ca=str(authority.file), **{name: str(file) for name, file in files.items()})
-            with closing(RemoteDirectory(place.url, tls=tls)) as directory:
+            with closing(HttpMetadataClient(place.url, tls=tls)) as client:
                 if answers:
-                    assert directory.refresh(Call(10)).protocol == "2"
+                    assert client.refresh(Call(10)).protocol == "2"
                 else:
                     with pytest.raises(MetadataError):
-                        directory.refresh(Call(10))
+                        client.refresh(Call(10))
         with_certificate = ("--ca", str(authority.file), "--certificate", str(both))
         assert CliRunner().invoke(app, ["status", "--url", place.url, *with_certificate]).exit_code == 0
 

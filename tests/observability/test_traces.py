@@ -129,7 +129,7 @@ def test_nothing_is_imported_where_nothing_is_traced():
     code = (
         "import sys\n"
         "from hicache_storage import StorageOptions, create_storage, StorageIdentity\n"
-        "import hicache_storage.layers, hicache_backends.hf3fs.client.remote, hicache_metadata_server.web.front\n"
+        "import hicache_storage.layers, hicache_backends.hf3fs.client.http_client, hicache_metadata_server.web.front\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

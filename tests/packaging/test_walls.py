@@ -75,12 +75,12 @@ ALLOWED = {
         "hicache_storage",
         "hicache_metadata_server.protocol",
         "hicache_metadata_server.client_tls",
-        "hicache_backends.hf3fs.client.local",
+        "hicache_backends.hf3fs.client.embedded",
     },
     # A command of its own.
     "hicache_backends.mooncake.cli": {"hicache_storage", "hicache_backends"},
     # The state machine without its server.
-    "hicache_backends.hf3fs.client.local": {
+    "hicache_backends.hf3fs.client.embedded": {
         "hicache_storage",
         "hicache_backends",
         "hicache_metadata_server",
@@ -134,7 +134,7 @@ def modules():
 
 def room(module: str) -> str:
     parts = module.split(".")
-    if parts[:4] == ["hicache_backends", "hf3fs", "client", "local"]:
+    if parts[:4] == ["hicache_backends", "hf3fs", "client", "embedded"]:
         return ".".join(parts[:4])
     if parts[:3] == ["hicache_backends", "mooncake", "cli"]:
         return ".".join(parts[:3])
@@ -178,7 +178,7 @@ def test_backends_do_not_know_each_other():
 
 def test_the_3fs_driver_does_without_the_server():
     code = (
-        "import sys, hicache_backends.hf3fs.driver, hicache_backends.hf3fs.client.remote\n"
+        "import sys, hicache_backends.hf3fs.driver, hicache_backends.hf3fs.client.http_client\n"
         "print(*[name for name in sys.modules if name.startswith('hicache_metadata_server.')])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

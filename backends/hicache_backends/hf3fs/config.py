@@ -20,7 +20,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     """Options of the 3FS driver. All clients of one directory must be given the same `file_size`.
 
     Raises:
-        ValueError: the size or the address is none.
+        ValueError: a size, the path or an address is malformed.
     """
 
     path: Annotated[
@@ -128,14 +128,14 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             _ = self.metadata_urls
         except ValueError as error:
             raise ValueError(f"metadata_url: {error}") from error
-        self._see_tls()
+        self._check_tls()
 
     def __repr__(self) -> str:
-        told = {name: getattr(self, name) for name in self.__struct_fields__}
-        told["token"] = "..." if self.token else ""
-        return f"Hf3fsConfig({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        values["token"] = "..." if self.token else ""
+        return f"Hf3fsConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
-    def _see_tls(self) -> None:
+    def _check_tls(self) -> None:
         if self.metadata_key and not self.metadata_certificate:
             raise ValueError("metadata_key needs metadata_certificate")
         given = next((name for name in ("metadata_ca", "metadata_certificate") if getattr(self, name)), "")
@@ -144,25 +144,25 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
 
     @property
     def is_secure(self) -> bool:
-        """Whether a metadata server is spoken to by TLS."""
+        """True if any metadata server is at `https://`."""
         return any(url.startswith("https:") for url in self.metadata_urls)
 
     @property
     def metadata_urls(self) -> tuple[str, ...]:
-        """The addresses of the metadata servers; none for a map in this process."""
+        """Addresses of the metadata servers; empty for embedded metadata."""
         return () if self.metadata_url in (None, "") else addresses(self.metadata_url)
 
     @property
     def file_bytes(self) -> int:
-        """The size as a number."""
+        """`file_size` in bytes."""
         return parse_bytes(self.file_size)
 
     @property
     def usrbio_buffer_bytes(self) -> int:
-        """The size as a number."""
+        """`usrbio_buffer` in bytes."""
         return parse_bytes(self.usrbio_buffer)
 
     @property
     def bearer(self) -> str:
-        """The token, wherever it comes from."""
+        """The token, of the option or of the environment variable."""
         return self.token or os.environ.get(TOKEN_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""The 3FS driver: pages in slots of large files, and a metadata server that says which slot holds which page."""
+"""The 3FS driver: pages in slots of large files, which a metadata server maps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.client.failures import InUseError
+from hicache_backends.hf3fs.client.errors import InUseError
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.scopes import metadata_keys
 from hicache_backends.hf3fs.slots.engine import SlotRead
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS: Final = 0.1
-"""The interval at which a scope that is to be removed is asked whether it is empty."""
+POLL_SECONDS: Final = 0.1
+"""Interval of the attempts to drop a scope whose slots are not free yet."""
 
 
 class Hf3fsStorage(ObjectStorage):
-    """Stores pages in slots.
+    """Storage whose pages lie in slots.
 
-    With a metadata server, what a set has answered `True` for is seen by the next call of any storage on the same directory
-    and server, and survives the death of all of them and of the server. Without one, it is seen in this process.
+    With a metadata server, a stored page is visible to the next call of any storage on the same
+    directory and server. It survives the death of all of them and of the server. Without a server,
+    it is visible in this process only.
     """
 
     def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
@@ -64,7 +65,7 @@ class Hf3fsStorage(ObjectStorage):
         """The open store.
 
         Raises:
-            StorageUnavailableError: it is not open.
+            StorageUnavailableError: the storage is not open.
         """
         if self._store is None:
             raise StorageUnavailableError("hf3fs: the store is not open")
@@ -75,7 +76,7 @@ class Hf3fsStorage(ObjectStorage):
         self._reader = PageReader(store)
         self._writer = PageWriter(store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}")
         durability = self._capabilities.durability
-        if durability is Durability.PROCESS and store.directory.about.durability is p.Durability.NONE:
+        if durability is Durability.PROCESS and store.metadata.about.durability is p.Durability.NONE:
             durability = Durability.REOPEN
         self._capabilities = replace(
             self._capabilities,
@@ -84,14 +85,15 @@ class Hf3fsStorage(ObjectStorage):
         )
 
     def disconnect(self) -> None:
-        store, self._store = self.store, None
+        store = self.store
+        self._store = None
         store.close()
 
     def check_health(self) -> Health:
-        about = self.store.directory.refresh(Call(self._config.timeout_seconds))
+        about = self.store.metadata.refresh(Call(self._config.timeout_seconds))
         stuck = self.store.engine.stuck()
         hanging = f"; {stuck} reads hang" if stuck else ""
-        where = f" at {self.store.directory.where}" if self.store.directory.where else ""
+        where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
         return Health(ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}")
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
@@ -99,7 +101,7 @@ class Hf3fsStorage(ObjectStorage):
         asked = [
             p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
         ]
-        found = self.store.directory.lookup(asked, call)
+        found = self.store.metadata.lookup(asked, call)
         return [
             [length == batch.namespace.object_bytes for length in part.lengths]
             for part, batch in zip(found.scopes, batches, strict=True)
@@ -120,24 +122,24 @@ class Hf3fsStorage(ObjectStorage):
         asked = [
             p.DeleteScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
         ]
-        return self.store.directory.delete(asked, call)
+        return self.store.metadata.delete(asked, call)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         scopes = self.store.scopes(namespaces)
-        self.store.directory.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
+        self.store.metadata.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         scopes = self.store.scopes(namespaces)
         while True:
             try:
-                self.store.directory.drop([scope.name for scope in scopes], call)
+                self.store.metadata.drop([scope.name for scope in scopes], call)
                 break
             except InUseError:
                 left = call.remaining()
-                # Its slots are free after the quarantine, if nobody else uses them.
-                if left is not None and left <= LOOK_SECONDS:
+                # Its slots are free after the quarantine, if no other client uses them.
+                if left is not None and left <= POLL_SECONDS:
                     return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         for scope in scopes:
             scope.file.remove()
         return True
@@ -146,12 +148,12 @@ class Hf3fsStorage(ObjectStorage):
         return all(self._discard(batch, call) for batch in batches)
 
     def _discard(self, batch: ReadBatch, call: Call) -> bool:
-        """Look at pages once more, and delete those that are damaged indeed; whether that is certain for all."""
+        """Read pages again and delete the damaged ones. True if the state of all is certain."""
         store = self.store
         [scope] = store.scopes([batch.namespace])
         keys = list(dict.fromkeys(read.key for read in batch.reads))
         asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
-        [found] = store.directory.lookup([asked], call, touch=False).scopes
+        [found] = store.metadata.lookup([asked], call, touch=False).scopes
         certain, going, generations = True, list[str](), list[int]()
         rows = zip(keys, asked.keys, found.slots, found.generations, found.lengths, found.checksums, strict=True)
         for key, name, slot, generation, length, checksum in rows:
@@ -167,7 +169,7 @@ class Hf3fsStorage(ObjectStorage):
             going.append(name)
             generations.append(generation)
         if going:
-            store.directory.delete([p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call)
+            store.metadata.delete([p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call)
         return certain
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:

@@ -1,4 +1,4 @@
-"""Registers the driver."""
+"""Registration of the driver `hf3fs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMAND_LINE = "from hicache_storage.cli.main import main; main()"
 
 @hookimpl
 def hicache_register_drivers() -> Sequence[DriverSpec]:
-    """Offer the driver `hf3fs`."""
+    """Register the driver `hf3fs`."""
     return [
         DriverSpec(
             name="hf3fs",
@@ -33,13 +33,13 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
             requires=("aiohttp",),
-            # Whoever examines a trial store may read its files whole.
+            # Small, because tools that examine a trial store may read whole files.
             trial_config={
                 "path": "{tmp}/store",
                 "metadata_url": "http://127.0.0.1:{port:meta}",
                 "file_size": "64MiB",
                 "lease_seconds": "1",
-                # Longer than a lease, so that what a killed writer had begun is not refused to the next.
+                # Longer than a lease, so that the keys of a killed writer can be set again.
                 "wait_seconds": "3",
             },
             trial_services=(

@@ -1,4 +1,4 @@
-"""Reads pages: where the directory says they are, and verified, because a slot may have been given away meanwhile."""
+"""The get: lookup, read and verification, because a slot may change hands during the read."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hicache_storage.objects.envelope import stored_checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.client.directory import Located
-    from hicache_backends.hf3fs.scopes import ScopeOfSlots
+    from hicache_backends.hf3fs.client.metadata_client import Located
+    from hicache_backends.hf3fs.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
     from hicache_storage.objects import Call, ReadBatch
 
 ATTEMPTS: Final = 4
-"""A page that was written anew while it was read is read from its new slot."""
+"""A page that moves during the read is read again, from its new slot."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadOutcome:
-    """What has become of some reads."""
+    """Result of a batch of reads."""
 
     arrived: set[ObjectRead] = field(default_factory=set[ObjectRead])
     faults: list[OSError] = field(default_factory=list[OSError])
 
 
-_Place = tuple[int, int, int, int]
-"""What the directory says about one page: slot, generation, length and checksum."""
+_Location = tuple[int, int, int, int]
+"""Slot, generation, length and checksum of a page, as the server returns them."""
 
 
 class PageReader:
@@ -45,68 +45,66 @@ class PageReader:
         """Read pages into their buffers, and verify them.
 
         Raises:
-            StorageUnavailableError: the directory does not answer.
+            StorageUnavailableError: the metadata server does not answer.
         """
         outcome = ReadOutcome()
         scopes = self._store.scopes([batch.namespace for batch in batches])
-        wrong = dict[ObjectRead, _Place]()
+        wrong = dict[ObjectRead, _Location]()
         left = [list(batch.reads) for batch in batches]
         for attempt in range(ATTEMPTS):
             located = self._locate(scopes, left, call, first=not attempt)
             try:
                 wrong = self._read_found(scopes, left, located, wrong, outcome, call)
             finally:
-                self._store.directory.unpin(located.pins)
+                self._store.metadata.unpin(located.pins)
             if not wrong or call.expired():
                 break
             left = [[read for read in reads if read in wrong] for reads in left]
         for read in wrong:
-            # It could not be settled whether this is damage: a miss.
+            # Neither a hit nor certainly damaged: a miss.
             read.retract()
         return outcome
 
-    def _locate(
-        self, scopes: Sequence[ScopeOfSlots], left: Sequence[Sequence[ObjectRead]], call: Call, *, first: bool
-    ) -> Located:
+    def _locate(self, scopes: Sequence[SlotScope], left: Sequence[Sequence[ObjectRead]], call: Call, *, first: bool) -> Located:
         asked = [
             LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
             for scope, reads in zip(scopes, left, strict=True)
         ]
-        return self._store.directory.lookup(asked, call, pin_seconds=self._store.config.pin_seconds, touch=first)
+        return self._store.metadata.lookup(asked, call, pin_seconds=self._store.config.pin_seconds, touch=first)
 
     def _read_found(
         self,
-        scopes: Sequence[ScopeOfSlots],
+        scopes: Sequence[SlotScope],
         left: Sequence[Sequence[ObjectRead]],
         located: Located,
-        before: dict[ObjectRead, _Place],
+        before: dict[ObjectRead, _Location],
         outcome: ReadOutcome,
         call: Call,
-    ) -> dict[ObjectRead, _Place]:
-        """Read what was found; those that hold something else, and where."""
-        jobs, places = list[SlotRead](), list[_Place]()
+    ) -> dict[ObjectRead, _Location]:
+        """Read the found slots. Returns the reads that failed verification, with their locations."""
+        jobs, locations = list[SlotRead](), list[_Location]()
         for scope, reads, found in zip(scopes, left, located.scopes, strict=True):
             columns = zip(found.slots, found.generations, found.lengths, found.checksums, strict=True)
-            for read, place in zip(reads, columns, strict=True):
-                slot, _, length, _ = place
-                if before and read in before and before[read] != place:
+            for read, location in zip(reads, columns, strict=True):
+                slot, _, length, _ = location
+                if before and read in before and before[read] != location:
                     read.retract()
                 if slot < 0:
                     continue
-                if length != read.namespace.object_bytes or (before and before.get(read) == place):
-                    # It was this page's slot before and after it was read: what is in it is damage.
+                if length != read.namespace.object_bytes or (before and before.get(read) == location):
+                    # The slot was this page's before and after the read, so its content is damaged.
                     read.damaged = True
                 else:
                     jobs.append(SlotRead(read, scope.file, slot))
-                    places.append(place)
+                    locations.append(location)
         self._store.engine.read(jobs, call)
-        wrong = dict[ObjectRead, _Place]()
-        for job, place in zip(jobs, places, strict=True):
+        wrong = dict[ObjectRead, _Location]()
+        for job, location in zip(jobs, locations, strict=True):
             read = job.read
             if job.fault is not None:
                 outcome.faults.append(job.fault)
-            elif job.whole and read.verify() and stored_checksum(read.envelope) == place[3]:
+            elif job.whole and read.verify() and stored_checksum(read.envelope) == location[3]:
                 outcome.arrived.add(read)
             else:
-                wrong[read] = place
+                wrong[read] = location
         return wrong

@@ -1,4 +1,4 @@
-"""How this driver's namespaces and keys are called in the metadata server."""
+"""Names of namespaces and keys in the metadata server."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ESCAPE: Final = "~"
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeOfSlots:
-    """A namespace's scope and its file."""
+class SlotScope:
+    """A namespace, its scope on the server and its slot file."""
 
     name: str
-    """`0:pool-fingerprint-store`. Rank 0 because the fingerprint tells ranks apart that hold different bytes, and only those."""
+    """`0:pool-fingerprint-store`. The rank is 0: ranks with different bytes have different fingerprints."""
     namespace: Namespace
     file: SlotFile
 
     @classmethod
-    def of(cls, namespace: Namespace, files: SlotFiles, store_id: str, file_bytes: int) -> ScopeOfSlots:
-        """The scope of a namespace.
+    def of(cls, namespace: Namespace, files: SlotFiles, store_id: str, file_bytes: int) -> SlotScope:
+        """Build the scope of a namespace.
 
         Raises:
-            ValueError: not one page fits into the file.
+            ValueError: no page fits into the file.
         """
         geometry, name = SlotGeometry.of(namespace, file_bytes), f"{namespace.pool}-{namespace.name}"
         file = files.get(name, geometry, namespace.describe())
@@ -46,7 +46,7 @@ class ScopeOfSlots:
 
     @property
     def geometry(self) -> ScopeGeometry:
-        """What all clients must agree on."""
+        """Slots, bytes and identity, equal for all clients."""
         shape, page = self.file.geometry, self.namespace.geometry
         described = {"layout": page.layout, "dtype": page.dtype, "page_size": page.page_size, "bytes": page.component_bytes}
         return ScopeGeometry(
@@ -59,9 +59,10 @@ class ScopeOfSlots:
 
 
 def store_id(directory: str) -> str:
-    """What tells this directory from any other that the same server knows; given once, to the first who asks.
+    """Read the store id of a directory; draw it if there is none.
 
-    A symbolic link, because that is made with its text or not at all.
+    It tells this directory from all others of a server. It is the text of a symbolic link, because
+    a link and its text are created atomically.
 
     Raises:
         OSError: the directory cannot be read or written.
@@ -77,12 +78,12 @@ def store_id(directory: str) -> str:
 
 
 def metadata_key(key: str) -> str:
-    """A key as servers take it: not empty, and distinct from all others'."""
+    """Convert a key to a server's key: not empty, and distinct for distinct keys."""
     return metadata_keys([key])[0]
 
 
 def metadata_keys(keys: Sequence[str]) -> list[str]:
-    """All of a batch."""
+    """Convert the keys of a batch."""
     return [key if key and key[0] != ESCAPE else _escaped(key) for key in keys]
 
 

@@ -1,4 +1,4 @@
-"""An open store: everything that exists between `connect` and `disconnect`."""
+"""An open store: the resources between `connect` and `disconnect`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.scopes import ScopeOfSlots, store_id
+from hicache_backends.hf3fs.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from ssl import SSLContext
 
-    from hicache_backends.hf3fs.client.directory import Directory
+    from hicache_backends.hf3fs.client.metadata_client import MetadataClient
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_backends.hf3fs.slots.engine import SlotEngine
     from hicache_storage.objects import Namespace
@@ -31,14 +31,14 @@ NETWORK_BYTES_PER_THREAD: Final = 4 << 20
 
 
 class Store:
-    """One directory and its metadata, opened by one storage.
+    """One directory and its metadata client, opened by one storage.
 
     Args:
         config: the driver's.
-        count_failover: called for each metadata server that is left for another one; in a thread of the store's.
+        count_failover: called for each metadata server that is left for another one; in a thread of the client.
 
     Raises:
-        ConfigError: the path is no directory.
+        ConfigError: the path is not a directory.
         StorageUnavailableError: the directory cannot be used, or the metadata server does not answer.
     """
 
@@ -48,39 +48,39 @@ class Store:
         self._create()
         mount = mount_of(self.path)
         self.is_local = mount.is_local
-        self._scopes: dict[str, ScopeOfSlots] = {}
+        self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
-        self.directory = self._open_directory(count_failover)
+        self.metadata = self._open_metadata(count_failover)
         try:
-            self.directory.refresh(Call(config.timeout_seconds))
+            self.metadata.refresh(Call(config.timeout_seconds))
             self.engine = self._open_engine()
         except BaseException:
-            self.directory.close()
+            self.metadata.close()
             raise
         preallocates = config.preallocate and (mount.preallocates or not mount.is_local)
         self.files = SlotFiles(self.path, self.engine.adopt, preallocates=preallocates)
 
-    def scopes(self, namespaces: Sequence[Namespace]) -> list[ScopeOfSlots]:
-        """The scopes of namespaces, declared to the directory."""
+    def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
+        """Return the scopes of namespaces; declare the new ones to the metadata client."""
         return [self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces]
 
     def close(self) -> None:
-        """Leave no thread, no socket and no descriptor behind."""
+        """Release all threads, sockets and descriptors."""
         try:
-            self.directory.close()
+            self.metadata.close()
         finally:
             self.engine.close()
             self.files.close()
 
-    def _declare(self, namespace: Namespace) -> ScopeOfSlots:
+    def _declare(self, namespace: Namespace) -> SlotScope:
         with self._lock:
             scope = self._scopes.get(namespace.name)
             if scope is None:
-                scope = ScopeOfSlots.of(namespace, self.files, self._id, self.config.file_bytes)
-                # Without a server, the lock of the directory tells that no other process writes.
+                scope = SlotScope.of(namespace, self.files, self._id, self.config.file_bytes)
+                # Without a server, the lock of the directory excludes other writing processes.
                 lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
                 model = namespace.identity.model
-                self.directory.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
+                self.metadata.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
                 self._scopes[namespace.name] = scope
             return scope
 
@@ -93,15 +93,17 @@ class Store:
         except OSError as error:
             raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error
 
-    def _open_directory(self, count_failover: Callable[[], None]) -> Directory:
+    def _open_metadata(self, count_failover: Callable[[], None]) -> MetadataClient:
         config, urls = self.config, self.config.metadata_urls
         if not urls:
-            from hicache_backends.hf3fs.client.local import LocalDirectory
+            from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata
 
-            return LocalDirectory(self.path, quarantine_seconds=config.quarantine_seconds)
-        from hicache_backends.hf3fs.client.remote import RemoteDirectory
+            return EmbeddedMetadata(self.path, quarantine_seconds=config.quarantine_seconds)
+        from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 
-        return RemoteDirectory(urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), left=count_failover)
+        return HttpMetadataClient(
+            urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), on_failover=count_failover
+        )
 
     def _tls(self) -> SSLContext | None:
         config = self.config
@@ -128,23 +130,23 @@ class Store:
         )
 
     def _open_usrbio(self) -> SlotEngine | None:
-        """The engine for 3FS; None where it is not insisted upon, and not possible."""
-        config, insists = self.config, self.config.engine == "usrbio"
+        """Open the USRBIO engine; None if it is optional and not possible."""
+        config, required = self.config, self.config.engine == "usrbio"
         try:
             library = load_library()
         except ImportError as error:
-            if insists:
+            if required:
                 raise ConfigError(f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}") from error
             return None
         mount_point = library.extract_mount_point(self.path)
         if mount_point is None:
-            if insists:
+            if required:
                 raise ConfigError(f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none")
             return None
         return UsrbioEngine(
             library,
             mount_point,
-            lanes=config.usrbio_rings,
+            rings=config.usrbio_rings,
             entries=config.usrbio_entries,
             buffer_bytes=config.usrbio_buffer_bytes,
             verifies=config.verify_checksums,

@@ -1,4 +1,4 @@
-"""`hicache mooncake`: a Mooncake cluster on this machine."""
+"""The command `hicache mooncake`."""
 
 from __future__ import annotations
 

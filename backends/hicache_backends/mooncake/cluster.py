@@ -1,7 +1,7 @@
-"""A Mooncake cluster on loopback: a master and some store processes, for tests, examples and trying things out.
+"""A Mooncake cluster on loopback, for tests and examples: a master and some store processes.
 
-Everything listens at 127.0.0.1 on free ports. What `close` ends are exactly the processes that were started here; they also end
-with the thread that started them, however it ends.
+All processes listen at 127.0.0.1 on free ports. `close` stops exactly the processes that were
+started here. The kernel kills them when the thread that started them ends.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ class Process:
     """One process of a cluster, which can be killed and started again on its port.
 
     Args:
-        module: of the package `mooncake`, with a `main`.
-        arguments: of its command line.
-        log: where its output goes.
+        module: full name of a module with a `main`.
+        arguments: of the command line.
+        log: file for the output.
     """
 
     def __init__(self, module: str, arguments: list[str], port: int, log: Path) -> None:
         self._command = [sys.executable, "-c", _LAUNCH, module, *arguments]
-        self.port, self.log = port, log
+        self.port = port
+        self.log = log
         self._running: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """Process id; None while the process does not run."""
         return self._running.pid if self._running is not None and self._running.poll() is None else None
 
     def start(self) -> None:
-        """Start, and wait until it listens.
+        """Start the process, and wait until it listens.
 
         Raises:
-            StorageUnavailableError: it ended, or listens to nobody; the message has the last of what it said.
+            StorageUnavailableError: the process has exited, or does not listen. The message has
+                the end of its output.
         """
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -73,32 +75,32 @@ class Process:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the process with SIGKILL."""
         self._end(signal.SIGKILL, 0)
 
     def stop(self) -> None:
-        """Ask it to end, and end it if it does not."""
+        """Stop the process with SIGTERM, and with SIGKILL after 5 s."""
         self.resume()
         self._end(signal.SIGTERM, STOP_SECONDS)
 
     def suspend(self) -> None:
-        """Stop it where it is: it keeps its connections and answers nothing."""
+        """Suspend the process with SIGSTOP. It keeps its connections and does not answer."""
         pid = self.pid
         if pid is not None:
             os.kill(pid, signal.SIGSTOP)
-            # Some of its threads may go on for a moment. If it ends instead, that stays for `poll` to find.
+            # Wait, because threads may run on for a moment. WNOWAIT leaves an exit for `poll`.
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the suspended process."""
         self._signal(signal.SIGCONT)
 
-    def _end(self, number: signal.Signals, patience: float) -> None:
+    def _end(self, number: signal.Signals, timeout: float) -> None:
         if self._running is None:
             return
         self._signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._running.wait(patience or None)
+            self._running.wait(timeout or None)
             return
         self._signal(signal.SIGKILL)
         self._running.wait()
@@ -112,11 +114,11 @@ class DevCluster:
     """A master and store processes.
 
     Args:
-        stores: how many.
-        store_bytes: memory that each of them lends.
+        stores: number of store processes.
+        store_bytes: memory of each store.
         port: of the master; a free one if 0.
-        client_ttl_seconds: after so long without a sign of life the master drops a store, and the pages in it.
-        lease_milliseconds: how long a page that was looked up is not evicted; a read that takes longer is a miss.
+        client_ttl_seconds: the master drops a store that has been silent for so long.
+        lease_milliseconds: time for which a looked up page is not evicted. A longer read is a miss.
     """
 
     def __init__(
@@ -164,11 +166,11 @@ class DevCluster:
         return {"master_server_address": self.address, "local_hostname": LOOPBACK, "global_segment_size": 0}
 
     def start(self) -> None:
-        """Start all, and wait until the master knows every store's memory.
+        """Start all processes, and wait until the master has the memory of each store.
 
         Raises:
             DriverUnavailableError: Mooncake is not installed, or a library that it is linked to.
-            StorageUnavailableError: one of them does not come up; none is left running.
+            StorageUnavailableError: a process does not start. The others are stopped.
         """
         library.check_installed()
         try:
@@ -180,10 +182,10 @@ class DevCluster:
             raise
 
     def wait_for_stores(self, count: int, seconds: float = START_SECONDS) -> None:
-        """Wait until the master knows the memory of so many stores.
+        """Wait until the master has the memory of `count` stores.
 
         Raises:
-            StorageUnavailableError: it does not.
+            StorageUnavailableError: not within `seconds`.
         """
         until = time.monotonic() + seconds
         while (known := self._capacity() // self._store_bytes) != count:
@@ -192,7 +194,7 @@ class DevCluster:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop what was started here. Idempotent."""
+        """Stop all processes of the cluster. Idempotent."""
         for process in (*self.stores, self.master):
             process.stop()
         self._directory.cleanup()
@@ -205,7 +207,7 @@ class DevCluster:
         self.close()
 
     def _capacity(self) -> int:
-        """Bytes that the master can give out."""
+        """Capacity of the master in bytes."""
         address = f"http://{LOOPBACK}:{self._metrics}"
         try:
             with urllib.request.urlopen(f"{address}/metrics", timeout=5) as answer:

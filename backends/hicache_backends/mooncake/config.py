@@ -1,6 +1,7 @@
-"""Options of the Mooncake driver, under the names that Mooncake's users know.
+"""Options of the Mooncake driver, under Mooncake's names.
 
-Each is looked for in the driver's options, then in Mooncake's variables, then in its JSON file, and has a default at last.
+Each is read from the driver's options, then Mooncake's variables, then its JSON file. The last is
+the default.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIABLES: Final = {
     "local_buffer_size": ("MOONCAKE_LOCAL_BUFFER_SIZE",),
     "tenant_id": ("MOONCAKE_TENANT_ID",),
 }
-"""Variables that stand for options; the first that is set counts."""
+"""Environment variables of options. The first one that is set counts."""
 FILE_VARIABLES: Final = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 DEFAULTS: Final = {
     "metadata_server": "P2PHANDSHAKE",
@@ -43,7 +44,7 @@ UNSUPPORTED: Final = {
     "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service on any node",
     "enable_ssd_offload": "offload in the store service instead (mooncake_client --enable_offload=true)",
 }
-"""Entries of Mooncake's file that would change what this driver does, and what to do instead."""
+"""Entries of Mooncake's file that the driver refuses, and the alternatives."""
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -121,7 +122,7 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client of the library is set up with; equal settings share one client."""
+    """Settings of the library's client. Storages with equal settings share one."""
 
     master_server_address: str
     metadata_server: str
@@ -135,7 +136,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def master(self) -> tuple[str, int] | None:
-        """Host and port; None where a name service knows the master."""
+        """Host and port of the master; None if a name service resolves it."""
         if self.master_server_address.startswith(_NAMED_SERVICES):
             return None
         host, _, port = self.master_server_address.rpartition(":")
@@ -143,10 +144,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | None = None) -> ClientSettings:
-    """Put a client's settings together.
+    """Resolve a client's settings.
 
     Raises:
-        ConfigError: a setting is missing or has no usable value; the message says where it came from and what to write.
+        ConfigError: a setting is missing or invalid; the message names its origin and a valid form.
     """
     environment = os.environ if environment is None else environment
     given = msgspec.structs.asdict(config)
@@ -154,9 +155,9 @@ def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | Non
     file = _read(path) if path else {}
     found, origins = dict[str, object](), dict[str, str]()
     for name, variables in VARIABLES.items():
-        places = [(given[name], f"option {name!r}"), *((environment.get(v) or None, f"${v}") for v in variables)]
-        places += [(file.get(name), f"{name!r} in {path}"), (DEFAULTS.get(name), f"the default of {name!r}")]
-        found[name], origins[name] = next(((value, origin) for value, origin in places if value is not None), (None, ""))
+        candidates = [(given[name], f"option {name!r}"), *((environment.get(v) or None, f"${v}") for v in variables)]
+        candidates += [(file.get(name), f"{name!r} in {path}"), (DEFAULTS.get(name), f"the default of {name!r}")]
+        found[name], origins[name] = next(((value, origin) for value, origin in candidates if value is not None), (None, ""))
     if found["master_server_address"] is None:
         raise ConfigError(
             "no master: set the option 'master_server_address' to its HOST:PORT, or $MOONCAKE_MASTER, or name Mooncake's JSON file in "
@@ -174,10 +175,10 @@ def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | Non
 
 
 def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None:
-    """Size of each of the buffers that pages are read into; None where they are read straight into the host pool.
+    """Bytes of each bounce buffer; None if pages are read into the host pool directly.
 
     Raises:
-        ConfigError: it is no size, or the protocol has no use for buffers.
+        ConfigError: the size is malformed, or the protocol does not support bounce buffers.
     """
     if config.hung_reads == "bounce_buffer" and settings.protocol != "tcp":
         raise ConfigError(
@@ -203,10 +204,10 @@ def _read(path: str) -> dict[str, object]:
 
 
 def size_of(value: object, origin: str) -> int:
-    """A number of bytes, as Mooncake writes it: '4gb' is 4 times 1024 to the power of 3.
+    """Parse a size in Mooncake's notation: '4gb' is 4 times 1024 to the power of 3.
 
     Raises:
-        ConfigError: it is no size; the message names the origin.
+        ConfigError: the value is malformed; the message names its origin.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

@@ -1,4 +1,4 @@
-"""The Mooncake driver: a page is one object, its components and its envelope, in the memory of many nodes."""
+"""The Mooncake driver: each page is one object, with its components and its envelope."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.buffered import BufferedReader
-from hicache_backends.mooncake.client.attachment import Attachment
-from hicache_backends.mooncake.client.opening import longest_lookup
+from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
+from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
-from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.names import object_name, object_names, prefix_of
 from hicache_backends.mooncake.reader import DirectReader
-from hicache_backends.mooncake.steady import read_steadily
+from hicache_backends.mooncake.thread_pool import ThreadPool
+from hicache_backends.mooncake.verified_read import read_verified
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.spec import (
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOBODY_S_OBJECT = "hicache-health"
+HEALTH_OBJECT = "hicache-health"
 
 
 class MooncakeStorage(ObjectStorage):
-    """Stores pages in Mooncake Store.
+    """Storage on Mooncake Store.
 
-    What a set has answered `True` for is seen by the next call of every storage with the same master and tenant, until it is
-    evicted, or until the node that keeps it leaves.
+    A stored page is visible to the next call of every storage with the same master and tenant,
+    until it is evicted, or until the node that keeps it leaves.
 
     Raises:
         ConfigError: a setting is missing or has no usable value.
@@ -56,39 +56,40 @@ class MooncakeStorage(ObjectStorage):
     writes_find_existing = True
 
     def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
-        self._config, self._settings = config, client_settings(config)
+        self._config = config
+        self._settings = client_settings(config)
         self._buffer_bytes = buffer_bytes(config, self._settings)
         super().__init__(
             identity,
             driver_name="mooncake",
             capabilities=Capabilities(
                 sharing=Sharing.PROCESSES,
-                # What this process lends leaves with it, and the pages in there too.
+                # Memory that this process lends leaves with it, and so do the pages in it.
                 durability=Durability.NONE if self._settings.global_segment_size else Durability.REOPEN,
                 deletes=True,
                 clears=True,
                 networked=True,
-                lookup_seconds=longest_lookup(self._settings),
+                lookup_seconds=max_lookup_seconds(self._settings),
                 hung_reads=HungReads.WAIT if self._buffer_bytes is None else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
         )
-        self._attachment: Attachment | None = None
+        self._handle: ConnectionHandle | None = None
         self._admitted: dict[PoolName, RegisteredPool] = {}
         self._connecting = threading.Lock()
-        """Guards both: a pool is either there when the connection is made, or registered with it."""
+        """Guards both: a pool is registered either by `connect`, or by `admit_pool` later."""
 
     @property
-    def attachment(self) -> Attachment:
-        """The open connection.
+    def handle(self) -> ConnectionHandle:
+        """The handle on the open connection.
 
         Raises:
-            StorageUnavailableError: it is not open.
+            StorageUnavailableError: the storage is not open.
         """
-        if self._attachment is None:
+        if self._handle is None:
             raise StorageUnavailableError("mooncake: the store is not open")
-        return self._attachment
+        return self._handle
 
     def admit_pool(self, pool: RegisteredPool) -> None:
         protocol, size = self._settings.protocol, self._buffer_bytes
@@ -103,90 +104,94 @@ class MooncakeStorage(ObjectStorage):
                 f"'buffer_size' is {size}; make it larger"
             )
         with self._connecting:
-            if self._attachment is not None:
-                _register(self._attachment, pool)
+            if self._handle is not None:
+                _register(self._handle, pool)
             self._admitted[pool.name] = pool
 
     def connect(self) -> None:
         with self._connecting:
-            attachment, crew = Attachment(self._settings), Crew()
+            handle, thread_pool = ConnectionHandle(self._settings), ThreadPool()
             try:
                 for pool in self._admitted.values():
-                    _register(attachment, pool)
+                    _register(handle, pool)
                 over_tcp = self._settings.protocol == "tcp"
                 self._reader: Reader = (
-                    DirectReader(Blocks(attachment.register_block), crew if over_tcp else None)
+                    DirectReader(Blocks(handle.register_block), thread_pool if over_tcp else None)
                     if self._buffer_bytes is None
-                    else BufferedReader(self._buffer_bytes, crew)
+                    else BufferedReader(self._buffer_bytes, thread_pool)
                 )
-                blocks = Blocks(attachment.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES)
-                self._writer = PageWriter(blocks, self._config.replica_num, self._config.wait_seconds, crew, gathers=over_tcp)
+                blocks = Blocks(handle.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES)
+                self._writer = PageWriter(
+                    blocks, self._config.replica_num, self._config.wait_seconds, thread_pool, gathers=over_tcp
+                )
             except BaseException:
-                crew.close()
-                attachment.close()
+                thread_pool.close()
+                handle.close()
                 raise
-            self._attachment, self._crew = attachment, crew
+            self._handle = handle
+            self._thread_pool = thread_pool
 
     def disconnect(self) -> None:
-        attachment, self._attachment = self.attachment, None
-        self._crew.close()
-        attachment.close()
+        handle = self.handle
+        self._handle = None
+        self._thread_pool.close()
+        handle.close()
 
     def check_health(self) -> Health:
-        with self.attachment.call() as connection:
-            connection.exist([NOBODY_S_OBJECT])
+        with self.handle.call() as connection:
+            connection.exist([HEALTH_OBJECT])
         segment = self._settings.global_segment_size
         lent = f"lending {segment:,} bytes" if segment else "lending no memory"
         return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        with self.attachment.call() as connection:
+        with self.handle.call() as connection:
             answers = connection.exist(_names(batches))
         return _by_batch(batches, answers)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        with self.attachment.call() as connection:
-            outcome = read_steadily(self._reader, connection, [read for batch in batches for read in batch.reads], call)
+        with self.handle.call() as connection:
+            outcome = read_verified(self._reader, connection, [read for batch in batches for read in batch.reads], call)
         self.note_partial_faults(outcome.faults, served=bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        with self.attachment.call() as connection:
+        with self.handle.call() as connection:
             outcome = self._writer.write(connection, [write for batch in batches for write in batch.writes], call)
         self.note_partial_faults(outcome.faults, served=bool(outcome.stored))
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = _names(batches)
-        # The library is asked for each object once: a key that is named twice is removed once.
+        # Each name once: the rules count a repeated key as removed once.
         distinct = list(dict.fromkeys(names))
-        with self.attachment.call() as connection:
+        with self.handle.call() as connection:
             removed = {name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok}
         return _by_batch(batches, [_take(removed, name) for name in names])
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        with self.attachment.call() as connection:
+        with self.handle.call() as connection:
             for name in dict.fromkeys(namespace.name for namespace in namespaces):
                 if call.expired():
                     raise StorageTimeoutError("mooncake: the deadline of the clear has passed; some pages are still there")
                 connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        """Look at objects once more, and remove those that are damaged indeed: somebody may have repaired them meanwhile."""
+        """Read objects again and remove the damaged ones: others may have been repaired since."""
         verifies = self._config.verify_checksums
         again = [
             ObjectRead.aside(batch.namespace, read.key, verifies_checksum=verifies) for batch in batches for read in batch.reads
         ]
-        with self.attachment.call() as connection:
-            outcome = read_steadily(self._reader, connection, again, call)
+        with self.handle.call() as connection:
+            outcome = read_verified(self._reader, connection, again, call)
             going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
             if going:
                 connection.remove(list(dict.fromkeys(object_name(read.namespace, read.key) for read in going)))
         return not outcome.faults
 
 
-def _register(attachment: Attachment, pool: RegisteredPool) -> None:
-    attachment.register(str(pool.name), regions_of(pool.access), pool.access)
+def _register(handle: ConnectionHandle, pool: RegisteredPool) -> None:
+    handle.register(str(pool.name), regions_of(pool.access), pool.access)
 
 
 def _names(batches: Sequence[LookupBatch]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the bytes of pages lie: addresses of pools for the transports, and blocks for what a page has no room for."""
+"""Memory of transfers: registered regions of host pools, and blocks for envelopes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from hicache_storage.pools.access import PageAccess
 
 BLOCK_ENVELOPES: Final = 256
-"""Most objects of one call of the library."""
+"""Maximum number of objects in one call of the library."""
 BLOCK_BYTES: Final = BLOCK_ENVELOPES * ENVELOPE_BYTES
 
 
 def address_of(view: memoryview) -> int:
-    """Address of the first byte of a writable view."""
+    """Return the address of the first byte of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def regions_of(access: PageAccess) -> list[tuple[int, int]]:
-    """Start and size of the memory that a pool's pages lie in; empty for a pool whose pages are copied.
+    """Return start and size of a pool's memory regions; empty for a pool whose pages are copied.
 
-    Components are taken to be laid out alike in all pages, so that the first and the last page tell where the others are.
+    All pages must have the same layout of components, so that the first and the last page bound
+    the regions.
     """
     if not isinstance(access, LentPages):
-        # Its module needs torch, which an engine's pool has long loaded.
+        # Imported here, because the module needs torch, which an engine's pool has loaded anyway.
         from hicache_storage.pools.addressed import AddressedPages
 
         if not isinstance(access, AddressedPages):
@@ -54,37 +55,38 @@ def regions_of(access: PageAccess) -> list[tuple[int, int]]:
 
 
 class Block:
-    """Memory for one call: for envelopes, and for small pages that are gathered before they are sent."""
+    """Memory for one call: for envelopes, and for small pages that are sent in one part."""
 
-    __slots__ = ("address", "spoilt", "view")
+    __slots__ = ("address", "unsafe", "view")
 
     def __init__(self, size: int) -> None:
         self.view = memoryview(mmap.mmap(-1, size))
         self.address = address_of(self.view)
-        self.spoilt = False
-        """The library has given up a read into it, which may still arrive."""
+        self.unsafe = False
+        """The library has given up a read into the block, whose bytes may still arrive."""
 
 
-_spoilt: Final = list[Block]()
-"""Kept mapped for as long as the process lives."""
+_unsafe: Final = list[Block]()
+"""Blocks that stay mapped until the process ends."""
 
 
 class Blocks:
-    """Blocks that are used again, except spoilt ones. Safe for many threads.
+    """A pool of reusable blocks; unsafe ones are not reused. Safe for many threads.
 
     Args:
-        register: told address and size of each new block.
-        size: bytes of each.
+        register: called with address and size of each new block.
+        size: of each block, in bytes.
     """
 
     def __init__(self, register: Callable[[int, int], None], size: int = BLOCK_BYTES) -> None:
-        self._register, self._size = register, size
+        self._register = register
+        self._size = size
         self._lock = threading.Lock()
         self._spare = list[Block]()
 
     @contextmanager
     def lend(self) -> Generator[Block]:
-        """A block for one call; it comes back with it, however late."""
+        """Lend a block for one call, until that returns from the library."""
         with self._lock:
             block = self._spare.pop() if self._spare else None
         if block is None:
@@ -94,4 +96,4 @@ class Blocks:
             yield block
         finally:
             with self._lock:
-                (_spoilt if block.spoilt else self._spare).append(block)
+                (_unsafe if block.unsafe else self._spare).append(block)

@@ -1,4 +1,4 @@
-"""Names of objects in Mooncake, which has one flat set of them."""
+"""Names of objects in Mooncake's flat namespace."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
     from hicache_storage.objects import Namespace, ObjectRead, ObjectWrite
 
-LONGEST: Final = 128
-"""Characters of a key that stands in its object's name as it is."""
+MAX_PLAIN_LENGTH: Final = 128
+"""Maximum length of a key that is part of its object's name. Longer keys are hashed."""
 
 
 def object_name(namespace: Namespace, key: str) -> str:
-    """Letters, digits, `-` and `_`, distinct for distinct keys; all names of a namespace begin with `prefix_of` it."""
-    # A digest, which stands for any other key, never begins with "_".
+    """Return the name of a key's object: letters, digits, `-` and `_`, after `prefix_of`."""
+    # The name of a hashed key has no "_" there, so the two kinds of names cannot collide.
     return f"{namespace.name}-_{key}" if _is_plain([key]) else namespace.object_name(key)
 
 
 def object_names(namespace: Namespace, keys: Sequence[str]) -> list[str]:
-    """Names of many keys. Digests of plain ones, which engines make, would take longer than the master's answer about them."""
+    """Return the names of many keys. Plain keys, as engines make them, are not hashed, for speed."""
     if not _is_plain(keys):
         return [object_name(namespace, key) for key in keys]
     prefix = f"{namespace.name}-_"
@@ -30,7 +30,7 @@ def object_names(namespace: Namespace, keys: Sequence[str]) -> list[str]:
 
 
 def names_of(objects: Sequence[ObjectRead | ObjectWrite]) -> list[str]:
-    """Names of the objects of reads or writes, in their order."""
+    """Return the names of the objects of reads or writes, in their order."""
     names = list[str]()
     for namespace, some in groupby(objects, attrgetter("namespace")):
         names += object_names(namespace, [one.key for one in some])
@@ -38,11 +38,11 @@ def names_of(objects: Sequence[ObjectRead | ObjectWrite]) -> list[str]:
 
 
 def prefix_of(namespace_name: str) -> str:
-    """What the names of a namespace's objects begin with, and those of no other."""
+    """Return the prefix that a namespace's object names have, and no others."""
     return f"{namespace_name}-"
 
 
 def _is_plain(keys: Sequence[str]) -> bool:
-    """Whether all of them are letters and digits of ASCII, and neither empty nor long."""
+    """True if all keys consist of ASCII letters and digits, and none is empty or long."""
     lengths = set(map(len, keys))
-    return 0 not in lengths and max(lengths, default=0) <= LONGEST and (not keys or "".join(keys).encode().isalnum())
+    return 0 not in lengths and max(lengths, default=0) <= MAX_PLAIN_LENGTH and (not keys or "".join(keys).encode().isalnum())

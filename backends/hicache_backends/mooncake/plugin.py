@@ -1,4 +1,4 @@
-"""Registers the driver."""
+"""Registration of the driver `mooncake`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hicache_register_drivers() -> Sequence[DriverSpec]:
-    """Offer the driver `mooncake`."""
+    """Register the driver `mooncake`."""
     return [
         DriverSpec(
             name="mooncake",
@@ -30,13 +30,13 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             ),
             summary="Memory of many nodes, by Mooncake Store, over RDMA or TCP",
             requires=("mooncake-transfer-engine-non-cuda",),
-            # A store service keeps the pages: what a process lends leaves with it.
+            # A store service keeps the pages: memory that a process lends leaves with the process.
             trial_config={
                 "master_server_address": "127.0.0.1:{port:master}",
                 "local_hostname": "127.0.0.1",
                 "global_segment_size": "0",
                 "rpc_timeout_seconds": "2",
-                # Longer than the master keeps what a writer that was killed had begun, which blocks its key.
+                # Longer than the master keeps a killed writer's begun objects, which block their keys.
                 "wait_seconds": "2",
             },
             trial_services=(

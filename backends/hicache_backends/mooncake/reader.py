@@ -1,4 +1,4 @@
-"""Reads pages: one request of the library for many objects, each scattered to its components and its envelope."""
+"""Reads into host memory: objects are scattered to their components and envelopes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.crew import threads_for
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.thread_pool import threads_for
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
 from hicache_storage.spec import StorageUnavailableError
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.crew import Crew
     from hicache_backends.mooncake.memory import Block, Blocks
+    from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
 
-    Ask = Callable[[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]]
-    """Reads objects, by their names, to addresses; lengths or codes are answered."""
-    Answer = tuple[ObjectRead, str, int]
-    """A read, its object's name, and the length or code that was answered."""
+    ReadRequest = Callable[[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]]
+    """A method of `Connection` that reads objects, by name, to addresses."""
+    ReadResult = tuple[ObjectRead, str, int]
+    """A read, its object's name, and the length or code that the library returned."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadOutcome:
-    """What has become of some reads."""
+    """Result of a batch of reads."""
 
     arrived: set[ObjectRead] = field(default_factory=set[ObjectRead])
     faults: list[Exception] = field(default_factory=list[Exception])
 
 
 class Reader(Protocol):
-    """A way to read pages. Safe for many threads."""
+    """Protocol of the two readers. Safe for many threads."""
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
-        """Fill the parts of each read whose object has the right length.
+        """Fill the buffers of each read whose object has the right length.
 
         Raises:
             StorageUnavailableError: the master does not answer.
@@ -49,72 +49,80 @@ class Reader(Protocol):
 
 
 class DirectReader:
-    """Straight into the parts of the reads. Waits for what it has begun (`hung_reads="wait"`).
+    """Reader into host memory. Waits for hung reads (`hung_reads="waits"`).
 
     Args:
-        crew: for other threads over TCP; None for other protocols. Over TCP objects are looked up first: what is read without that
-            and given up by the library, after `GIVES_UP_SECONDS`, may still arrive (rule GET-9).
+        thread_pool: for transfers over TCP; None for other protocols. Over TCP objects are looked
+            up first: bytes of a read without lookup may arrive after the library has given it up,
+            after `ABANDON_SECONDS` (rule GET-9).
     """
 
-    def __init__(self, blocks: Blocks, crew: Crew | None) -> None:
-        self._blocks, self._crew = blocks, crew
+    def __init__(self, blocks: Blocks, thread_pool: ThreadPool | None) -> None:
+        self._blocks = blocks
+        self._thread_pool = thread_pool
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         outcome = ReadOutcome()
-        for some in rounds(reads, BLOCK_ENVELOPES):
+        for some in split_reads(reads, BLOCK_ENVELOPES):
             if call.expired():
                 break
             with self._blocks.lend() as block:
-                if self._crew is None:
+                if self._thread_pool is None:
                     self._read_by_name(connection, some, block, outcome)
                 else:
-                    self._read_looked_up(connection, some, block, self._crew, outcome, call)
+                    self._read_looked_up(connection, some, block, self._thread_pool, outcome, call)
         return outcome
 
     def _read_looked_up(
-        self, connection: Connection, reads: Sequence[ObjectRead], block: Block, crew: Crew, outcome: ReadOutcome, call: Call
+        self,
+        connection: Connection,
+        reads: Sequence[ObjectRead],
+        block: Block,
+        thread_pool: ThreadPool,
+        outcome: ReadOutcome,
+        call: Call,
     ) -> None:
         names = names_of(reads)
         with connection.looked_up(names, call) as codes:
             asked = list(zip(reads, names, codes, strict=True))
             left = deque(enumerate([item for item in asked if not item[2]]))
-            answers = [item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY]
+            results = [item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY]
 
             def work(_: int) -> None:
-                # One by one: whoever waits for one that hangs waits for no others after it.
+                # One by one: after a hung transfer no other one is begun.
                 while not call.expired():
                     try:
                         at, (read, name, _code) = left.popleft()
                     except IndexError:
                         return
                     began = time.monotonic()
-                    codes = _ask(connection.read_ranges, [read], [name], block, at)
-                    answers.append((read, name, codes[0]))
+                    codes = _read_into(connection.read_ranges, [read], [name], block, at)
+                    results.append((read, name, codes[0]))
                     if has_hung(codes, began):
                         left.clear()
 
             largest = max(read.namespace.object_bytes for read in reads)
-            crew.share(work, range(min(threads_for(largest), max(1, len(left)))))
-        _sort(connection, answers, outcome)
-        # These may be on a disk, from where only this way leads.
+            thread_pool.run(work, range(min(threads_for(largest), max(1, len(left)))))
+        _record(connection, results, outcome)
+        # These may be on a disk, and the library reads disks only in requests by name.
         others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]
         if others:
             self._read_by_name(connection, others, block, outcome)
 
     def _read_by_name(self, connection: Connection, reads: Sequence[ObjectRead], block: Block, outcome: ReadOutcome) -> None:
         names, began = names_of(reads), time.monotonic()
-        codes = _ask(connection.read, reads, names, block, 0)
-        block.spoilt = is_late(codes, began)
-        _sort(connection, list(zip(reads, names, codes, strict=True)), outcome)
+        codes = _read_into(connection.read, reads, names, block, 0)
+        block.unsafe = is_late(codes, began)
+        _record(connection, list(zip(reads, names, codes, strict=True)), outcome)
 
 
-def _ask(ask: Ask, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int) -> list[int]:
-    """Read objects into their parts, the envelopes by way of a block, from the one at `at` on."""
+def _read_into(request: ReadRequest, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int) -> list[int]:
+    """Read objects into their buffers, and their envelopes through a block from index `at` on."""
     start, size = at * ENVELOPE_BYTES, len(reads) * ENVELOPE_BYTES
-    # An envelope that stood here before must not pass for one that has arrived.
+    # An envelope of an earlier read must not count as one that has arrived.
     block.view[start : start + size] = bytes(size)
     places = range(start, start + size, ENVELOPE_BYTES)
-    codes = ask(
+    codes = request(
         names,
         [[*map(address_of, read.buffers), block.address + place] for read, place in zip(reads, places, strict=True)],
         [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads],
@@ -126,25 +134,25 @@ def _ask(ask: Ask, reads: Sequence[ObjectRead], names: Sequence[str], block: Blo
 
 
 def has_hung(codes: Sequence[int], began: float) -> bool:
-    """Whether a request, begun at a time of `time.monotonic()`, has failed for want of an answer: others would take as long."""
+    """True if a request that began at `began` ran into the transfer timeout."""
     return library.TRANSFER_FAILED in codes and library.has_hung(began)
 
 
 def is_late(codes: Sequence[int], began: float) -> bool:
-    """Whether a request, begun at a time of `time.monotonic()`, has given up transfers that may still arrive."""
-    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.GIVES_UP_SECONDS
+    """True if a request that began at `began` has abandoned transfers, which may still arrive."""
+    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.ABANDON_SECONDS
 
 
-def _sort(connection: Connection, answers: Sequence[Answer], outcome: ReadOutcome) -> None:
-    """Reads whose objects have arrived, and what has gone wrong with others."""
-    outcome.arrived.update(read for read, _, code in answers if code == read.namespace.object_bytes)
-    note_faults(connection, answers, outcome)
+def _record(connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome) -> None:
+    """Record the arrived reads, and the faults of others."""
+    outcome.arrived.update(read for read, _, code in results if code == read.namespace.object_bytes)
+    note_faults(connection, results, outcome)
 
 
-def note_faults(connection: Connection, answers: Sequence[Answer], outcome: ReadOutcome) -> None:
-    """What has gone wrong; reads of objects of another length are told that they are damaged."""
-    doubtful: list[Answer] = []
-    for read, name, code in answers:
+def note_faults(connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome) -> None:
+    """Record faults, and mark reads of objects of another length as damaged."""
+    doubtful: list[ReadResult] = []
+    for read, name, code in results:
         if code == read.namespace.object_bytes:
             continue
         if code >= 0:
@@ -153,11 +161,11 @@ def note_faults(connection: Connection, answers: Sequence[Answer], outcome: Read
             doubtful.append((read, name, code))
         elif code not in library.GONE:
             outcome.faults.append(_fault(code))
-    outcome.faults += _failed(connection, doubtful)
+    outcome.faults += _transfer_faults(connection, doubtful)
 
 
-def _failed(connection: Connection, doubtful: Sequence[Answer]) -> list[Exception]:
-    """Tell objects of another length, which are damaged, from transfers that failed: the library answers both with the same codes."""
+def _transfer_faults(connection: Connection, doubtful: Sequence[ReadResult]) -> list[Exception]:
+    """Distinguish damaged objects from failed transfers, for which the library has equal codes."""
     faults = list[Exception]()
     for number, (read, name, code) in enumerate(doubtful):
         try:
@@ -165,7 +173,7 @@ def _failed(connection: Connection, doubtful: Sequence[Answer]) -> list[Exceptio
         except StorageUnavailableError:
             length = library.RPC_FAILED
         if length in library.UNREACHABLE:
-            # Nobody is asked for the others: each would take as long again.
+            # The other lengths are not requested: each request would take as long again.
             return faults + [_fault(code) for _, _, code in doubtful[number:]]
         read.damaged = length >= 0 and length != read.namespace.object_bytes
         if not read.damaged and length not in library.GONE:
@@ -177,8 +185,8 @@ def _fault(code: int) -> StorageUnavailableError:
     return StorageUnavailableError(f"an object cannot be read (code {code})")
 
 
-def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None) -> Iterator[list[ObjectRead]]:
-    """Lists of reads, each of distinct objects: the library fills one destination for each name."""
+def split_reads(reads: Sequence[ObjectRead], max_reads: int, max_bytes: int | None = None) -> Iterator[list[ObjectRead]]:
+    """Split reads into lists of distinct objects: the library has one destination for a name."""
     left: Sequence[ObjectRead] = reads
     while left:
         some, later, size = list[ObjectRead](), list[ObjectRead](), 0
@@ -188,7 +196,7 @@ def rounds(reads: Sequence[ObjectRead], most: int, most_bytes: int | None = None
             if name in names:
                 later.append(read)
                 continue
-            if len(some) == most or (most_bytes is not None and some and size + length > most_bytes):
+            if len(some) == max_reads or (max_bytes is not None and some and size + length > max_bytes):
                 yield some
                 some, names, size = [], set[tuple[str, str]](), 0
             some.append(read)

@@ -1,5 +1,4 @@
-"""Writes pages: objects are begun, the bytes of those that were not there gathered from the components and the envelope, and
-then made visible."""
+"""The set: begins objects, transfers their bytes, and publishes them."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.crew import MOST_THREADS, threads_for
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.thread_pool import MAX_THREADS, threads_for
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageUnavailableError
 
@@ -20,27 +19,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.crew import Crew
     from hicache_backends.mooncake.memory import Blocks
+    from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
 
-MOST_OBJECTS: Final = BLOCK_ENVELOPES
-"""In one request."""
+MAX_OBJECTS: Final = BLOCK_ENVELOPES
+"""Objects in one request."""
 GATHERED_BYTES: Final = 256 << 10
-"""Objects up to here are copied together before they are sent: over TCP each part of an object costs a request of its own."""
-PORTION_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
-"""Of objects that are transferred together over TCP, while another thread puts the next ones together."""
-GATHER_BLOCK_BYTES: Final = MOST_THREADS * PORTION_BYTES
-"""A portion for each thread."""
-LARGEST_SHARE_BYTES: Final = 32 << 20
-"""Of larger objects that one thread sends in a request. Smaller shares are slower; where a store hangs, each of their objects takes the library's patience."""
-SHORTEST_PAUSE: Final = 0.005
-LONGEST_PAUSE: Final = 0.1
+"""Smaller objects are sent in one part: over TCP each part of an object is a request."""
+CHUNK_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
+"""Small objects sent with one request over TCP, while another thread gathers the next ones."""
+GATHER_BLOCK_BYTES: Final = MAX_THREADS * CHUNK_BYTES
+"""Block length: a chunk for each thread."""
+MAX_CHUNK_BYTES: Final = 32 << 20
+"""Large objects sent with one request. Smaller chunks are slower. With a hung store, each object
+of a chunk takes a transfer timeout."""
+MIN_PAUSE_SECONDS: Final = 0.005
+MAX_PAUSE_SECONDS: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class WriteOutcome:
-    """What has become of some writes."""
+    """Result of a batch of writes."""
 
     stored: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
     faults: list[Exception] = field(default_factory=list[Exception])
@@ -48,7 +48,7 @@ class WriteOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """A write under its name."""
+    """A write and its object's name."""
 
     write: ObjectWrite
     name: str
@@ -59,25 +59,29 @@ class PageWriter:
 
     Args:
         copies: of each page.
-        wait_seconds: how long for room, and for pages that somebody else is storing.
-        gathers: send small objects in one part, and all of them in portions; blocks then have `GATHER_BLOCK_BYTES`.
-        crew: for the second thread; whoever made it closes it.
+        wait_seconds: for room, and for pages that other writers are storing.
+        gathers: send small objects in one part, and all objects in chunks. Blocks must have
+            `GATHER_BLOCK_BYTES`.
+        thread_pool: for further threads. The writer does not close it.
     """
 
-    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, crew: Crew, *, gathers: bool) -> None:
-        self._blocks, self._wait_seconds, self._crew, self._gathers = blocks, wait_seconds, crew, gathers
+    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, thread_pool: ThreadPool, *, gathers: bool) -> None:
+        self._blocks = blocks
+        self._wait_seconds = wait_seconds
+        self._thread_pool = thread_pool
+        self._gathers = gathers
         self._config = library.replicate_config(copies)
 
     def write(self, connection: Connection, writes: Sequence[ObjectWrite], call: Call) -> WriteOutcome:
-        """Store pages, each by itself.
+        """Store pages. Each succeeds or fails by itself.
 
         Raises:
             StorageUnavailableError: the master does not answer, and nothing was stored.
         """
         outcome = WriteOutcome()
         until = time.monotonic() + self._wait_seconds
-        for start in range(0, len(writes), MOST_OBJECTS):
-            some = writes[start : start + MOST_OBJECTS]
+        for start in range(0, len(writes), MAX_OBJECTS):
+            some = writes[start : start + MAX_OBJECTS]
             try:
                 with self._blocks.lend() as block:
                     self._store(connection, some, block, until, outcome, call)
@@ -104,14 +108,14 @@ class PageWriter:
         replaced = [item.name for item in left if item.write.replaces]
         if replaced:
             connection.remove(replaced)
-        pause = SHORTEST_PAUSE
+        pause = MIN_PAUSE_SECONDS
         while left and not call.expired():
             left = self._pass(connection, left, block, outcome, call)
             seconds = call.remaining()
             if not left or time.monotonic() + pause > until or (seconds is not None and seconds < 2 * pause):
                 return
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _is_gathered(self, write: ObjectWrite) -> bool:
         return self._gathers and write.namespace.object_bytes <= GATHERED_BYTES
@@ -119,8 +123,8 @@ class PageWriter:
     def _pass(
         self, connection: Connection, items: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
     ) -> list[_Object]:
-        """Store what can be stored now; what there may be room for, or an answer about, later."""
-        connection.settle()
+        """Store what can be stored now. Returns the objects for a later pass."""
+        connection.revoke_pending()
         sizes = [item.write.namespace.object_bytes for item in items]
         codes = connection.begin([item.name for item in items], sizes, self._config)
         begun, others, later = list[_Object](), list[_Object](), list[_Object]()
@@ -128,7 +132,7 @@ class PageWriter:
             if not code:
                 begun.append(item)
             elif code in (library.EXISTS, library.INVALID_PARAMS):
-                # There, or being written: by another process, or by a thread of this one.
+                # Stored, or being written by another process or thread.
                 others.append(item)
             elif code in library.FULL:
                 later.append(item)
@@ -145,15 +149,16 @@ class PageWriter:
         published = False
         try:
             self._send(connection, begun, block, call, arrived, outcome)
-            # All bytes have been read. A caller who has left may have been answered already (rule SET-8).
+            # All bytes have been sent. A caller that has returned may have overwritten them during
+            # the transfer, so they are not published (rule SET-8).
             if not call.expired():
                 published = True
                 self._publish(connection, arrived, outcome)
         finally:
-            kept = set(arrived) if published else set[_Object]()
-            given_up = [item.name for item in begun if item not in kept]
-            if given_up:
-                connection.withdraw(given_up)
+            stored = set(arrived) if published else set[_Object]()
+            to_revoke = [item.name for item in begun if item not in stored]
+            if to_revoke:
+                connection.revoke(to_revoke)
 
     def _send(
         self,
@@ -164,8 +169,8 @@ class PageWriter:
         arrived: list[_Object],
         outcome: WriteOutcome,
     ) -> None:
-        """Let the bytes of objects be transferred; those that have arrived are added."""
-        left = deque(self._portions(items))
+        """Transfer the bytes of objects, and append those that have arrived to `arrived`."""
+        left = deque(self._chunks(items))
 
         def work(start: int) -> None:
             while not call.expired():
@@ -174,19 +179,19 @@ class PageWriter:
                 except IndexError:
                     return
                 began = time.monotonic()
-                done = self._send_portion(connection, some, block, start)
+                done = self._send_chunk(connection, some, block, start)
                 arrived.extend(done)
                 if len(done) < len(some):
                     if library.has_hung(began):
-                        # The others would take as long.
+                        # Each of the others would take a transfer timeout, too.
                         left.clear()
                     outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
 
         threads = threads_for(max(item.write.namespace.object_bytes for item in items))
-        self._crew.share(work, [number * PORTION_BYTES for number in range(min(threads, len(left)))])
+        self._thread_pool.run(work, [number * CHUNK_BYTES for number in range(min(threads, len(left)))])
 
-    def _portions(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
-        """Lists of objects that are transferred together: over TCP a few that are gathered, and a share of the others for each thread."""
+    def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
+        """Split objects into chunks: over TCP a share of the large ones for each thread, first."""
         if not self._gathers:
             yield list(items)
             return
@@ -195,10 +200,10 @@ class PageWriter:
             sizes = [item.write.namespace.object_bytes for item in others]
             count = threads_for(max(sizes))
             # Rounded up to whole objects.
-            yield from _cut(others, min((sum(sizes) + (count - 1) * max(sizes)) // count, LARGEST_SHARE_BYTES))
-        yield from _cut([item for item in items if self._is_gathered(item.write)], PORTION_BYTES)
+            yield from _split(others, min((sum(sizes) + (count - 1) * max(sizes)) // count, MAX_CHUNK_BYTES))
+        yield from _split([item for item in items if self._is_gathered(item.write)], CHUNK_BYTES)
 
-    def _send_portion(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:
+    def _send_chunk(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:
         parts = list[tuple[list[int], list[int]]]()
         for item in items:
             parts.append(self._parts(item.write, block, start))
@@ -212,13 +217,13 @@ class PageWriter:
         return [item for item, ok in zip(items, done, strict=True) if ok]
 
     def _parts(self, write: ObjectWrite, block: Block, start: int) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of what an object is sent from, after what is not sent from the pool was put into the block."""
+        """Return addresses and sizes of an object's parts. Copies small objects into the block."""
         if not self._is_gathered(write):
             block.view[start : start + ENVELOPE_BYTES] = write.envelope
             sizes = [*map(len, write.buffers), ENVELOPE_BYTES]
             return [*map(address_of, write.buffers), block.address + start], sizes
         end = start
-        # The checksum of the envelope is computed first, and leaves the components in the cache.
+        # `write.parts` computes the checksum first, which leaves the components in the CPU cache.
         for part in write.parts:
             block.view[end : end + len(part)] = part
             end += len(part)
@@ -233,12 +238,12 @@ class PageWriter:
             outcome.faults.append(StorageUnavailableError("an object could not be made visible"))
 
 
-def _cut(items: Sequence[_Object], most: int) -> Iterator[list[_Object]]:
-    """Lists of at most so many bytes, or of one object."""
+def _split(items: Sequence[_Object], max_bytes: int) -> Iterator[list[_Object]]:
+    """Split objects into lists of at most `max_bytes`, or of one object."""
     some, size = list[_Object](), 0
     for item in items:
         length = item.write.namespace.object_bytes
-        if some and size + length > most:
+        if some and size + length > max_bytes:
             yield some
             some, size = [], 0
         some.append(item)
@@ -248,7 +253,7 @@ def _cut(items: Sequence[_Object], most: int) -> Iterator[list[_Object]]:
 
 
 def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> list[_Object]:
-    """Objects that are there whole are stored; the others are being written, and may be there soon."""
+    """Count existing objects as stored. Returns those that other writers are storing."""
     there = connection.exist([item.name for item in items]) if items else []
     left = list[_Object]()
     for item, exists in zip(items, there, strict=True):
@@ -261,5 +266,5 @@ def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outc
 
 
 def _is_whole(write: ObjectWrite) -> bool:
-    """Always, unless somebody makes up objects of another length, which this store shall not hold."""
+    """True unless the object has another length than its namespace, which the driver refuses."""
     return tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes

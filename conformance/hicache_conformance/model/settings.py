@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Final, Self
 
 import msgspec
-import pytest
 
-from hicache_conformance.model.profiles import PROFILES
-from hicache_conformance.model.pytest_keys import drawn_seed
-from hicache_conformance.model.rules import Level, parse_levels
+from hicache_conformance.model.rules import Level
 
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
 """Environment variable by which `hicache conformance run` tells its child process where its `RunFile` is."""
-_SETTINGS: Final = pytest.StashKey["Settings"]()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +68,3 @@ class RunFile:
         """The run file of this process, where it is the child of a command line."""
         path = os.environ.get(RUN_VARIABLE)
         return cls.read(Path(path)) if path else None
-
-
-def settings_of(config: pytest.Config) -> Settings:
-    """The settings of this session: the command line's, or those of pytest's options. Always the same.
-
-    Raises:
-        pytest.UsageError: an option has a bad value.
-    """
-    if _SETTINGS not in config.stash:
-        run = RunFile.of_environment()
-        config.stash[_SETTINGS] = run.settings if run else _of_options(config)
-    return config.stash[_SETTINGS]
-
-
-def _of_options(config: pytest.Config) -> Settings:
-    profile, levels_text = str(config.getoption("--hicache-profile")), str(config.getoption("--hicache-level"))
-    if profile not in PROFILES:
-        raise pytest.UsageError(f"--hicache-profile: unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
-    try:
-        levels = parse_levels(levels_text)
-    except ValueError as error:
-        raise pytest.UsageError(f"--hicache-level: {error}") from error
-    seed, run = drawn_seed(config)
-    return Settings(seed=seed, run=run, profile=profile, levels=levels)

@@ -14,7 +14,8 @@ from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
 from hicache_conformance.model.pytest_keys import CASE_MARK, CASE_PROPERTY, GATE_PROPERTY, VIOLATION_PROPERTY
-from hicache_conformance.model.settings import RunFile, settings_of
+from hicache_conformance.model.session_settings import settings_of
+from hicache_conformance.model.settings import RunFile
 from hicache_conformance.model.verdict import Verdict, judge
 from hicache_conformance.model.violation import NotPromised
 from hicache_conformance.runner.case_reports import CaseReports, describe_violation, header_of

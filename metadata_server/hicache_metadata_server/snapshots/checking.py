@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.checking import MISFITS, Claim, SlotDirectory, Verdict
+from hicache_backends.hf3fs.slots.checking import DEFECTS, ExpectedPage, SlotFileSet, Verdict
 from hicache_metadata_server.snapshots.parts import Pages, ScopeHead, joined
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class PageChecker:
     """
 
     def __init__(self, path: Path) -> None:
-        self._directory = SlotDirectory(str(path))
+        self._directory = SlotFileSet(str(path))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsck")
         self._files: dict[str, CheckedFile | None] = {}
 
@@ -77,12 +77,12 @@ class PageChecker:
         """One for each page of a scope that is known."""
         file = self._files[scope]
         assert file is not None, "asked `knows` before"
-        claims = map(Claim, pages.slots, pages.keys, pages.lengths, pages.checksums)
+        claims = map(ExpectedPage, pages.slots, pages.keys, pages.lengths, pages.checksums)
         return list(self._threads.map(file.verdict, claims))
 
     def misfits(self, scope: str, pages: Pages) -> list[str]:
         """What is wrong with each page of a scope that is known, or ""; what cannot be read is taken to be right."""
-        return [str(verdict) if verdict in MISFITS else "" for verdict in self.verdicts(scope, pages)]
+        return [str(verdict) if verdict in DEFECTS else "" for verdict in self.verdicts(scope, pages)]
 
     def close(self) -> None:
         """End the threads and close the files."""
@@ -105,7 +105,7 @@ def check(parts: Iterable[Part], checker: PageChecker) -> Checked:
             verdicts = checker.verdicts(name, part)
             found.verdicts.update(verdicts)
             rows = zip(part.slots, part.keys, part.generations, verdicts, strict=True)
-            found.misfits += [Misfit(name, *row) for row in rows if row[3] in MISFITS]
+            found.misfits += [Misfit(name, *row) for row in rows if row[3] in DEFECTS]
     return found
 
 

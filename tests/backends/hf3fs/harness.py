@@ -1,4 +1,4 @@
-"""A 3FS storage with a host pool, and pages whose bytes say whose they are."""
+"""A 3FS storage with a host pool, and pages whose bytes identify key and version."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Rig:
         from hicache_metadata_server.protocol import LookupScope
         from hicache_storage.objects import Call
 
-        found = self.store.directory.lookup([LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False)
+        found = self.store.metadata.lookup([LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False)
         return found.scopes[0].slots[0]
 
     def _transfer(self, keys):

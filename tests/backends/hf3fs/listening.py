@@ -1,4 +1,4 @@
-"""Servers of a few lines, which answer as they are told."""
+"""Servers of a few lines with programmed answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients, and what the remote one makes of servers that misbehave."""
+"""Both metadata clients, and the HTTP client with faulty servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hicache_backends.hf3fs.client.failures import MetadataError, ScopeMismatchError
-from hicache_backends.hf3fs.client.local import LocalDirectory
-from hicache_backends.hf3fs.client.pieces import joined, pieces
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
-from hicache_backends.hf3fs.client.servers import ATTEMPTS
+from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata
+from hicache_backends.hf3fs.client.errors import MetadataError, ScopeMismatchError
+from hicache_backends.hf3fs.client.failover import ATTEMPTS
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
+from hicache_backends.hf3fs.client.request_splitting import merge_responses, split_request
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_storage.objects import Call
@@ -35,139 +35,139 @@ def geometry(name=SCOPE, slots=16, **changes):
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def loop_kind(request, monkeypatch, caller):
-    """The remote client's loop is uvloop's, or, where that is not installed, the standard library's."""
+    """The loop of the HTTP client: uvloop's, and the standard library's without uvloop."""
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)
 
 
 @pytest.fixture(params=["local", "remote", "remote without uvloop"])
-def directory(request, tmp_path, monkeypatch, caller):
+def client(request, tmp_path, monkeypatch, caller):
     if request.param == "local":
-        made = LocalDirectory(str(tmp_path), quarantine_seconds=0.05)
+        made = EmbeddedMetadata(str(tmp_path), quarantine_seconds=0.05)
     else:
         if "without" in request.param:
             monkeypatch.setitem(sys.modules, "uvloop", None)
-        made = RemoteDirectory(request.getfixturevalue("server").url)
+        made = HttpMetadataClient(request.getfixturevalue("server").url)
         made.refresh(Call(10))
     made.declare(geometry())
     yield made
     made.close()
 
 
-def reserve(directory, keys, scope=SCOPE):
+def reserve(client, keys, scope=SCOPE):
     asked = [p.ReserveScope(scope=scope, keys=keys)]
-    [part] = directory.reserve(asked, Call(PATIENCE_SECONDS), owner="me", lease_seconds=LEASE_SECONDS).scopes
+    [part] = client.reserve(asked, Call(PATIENCE_SECONDS), owner="me", lease_seconds=LEASE_SECONDS).scopes
     return part
 
 
-def store(directory, keys, scope=SCOPE):
-    part = reserve(directory, keys, scope)
+def store(client, keys, scope=SCOPE):
+    part = reserve(client, keys, scope)
     count = len(part.leases)
     asked = p.CommitScope(scope=scope, leases=part.leases, lengths=[5] * count, checksums=list(range(count)))
-    assert directory.commit([asked], Call(10)) == [[True] * count]
+    assert client.commit([asked], Call(10)) == [[True] * count]
     return part
 
 
-def lookup(directory, keys, scope=SCOPE, **options):
-    return directory.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10), **options)
+def lookup(client, keys, scope=SCOPE, **options):
+    return client.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10), **options)
 
 
-def test_a_page_is_stored_found_and_deleted(directory):
-    part = store(directory, ["a", "b"])
-    found = lookup(directory, ["b", "x", "a"]).scopes[0]
+def test_a_page_is_stored_found_and_deleted(client):
+    part = store(client, ["a", "b"])
+    found = lookup(client, ["b", "x", "a"]).scopes[0]
     assert found.slots == [part.slots[1], -1, part.slots[0]]
     assert (found.lengths, found.checksums) == ([5, 0, 5], [1, 0, 0])
-    assert directory.touch([p.LookupScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
+    assert client.touch([p.LookupScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
     wrong = p.DeleteScope(scope=SCOPE, keys=["a"], generations=[part.generations[0] + 1])
-    assert directory.delete([wrong], Call(10)) == [[False]]
-    assert directory.delete([p.DeleteScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
-    assert directory.clear([SCOPE], Call(10)) == [1]
+    assert client.delete([wrong], Call(10)) == [[False]]
+    assert client.delete([p.DeleteScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
+    assert client.clear([SCOPE], Call(10)) == [1]
 
 
-def test_several_scopes_in_one_request(directory):
-    directory.declare(geometry("0:mamba-test", slots=4))
-    store(directory, ["a"], "0:mamba-test")
+def test_several_scopes_in_one_request(client):
+    client.declare(geometry("0:mamba-test", slots=4))
+    store(client, ["a"], "0:mamba-test")
     asked = [p.LookupScope(scope=SCOPE, keys=["a"]), p.LookupScope(scope="0:mamba-test", keys=["a"])]
-    assert [part.slots[0] >= 0 for part in directory.lookup(asked, Call(10)).scopes] == [False, True]
+    assert [part.slots[0] >= 0 for part in client.lookup(asked, Call(10)).scopes] == [False, True]
 
 
-def test_leases_are_kept_given_back_and_lost(directory):
-    part = reserve(directory, ["a", "b"])
-    assert reserve(directory, ["a"]).states == [p.Reserved.BUSY]
+def test_leases_are_kept_given_back_and_lost(client):
+    part = reserve(client, ["a", "b"])
+    assert reserve(client, ["a"]).states == [p.Reserved.BUSY]
     asked = p.LeaseScope(scope=SCOPE, leases=part.leases)
-    assert directory.renew([asked], Call(10), lease_seconds=LEASE_SECONDS) == [[True, True]]
-    directory.abort([asked])
+    assert client.renew([asked], Call(10), lease_seconds=LEASE_SECONDS) == [[True, True]]
+    client.abort([asked])
     until = time.monotonic() + PATIENCE_SECONDS
-    while reserve(directory, ["a"]).states == [p.Reserved.BUSY]:
+    while reserve(client, ["a"]).states == [p.Reserved.BUSY]:
         assert time.monotonic() < until
         time.sleep(0.005)
     late = p.CommitScope(scope=SCOPE, leases=part.leases, lengths=[1, 1], checksums=[1, 1])
-    assert directory.commit([late], Call(10)) == [[False, False]]
+    assert client.commit([late], Call(10)) == [[False, False]]
 
 
-def test_reserve_counts_what_it_evicts(directory):
-    store(directory, [f"old-{i}" for i in range(16)])
-    assert reserve(directory, ["new-1", "new-2"]).evicted == 2
+def test_reserve_counts_what_it_evicts(client):
+    store(client, [f"old-{i}" for i in range(16)])
+    assert reserve(client, ["new-1", "new-2"]).evicted == 2
 
 
-def test_pins_are_let_go(directory):
-    store(directory, ["a"])
-    located = lookup(directory, ["a"], pin_seconds=5.0)
+def test_pins_are_let_go(client):
+    store(client, ["a"])
+    located = lookup(client, ["a"], pin_seconds=5.0)
     assert len(located.pins) == 1
-    directory.unpin(located.pins)
+    client.unpin(located.pins)
 
 
-def models(directory):
+def models(client):
     """What the server has been told."""
-    if isinstance(directory, LocalDirectory):
-        listed = directory._open()._service.list_scopes()
+    if isinstance(client, EmbeddedMetadata):
+        listed = client._open()._service.list_scopes()
     else:
-        listed = directory._wait("/v2/scopes", None, p.Scopes, Call(10))
+        listed = client._call("/v2/scopes", None, p.Scopes, Call(10))
     return {one.scope: one.model for one in listed.scopes}
 
 
-def test_the_server_is_told_the_model_of_each_scope(directory):
-    directory.declare(geometry(), model="org/model")
-    directory.declare(geometry("0:mamba-test", slots=4))
-    store(directory, ["a"])
-    store(directory, ["a"], "0:mamba-test")
+def test_the_server_is_told_the_model_of_each_scope(client):
+    client.declare(geometry(), model="org/model")
+    client.declare(geometry("0:mamba-test", slots=4))
+    store(client, ["a"])
+    store(client, ["a"], "0:mamba-test")
     until = time.monotonic() + PATIENCE_SECONDS
-    while models(directory) != {SCOPE: "org/model", "0:mamba-test": ""}:
+    while models(client) != {SCOPE: "org/model", "0:mamba-test": ""}:
         assert time.monotonic() < until
         time.sleep(0.005)
 
 
-def test_another_geometry_is_refused(directory):
-    store(directory, ["a"])
-    directory._made.clear()
-    directory.declare(geometry(slots=17))
+def test_another_geometry_is_refused(client):
+    store(client, ["a"])
+    client._initialized.clear()
+    client.declare(geometry(slots=17))
     with pytest.raises(ScopeMismatchError, match="slots"):
-        lookup(directory, ["a"])
+        lookup(client, ["a"])
 
 
 def test_local_clients_of_one_directory_share_one_state(tmp_path):
-    with closing(LocalDirectory(str(tmp_path), quarantine_seconds=0)) as one:
+    with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as one:
         one.declare(geometry())
         store(one, ["a"])
-        with closing(LocalDirectory(str(tmp_path / "." / ""), quarantine_seconds=0)) as two:
+        with closing(EmbeddedMetadata(str(tmp_path / "." / ""), quarantine_seconds=0)) as two:
             two.declare(geometry())
             assert lookup(two, ["a"]).scopes[0].slots[0] >= 0
-    with closing(LocalDirectory(str(tmp_path), quarantine_seconds=0)) as later:
+    with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as later:
         later.declare(geometry())
         assert lookup(later, ["a"]).scopes[0].slots == [-1]
 
 
-def test_requests_are_cut_and_answers_joined():
+def test_requests_are_split_and_responses_merged():
     limits = msgspec.structs.replace(DEFAULTS, keys=10, scopes=2)
     request = p.Lookup(
         scopes=[p.LookupScope(scope=f"0:s{n}", keys=[f"{n}-{i}" for i in range(size)]) for n, size in enumerate((25, 0, 3))]
     )
-    cut = pieces(request, limits)
+    cut = split_request(request, limits)
     assert all(sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2 for _, piece in cut)
     # The last keys are sent first, so that the head of a chain ends as the latest used.
     assert cut[0][1].scopes[-1].keys[-1] == "2-2"
     done = [(numbers, p.LookedUp(scopes=[_echo(part.keys) for part in piece.scopes])) for numbers, piece in cut]
-    assert [part.slots for part in joined(request, done)] == [
+    assert [part.slots for part in merge_responses(request, done)] == [
         [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
     ]
 
@@ -178,29 +178,29 @@ def _echo(keys):
 
 
 def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
-    with closing(RemoteDirectory(server.url)) as directory:
-        directory.refresh(Call(10))
-        directory.declare(geometry())
-        store(directory, ["a"])
+    with closing(HttpMetadataClient(server.url)) as client:
+        client.refresh(Call(10))
+        client.declare(geometry())
+        store(client, ["a"])
         server.kill()
         with pytest.raises(StorageUnavailableError):
-            lookup(directory, ["a"])
+            lookup(client, ["a"])
         home = Path(server._home.name)
         for file in (home / "state").glob("m.db*"):
             file.unlink()
         server.start()
-        assert lookup(directory, ["a"]).scopes[0].slots == [-1]
-        store(directory, ["a"])
+        assert lookup(client, ["a"]).scopes[0].slots == [-1]
+        store(client, ["a"])
 
 
 def test_a_server_that_kept_its_memory_is_gone_on_with(server):
-    with closing(RemoteDirectory(server.url)) as directory:
-        directory.refresh(Call(10))
-        directory.declare(geometry())
-        part = store(directory, ["a"])
+    with closing(HttpMetadataClient(server.url)) as client:
+        client.refresh(Call(10))
+        client.declare(geometry())
+        part = store(client, ["a"])
         server.kill()
         server.start()
-        assert lookup(directory, ["a"]).scopes[0].slots == part.slots
+        assert lookup(client, ["a"]).scopes[0].slots == part.slots
 
 
 # Servers that misbehave.
@@ -247,10 +247,10 @@ BAD = {
 @pytest.mark.usefixtures("loop_kind")
 @pytest.mark.parametrize("manner", BAD)
 def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
-    with listening(BAD[manner]) as (url, requests), closing(RemoteDirectory(url)) as directory:
-        directory.declare(geometry())
+    with listening(BAD[manner]) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        client.declare(geometry())
         with pytest.raises(StorageUnavailableError):
-            directory.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized, Call(PATIENCE_SECONDS))
+            client.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized, Call(PATIENCE_SECONDS))
         keys = {line for data in requests for line in data.split(b"\r\n") if line.lower().startswith(b"idempotency-key")}
         assert len(requests) == ATTEMPTS
         assert len(keys) == 1
@@ -259,17 +259,17 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
 @pytest.mark.parametrize(("status", "code"), [(422, "invalid"), (429, "too_many"), (403, "quota")])
 def test_a_refusal_is_not_asked_again(status, code):
     problem = msgspec.msgpack.encode({"code": code, "message": "no", "field": "scopes"})
-    with listening(reply(b"%d No" % status, problem)) as (url, requests), closing(RemoteDirectory(url)) as directory:
+    with listening(reply(b"%d No" % status, problem)) as (url, requests), closing(HttpMetadataClient(url)) as client:
         with pytest.raises(MetadataError, match=f"{status} {code}"):
-            directory.refresh(Call(PATIENCE_SECONDS))
+            client.refresh(Call(PATIENCE_SECONDS))
         assert len(requests) == 1
 
 
 @pytest.mark.usefixtures("loop_kind")
 def test_a_server_that_hangs_costs_the_deadline_and_no_more(hangs):
-    with listening(hangs) as (url, _), closing(RemoteDirectory(url)) as directory:
+    with listening(hangs) as (url, _), closing(HttpMetadataClient(url)) as client:
         with pytest.raises(StorageTimeoutError):
-            directory.refresh(Call(0.3))
+            client.refresh(Call(0.3))
         assert not hangs.gave_up
 
 
@@ -277,8 +277,8 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more(hangs):
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with closing(RemoteDirectory(url)) as directory, pytest.raises(StorageUnavailableError):
-        directory.refresh(Call(PATIENCE_SECONDS))
+    with closing(HttpMetadataClient(url)) as client, pytest.raises(StorageUnavailableError):
+        client.refresh(Call(PATIENCE_SECONDS))
 
 
 def test_a_deadline_beside_a_close_is_a_deadline(monkeypatch):
@@ -288,41 +288,41 @@ def test_a_deadline_beside_a_close_is_a_deadline(monkeypatch):
                 raise RuntimeError("Event loop is closed")
             act.__self__._work.close()
 
-    with closing(RemoteDirectory("http://127.0.0.1:1")) as directory:
-        monkeypatch.setattr(directory._thread, "start", ClosedAfterTheStart)
+    with closing(HttpMetadataClient("http://127.0.0.1:1")) as client:
+        monkeypatch.setattr(client._loop_thread, "start", ClosedAfterTheStart)
         with pytest.raises(StorageTimeoutError):
-            directory.refresh(Call(0.01))
+            client.refresh(Call(0.01))
 
 
 def test_an_answer_about_something_else_is_none(server):
-    with closing(RemoteDirectory(server.url)) as directory:
-        directory.refresh(Call(10))
-        directory.declare(geometry())
-        real = directory.send
-        directory.send = lambda path, request, kind, call: (
+    with closing(HttpMetadataClient(server.url)) as client:
+        client.refresh(Call(10))
+        client.declare(geometry())
+        real = client.send
+        client.send = lambda path, request, kind, call: (
             p.LookedUp(scopes=[p.Found(slots=[0], generations=[0], lengths=[], checksums=[0])])
             if path == "/v2/lookup"
             else real(path, request, kind, call)
         )
         with pytest.raises(MetadataError, match="another number"):
-            lookup(directory, ["a"])
-        directory.send = lambda path, request, kind, call: p.LookedUp(
+            lookup(client, ["a"])
+        client.send = lambda path, request, kind, call: p.LookedUp(
             scopes=[p.Found(slots=[16], generations=[1], lengths=[1], checksums=[0])]
         )
         with pytest.raises(MetadataError, match="outside"):
-            lookup(directory, ["a"])
+            lookup(client, ["a"])
 
 
 @pytest.mark.usefixtures("loop_kind")
 def test_close_leaves_no_thread_and_ends_what_runs(hangs):
     before = set(threading.enumerate())
     with listening(hangs) as (url, requests):
-        directory = RemoteDirectory(url)
+        client = HttpMetadataClient(url)
         failed = []
 
         def ask():
             try:
-                directory.refresh(Call(2 * PATIENCE_SECONDS))
+                client.refresh(Call(2 * PATIENCE_SECONDS))
             except StorageUnavailableError as error:
                 failed.append(error)
 
@@ -330,10 +330,10 @@ def test_close_leaves_no_thread_and_ends_what_runs(hangs):
         asking.start()
         while not requests:
             time.sleep(0.01)
-        directory.close()
-        directory.close()
+        client.close()
+        client.close()
         asking.join(PATIENCE_SECONDS)
         assert failed
         with pytest.raises(MetadataError, match="closed"):
-            directory.refresh(Call(1))
+            client.refresh(Call(1))
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-metadata-client"]

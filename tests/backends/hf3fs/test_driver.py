@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.hf3fs.client.failures import MetadataError
-from hicache_backends.hf3fs.client.local import LocalDirectory, _State
+from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata, _State
+from hicache_backends.hf3fs.client.errors import MetadataError
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
@@ -203,7 +203,7 @@ def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
     assert all(one.put(chain("a", 6)))
     assert pauses == []
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("b", 1))
-    one.store.directory.reserve([asked], Call(5), owner="other", lease_seconds=60.0)
+    one.store.metadata.reserve([asked], Call(5), owner="other", lease_seconds=60.0)
     assert one.put(chain("b", 1)) == [False]
     assert sum(pauses) == pytest.approx(1.0, abs=0.2)
 
@@ -212,7 +212,7 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
     from hicache_backends.hf3fs import writer
 
     one, keys = mine(lease_seconds=3.2), chain("a", 4)
-    monkeypatch.setattr(writer, "STRETCH_BYTES", 2 * 4160)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 2 * 4160)
     real, ends = one.store.engine.write, []
 
     def slow(jobs, call):
@@ -224,7 +224,7 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
     one.store.engine.write = slow
     assert all(one.put(keys))
     assert len(ends) == 2
-    assert ends == sorted(set(ends)), "each stretch has a lease that ends later"
+    assert ends == sorted(set(ends)), "each chunk has a lease that ends later"
     one.expect(keys)
 
 
@@ -239,13 +239,13 @@ def test_pages_longer_than_a_piece(rig):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)])
-def test_pieces_cover_everything_in_order(sizes):
-    from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, pieces
+def test_split_buffers_cover_everything_in_order(sizes):
+    from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, split_buffers
 
     parts = [memoryview(os.urandom(size)) for size in sizes]
-    found = list(pieces(parts))
+    found = list(split_buffers(parts))
     assert b"".join(b"".join(some) for some in found) == b"".join(parts)
-    assert all(0 < sum(map(len, some)) <= PIECE_BYTES for some in found)
+    assert all(0 < sum(map(len, some)) <= IO_BYTES for some in found)
 
 
 @pytest.mark.parametrize("key", ["", "~", "~a", "../x", "a" * 512, "\u20ac" * 170, "a/b", "A/B"])
@@ -271,7 +271,7 @@ def test_people_are_told_whose_pages_a_file_has(mine):
 def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
     from hicache_backends.hf3fs.slots import files
 
-    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
     one, other, keys = mine(), mine(), chain("a", 2)
     assert all(one.put(keys))
     os.unlink(one.scope.file.path)
@@ -310,7 +310,7 @@ def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
     if not child:
         os.close(end)
         if closes:
-            one.storage.store.directory.close()
+            one.storage.store.metadata.close()
         os.write(ready, b".")
         os.read(ends, 1)
         os._exit(0)
@@ -331,10 +331,10 @@ def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
 
 def test_a_child_forked_while_a_directory_is_opened_opens_one_of_its_own(tmp_path):
     readiness, ready = os.pipe()
-    with LocalDirectory._states_lock:
+    with EmbeddedMetadata._states_lock:
         child = os.fork()
         if not child:
-            LocalDirectory(str(tmp_path), quarantine_seconds=0.0).close()
+            EmbeddedMetadata(str(tmp_path), quarantine_seconds=0.0).close()
             os.write(ready, b".")
             os._exit(0)
     os.close(ready)
@@ -373,7 +373,7 @@ def suspended(server):
 def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
     one = rig()
     namespaces = [one.scope.namespace]
-    one.store.directory._state._operations["/v2/clear"] = refuse_clear
+    one.store.metadata._state._operations["/v2/clear"] = refuse_clear
     with pytest.raises(StorageUnavailableError, match="no"):
         one.storage.clear_namespaces(namespaces, Call(1.0))
 
@@ -463,7 +463,7 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):
 
 def test_a_server_that_does_not_know_describe_is_no_fault(rig, server):
     one = rig(metadata_url=server.url)
-    [asked] = one.store.directory._servers._all
+    [asked] = one.store.metadata._servers._all
     method, url = asked.routes["/v2/describe"]
     asked.routes["/v2/describe"] = method, url.with_path("/v2/nothing")
     keys = chain("a", 8)
@@ -524,5 +524,5 @@ def test_the_directory_is_told_of_reads(mine):
 def test_lookups_say_where(mine):
     one, keys = mine(), chain("a", 1)
     assert all(one.put(keys))
-    found = one.store.directory.lookup([p.LookupScope(scope=one.scope.name, keys=keys)], Call(5))
+    found = one.store.metadata.lookup([p.LookupScope(scope=one.scope.name, keys=keys)], Call(5))
     assert found.scopes[0].lengths == [one.page_bytes + 64]

@@ -1,4 +1,4 @@
-"""A client of several servers: which it asks, what it does when they fail, and how it comes back."""
+"""Failover of the HTTP client: attempt plan, backoff, return to the first server."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.hf3fs.client import remote as remote_module
-from hicache_backends.hf3fs.client import servers as servers_module
-from hicache_backends.hf3fs.client.failures import (
+from hicache_backends.hf3fs.client import failover as failover_module
+from hicache_backends.hf3fs.client import http_client as http_client_module
+from hicache_backends.hf3fs.client.errors import (
     BusyError,
     DrainingError,
     MetadataError,
-    PassingError,
+    NoResponseError,
+    RateLimitedError,
+    RetryableError,
     ScopeMismatchError,
-    SilentError,
-    TooManyError,
     UnknownScopeError,
 )
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
-from hicache_backends.hf3fs.client.servers import (
+from hicache_backends.hf3fs.client.failover import (
     ATTEMPTS,
-    FIRST_REST_SECONDS,
-    LEAST_PATIENCE_SECONDS,
-    LONGEST_REST_SECONDS,
-    Servers,
+    FIRST_BACKOFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
+    MIN_ATTEMPT_SECONDS,
+    ServerPool,
 )
-from hicache_conformance.protocol.server import Served
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
+from hicache_conformance.metadata.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote
 from hicache_storage.objects import Call
@@ -50,11 +50,11 @@ URLS = ("http://a", "http://b", "http://c")
 PATIENCE_SECONDS = 60.0
 
 
-def servers(urls=URLS, *, seed=0, left=lambda: None):
+def servers(urls=URLS, *, seed=0, on_failover=lambda: None):
     async def never(server):
         return False
 
-    return Servers(urls, chance=random.Random(seed), is_ready=never, left=left)
+    return ServerPool(urls, rng=random.Random(seed), is_ready=never, on_failover=on_failover)
 
 
 def eventually(what):
@@ -73,20 +73,20 @@ def test_clients_are_spread_over_the_servers():
     assert min(firsts.values()) > 60
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from([PassingError, SilentError, BusyError, DrainingError]), max_size=12))
+@given(st.integers(1, 4), st.lists(st.sampled_from([RetryableError, NoResponseError, BusyError, DrainingError]), max_size=12))
 def test_no_server_is_asked_again_before_all_others(count, failures):
     async def travel():
         some = servers(URLS[:count] if count < 4 else (*URLS, "http://d"))
-        tour = some.tour()
-        visited, said = [tour.server.url], list[type[MetadataError]]()
+        plan = some.plan()
+        visited, said = [plan.server.url], list[type[MetadataError]]()
         for failure in failures:
             said.append(failure)
-            if not tour.goes_on(failure("")):
+            if not plan.advance(failure("")):
                 break
             again = failure is BusyError
-            assert tour.server.url == visited[-1] if again else tour.server.url not in visited or len(set(visited)) == count
-            assert tour.waits == (tour.server.url in visited)
-            visited.append(tour.server.url)
+            assert plan.server.url == visited[-1] if again else plan.server.url not in visited or len(set(visited)) == count
+            assert plan.needs_pause == (plan.server.url in visited)
+            visited.append(plan.server.url)
         some.close()
         return visited, said
 
@@ -100,34 +100,34 @@ def test_no_server_is_asked_again_before_all_others(count, failures):
 def test_the_deadline_is_split_among_those_that_were_not_asked(left):
     async def travel():
         some = servers()
-        tour, parts = some.tour(), []
+        plan, parts = some.plan(), []
         for _ in URLS:
-            parts.append(tour.patience(left - sum(parts)))
-            tour.goes_on(PassingError(""))
+            parts.append(plan.timeout(left - sum(parts)))
+            plan.advance(RetryableError(""))
         some.close()
         return parts
 
     first, second, last = asyncio.run(travel())
-    assert last == servers_module.ATTEMPT_SECONDS
-    if left > 3 * LEAST_PATIENCE_SECONDS:
+    assert last == failover_module.MAX_ATTEMPT_SECONDS
+    if left > 3 * MIN_ATTEMPT_SECONDS:
         assert first + second <= left * 2 / 3 + 1e-9
-    assert min(first, second) >= LEAST_PATIENCE_SECONDS
+    assert min(first, second) >= MIN_ATTEMPT_SECONDS
 
 
 def test_one_server_never_rests():
     async def fail():
         some = servers(URLS[:1])
-        some.fails(some.first, "gone")
-        return some.first.resting, some.tour().patience(0.5)
+        some.record_failure(some.first, "gone")
+        return some.first.in_backoff, some.plan().timeout(0.5)
 
-    assert asyncio.run(fail()) == (False, servers_module.ATTEMPT_SECONDS)
+    assert asyncio.run(fail()) == (False, failover_module.MAX_ATTEMPT_SECONDS)
 
 
 def test_nobody_is_watched_after_the_close():
     async def fail():
         some = servers()
         some.close()
-        some.fails(some.first, "gone")
+        some.record_failure(some.first, "gone")
         return asyncio.all_tasks() - {asyncio.current_task()}
 
     assert asyncio.run(fail()) == set()
@@ -136,34 +136,34 @@ def test_nobody_is_watched_after_the_close():
 def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
     """Up to a limit, and drawn from a range, so that not all clients come back at once; until a request is answered."""
     now, rests = 100.0, list[float]()
-    monkeypatch.setattr(servers_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(failover_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def fail():
         nonlocal now
         some = servers(seed=1)
         server = some.first
         for _ in range(12):
-            some.fails(server, "gone")
-            rests.append(server.rests_until - now)
-            now = server.rests_until
+            some.record_failure(server, "gone")
+            rests.append(server.backoff_until - now)
+            now = server.backoff_until
             # Its watcher finds it ready.
-            server.resting = False
+            server.in_backoff = False
         server.failures = 5000
-        some.fails(server, "gone")
-        rests.append(server.rests_until - now)
-        server.resting = False
-        some.serves(server)
-        some.fails(server, "gone")
-        rests.append(server.rests_until - now)
+        some.record_failure(server, "gone")
+        rests.append(server.backoff_until - now)
+        server.in_backoff = False
+        some.record_success(server)
+        some.record_failure(server, "gone")
+        rests.append(server.backoff_until - now)
         some.close()
 
     asyncio.run(fail())
     *growing, after_an_answer = rests
     for number, rest in enumerate(growing):
-        most = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2**number)
+        most = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**number)
         assert most / 2 <= rest <= most
-    assert growing[-1] >= LONGEST_REST_SECONDS / 2
-    assert after_an_answer <= FIRST_REST_SECONDS
+    assert growing[-1] >= MAX_BACKOFF_SECONDS / 2
+    assert after_an_answer <= FIRST_BACKOFF_SECONDS
 
 
 def test_with_no_server_well_the_one_that_rests_least_is_asked():
@@ -172,8 +172,8 @@ def test_with_no_server_well_the_one_that_rests_least_is_asked():
         order = []
         for _ in URLS:
             order.append(some.first)
-            some.fails(some.first, "gone")
-        order[1].rests_until = 0.0
+            some.record_failure(some.first, "gone")
+        order[1].backoff_until = 0.0
         first = some.first
         some.close()
         return first is order[1], len({id(server) for server in order})
@@ -202,27 +202,27 @@ def geometry(scope="0:kv-test"):
 
 
 class Client:
-    """A directory on some addresses, with a scope of its own; which server it asks first is known."""
+    """A metadata client of some addresses, with a scope of its own; which server it asks first is known."""
 
     numbers = itertools.count()
 
     def __init__(self, ways):
         self.left = 0
         self.scope = f"{next(self.numbers)}:kv-test"
-        self.directory = RemoteDirectory([way.url for way in ways], left=self._count, chance=random.Random(1))
-        self.directory.declare(geometry(self.scope))
-        [self.home] = [way for way in ways if way.url == self.directory.where]
+        self.metadata = HttpMetadataClient([way.url for way in ways], on_failover=self._count, rng=random.Random(1))
+        self.metadata.declare(geometry(self.scope))
+        [self.home] = [way for way in ways if way.url == self.metadata.endpoint]
         self.other = next(way for way in ways if way is not self.home)
 
     def _count(self):
         self.left += 1
 
     def lookup(self, keys=("a",), seconds=PATIENCE_SECONDS):
-        return self.directory.lookup([p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)).scopes[0]
+        return self.metadata.lookup([p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)).scopes[0]
 
     def reserve(self, keys, seconds=PATIENCE_SECONDS):
         asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
-        return self.directory.reserve(asked, Call(seconds), owner="me", lease_seconds=300.0).scopes[0]
+        return self.metadata.reserve(asked, Call(seconds), owner="me", lease_seconds=300.0).scopes[0]
 
     def leased(self, server):
         scopes = Remote(server.url).call("/v2/scopes", None, p.Scopes).scopes
@@ -232,8 +232,8 @@ class Client:
 @pytest.fixture
 def client(ways, caller):
     made = Client(ways)
-    with closing(made.directory):
-        made.directory.refresh(Call(10))
+    with closing(made.metadata):
+        made.metadata.refresh(Call(10))
         made.lookup()
         yield made
 
@@ -242,18 +242,18 @@ def client(ways, caller):
 def test_another_server_is_asked_within_the_deadline(client, manner, caplog):
     assert client.other.operations == 0
     client.home.manner = manner
-    with caplog.at_level(logging.INFO, servers_module.__name__):
+    with caplog.at_level(logging.INFO, failover_module.__name__):
         assert client.lookup().slots == [-1]
         assert client.other.operations
         assert (client.left, caplog.text.count("is left for")) == (1, 1)
-        assert client.directory.where == f"{client.other.url}, 1 of 2 servers away"
+        assert client.metadata.endpoint == f"{client.other.url}, 1 of 2 servers away"
         # While it rests, no request goes there.
         for _ in range(20):
             client.lookup()
         assert client.left == 1
         client.home.manner = Manner.WELL
-        eventually(lambda: client.directory.where == client.home.url)
-        asked = client.other.operations
+        eventually(lambda: client.metadata.endpoint == client.home.url)
+        asked = client.other.asked
         client.lookup()
         assert client.other.operations == asked
     assert caplog.text.count("serves again") == 1
@@ -293,7 +293,7 @@ def test_one_slow_answer_is_no_failure(client):
     """A deadline that is too short for any server says nothing about this one."""
     with pytest.raises(StorageUnavailableError):
         client.lookup(seconds=1e-5)
-    assert (client.left, client.directory.where) == (0, client.home.url)
+    assert (client.left, client.metadata.endpoint) == (0, client.home.url)
 
 
 def test_with_all_servers_away_calls_fail_and_come_back_by_themselves(client):
@@ -305,15 +305,15 @@ def test_with_all_servers_away_calls_fail_and_come_back_by_themselves(client):
     assert client.left == 1
     client.other.manner = Manner.WELL
     client.lookup()
-    assert client.directory.where.startswith(client.other.url)
+    assert client.metadata.endpoint.startswith(client.other.url)
     client.home.manner = Manner.WELL
-    eventually(lambda: client.directory.where == client.home.url)
+    eventually(lambda: client.metadata.endpoint == client.home.url)
 
 
 def test_what_nobody_waits_for_goes_to_the_other_server_too(client, server):
     leased = client.reserve(["x"])
     client.home.manner = Manner.REFUSES
-    client.directory.abort([p.LeaseScope(scope=client.scope, leases=leased.leases)])
+    client.metadata.abort([p.LeaseScope(scope=client.scope, leases=leased.leases)])
     eventually(lambda: client.leased(server) == 0)
 
 
@@ -337,12 +337,12 @@ def test_many_threads_leave_a_server_once(client):
 
 
 def test_a_client_that_waits_for_a_server_closes_at_once(client, monkeypatch):
-    monkeypatch.setattr(remote_module, "CLOSE_SECONDS", 2 * PATIENCE_SECONDS)
+    monkeypatch.setattr(http_client_module, "CLOSE_SECONDS", 2 * PATIENCE_SECONDS)
     client.home.manner = Manner.HANGS
     client.lookup()
     begin = time.monotonic()
     threads = [thread for thread in threading.enumerate() if thread.name == "hicache-metadata-client"]
-    client.directory.close()
+    client.metadata.close()
     # Less than what `close` grants to requests that nobody waits for.
     assert time.monotonic() - begin < PATIENCE_SECONDS
     assert len(threads) - sum(thread.is_alive() for thread in threads) == 1
@@ -361,10 +361,10 @@ class Pair:
     def __init__(self, stack, answer):
         self._servers = [stack.enter_context(listening(answer)) for _ in range(2)]
         urls = [url for url, _ in self._servers]
-        self.directory = stack.enter_context(closing(RemoteDirectory(urls, chance=random.Random(1))))
+        self.metadata = stack.enter_context(closing(HttpMetadataClient(urls, rng=random.Random(1))))
 
     def send(self, path, request, kind):
-        return self.directory.send(path, request, kind, Call(PATIENCE_SECONDS))
+        return self.metadata.send(path, request, kind, Call(PATIENCE_SECONDS))
 
     @property
     def asked(self):
@@ -381,7 +381,7 @@ class Pair:
 def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
     with ExitStack() as stack:
         pair = Pair(stack, problem(status, "unavailable"))
-        with pytest.raises(PassingError):
+        with pytest.raises(RetryableError):
             pair.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized)
         assert (pair.operations, len(pair.keys)) == ([2, 2], 1)
 
@@ -396,7 +396,7 @@ def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
         (409, "mismatch", ScopeMismatchError, 1),
         (413, "too_large", MetadataError, 1),
         (422, "invalid", MetadataError, 1),
-        (429, "too_many", TooManyError, 1),
+        (429, "too_many", RateLimitedError, 1),
         # No faults of the store, which open no breaker.
         (429, "too_many", StorageRefusedError, 1),
         (403, "quota", StorageRefusedError, 1),
@@ -422,24 +422,24 @@ def test_each_server_that_drains_is_asked_once():
 def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two):
     """These two have a store each; the client makes its scope in both."""
     client = Client([server, server_two])
-    with closing(client.directory):
-        client.directory.refresh(Call(10))
+    with closing(client.metadata):
+        client.metadata.refresh(Call(10))
         client.reserve(["a"])
         Remote(client.home.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
         assert client.reserve(["b"]).states == [p.Reserved.LEASED]
         assert client.left == 1
-        assert client.directory.where.startswith(client.other.url)
+        assert client.metadata.endpoint.startswith(client.other.url)
         assert (client.leased(client.home), client.leased(client.other)) == (1, 1)
         Remote(client.home.url).call("/v2/drain", p.Drain(enabled=False), p.Draining)
-        eventually(lambda: client.directory.where == client.home.url)
+        eventually(lambda: client.metadata.endpoint == client.home.url)
 
 
 def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(server, server_two, caplog):
     """Nothing can prove that addresses belong to one store. A scope that is not there is made anew."""
     client = Client([server, server_two])
-    with closing(client.directory), caplog.at_level(logging.WARNING):
-        client.directory.refresh(Call(10))
+    with closing(client.metadata), caplog.at_level(logging.WARNING):
+        client.metadata.refresh(Call(10))
         client.reserve(["a"])
-        client.directory._servers._all[0].resting = True
+        client.metadata._servers._all[0].in_backoff = True
         assert client.lookup(["a"]).slots == [-1]
         assert "are they one store?" in caplog.text

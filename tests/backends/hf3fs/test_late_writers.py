@@ -1,4 +1,4 @@
-"""Writers that come too late: no slot is another page's while its writer may still write, and what a stalled write damages goes."""
+"""Late writes: quarantine of slots that may still be written, and removal of damaged pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_backends.hf3fs.client.failures import UnknownScopeError
-from hicache_backends.hf3fs.client.local import LocalDirectory
+from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata
+from hicache_backends.hf3fs.client.errors import UnknownScopeError
 from hicache_backends.hf3fs.slots import posix
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
@@ -118,7 +118,7 @@ def test_what_a_stalled_write_damages_is_deleted_when_it_comes_back(mine, caplog
     other.expect(keys)
 
 
-class Forgetful(LocalDirectory):
+class Forgetful(EmbeddedMetadata):
     """Knows no scope when it is told so, and keeps what it was sent."""
 
     def __init__(self, path):
@@ -135,19 +135,19 @@ class Forgetful(LocalDirectory):
 
 
 def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(tmp_path):
-    directory = Forgetful(str(tmp_path))
+    client = Forgetful(str(tmp_path))
     try:
         for number, is_written in enumerate((lambda: False, lambda: True)):
             geometry = p.ScopeGeometry(scope=f"{number}:kv", slots=4)
-            directory.declare(geometry, 7.0, is_written)
-            directory.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
-        assert directory.sent == [[], [7.0]]
+            client.declare(geometry, 7.0, is_written)
+            client.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
+        assert client.sent == [[], [7.0]]
         # Others may have written since a server knew the scope.
-        directory.forgets = True
-        directory.lookup([p.LookupScope(scope="0:kv", keys=["a"])], Call(5))
-        assert directory.sent[2:] == [[7.0]]
+        client.forgets = True
+        client.lookup([p.LookupScope(scope="0:kv", keys=["a"])], Call(5))
+        assert client.sent[2:] == [[7.0]]
     finally:
-        directory.close()
+        client.close()
 
 
 def test_a_file_is_new_until_it_is_handed_out(rig, tmp_path):
@@ -174,7 +174,7 @@ def test_slots_are_not_written_through_a_link(rig, tmp_path):
 
 def test_a_long_page_ends_where_its_lease_does(rig, monkeypatch):
     """It is written by pieces, and any of them may take long."""
-    one, pieces, jobs = rig(components=(3 * posix.PIECE_BYTES,), pages=2, file_size="8MiB"), [], []
+    one, pieces, jobs = rig(components=(3 * posix.IO_BYTES,), pages=2, file_size="8MiB"), [], []
     write, write_from = one.store.engine.write, posix.write_from
 
     def slow(descriptor, sources, offset):

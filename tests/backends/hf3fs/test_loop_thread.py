@@ -1,4 +1,4 @@
-"""The event loop of the metadata client, in a thread of its own."""
+"""The loop thread of the HTTP metadata client."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 
-from hicache_backends.hf3fs.client.failures import MetadataError
+from hicache_backends.hf3fs.client.errors import MetadataError
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_backends.hf3fs.client.loop_thread import LoopThread
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
 from hicache_metadata_server import protocol as p
 
 PATIENCE_SECONDS = 60.0
@@ -64,11 +64,11 @@ def test_posted_work_that_fails_leaves_the_loop_serving(thread):
 
 
 def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
-    directory = RemoteDirectory("http://127.0.0.1:1")
-    directory.close()
+    client = HttpMetadataClient("http://127.0.0.1:1")
+    client.close()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pytest.raises(MetadataError, match="closed"):
-            directory.send_later("/v2/unpin", p.Unpin(pins=[1]))
+            client.send_later("/v2/unpin", p.Unpin(pins=[1]))
         gc.collect()
     assert [str(warning.message) for warning in told] == []

@@ -127,7 +127,7 @@ def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
 
 
 def test_d2_would_be_seen_here_without_verification(mine, monkeypatch):
-    """The control of this file: a reader that believes the directory delivers other pages' bytes."""
+    """The control of this file: a reader that trusts the metadata server delivers other pages' bytes."""
 
     class Believed:
         __hash__ = None
@@ -283,7 +283,7 @@ def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
     one, keys = shared(), chain("a", 4)
     assert one.hits(keys) == 0
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
-    [leases] = one.store.directory.reserve([asked], Call(5), owner="dead", lease_seconds=4.0).scopes
+    [leases] = one.store.metadata.reserve([asked], Call(5), owner="dead", lease_seconds=4.0).scopes
     assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
     # It would be stored if it waited for their end.
     assert one.put(keys, seconds=0.5) == [False] * 4
@@ -314,7 +314,7 @@ def test_d5_the_slots_of_a_dead_writer_return(shared, server, tmp_path):
 
 def _stick_before_commit(path, url, keys, stuck):
     one = Rig(path, metadata_url=url, file_size=SMALL, lease_seconds=4.0)
-    with interrupted(one.store.directory, "commit", lambda: (stuck.set(), time.sleep(600))):
+    with interrupted(one.store.metadata, "commit", lambda: (stuck.set(), time.sleep(600))):
         one.put(keys)
 
 
@@ -354,7 +354,7 @@ def test_d6_a_commit_after_a_clear_maps_nothing(mine):
         other.storage.clear()
         eventually(lambda: all(other.put(others)))
 
-    with interrupted(one.store.directory, "commit", clear) as calls:
+    with interrupted(one.store.metadata, "commit", clear) as calls:
         answers = one.put(keys)
     assert calls
     other.expect(others)
@@ -366,14 +366,14 @@ def test_d6_a_commit_after_a_clear_maps_nothing(mine):
 
 def test_d6_what_is_committed_cannot_be_given_back(mine):
     one, key = mine(), chain("a", 1)
-    directory, scope = one.store.directory, one.scope.name
+    metadata, scope = one.store.metadata, one.scope.name
     assert one.hits(key) == 0
-    [leases] = directory.reserve([p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0).scopes
+    [leases] = metadata.reserve([p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0).scopes
     commit = p.CommitScope(scope=scope, leases=leases.leases, lengths=[one.page_bytes + 64], checksums=[1])
-    assert directory.commit([commit], Call(5)) == [[True]]
-    directory.abort([p.LeaseScope(scope=scope, leases=leases.leases)])
+    assert metadata.commit([commit], Call(5)) == [[True]]
+    metadata.abort([p.LeaseScope(scope=scope, leases=leases.leases)])
     for _ in range(3):
-        assert directory.lookup([p.LookupScope(scope=scope, keys=key)], Call(5)).scopes[0].slots == leases.slots
+        assert metadata.lookup([p.LookupScope(scope=scope, keys=key)], Call(5)).scopes[0].slots == leases.slots
         others = chain(os.urandom(4).hex(), 4)
         assert all(one.put(others))
         assert one.slot(key[0]) not in [one.slot(other) for other in others]
@@ -384,7 +384,7 @@ def test_d6_an_invented_lease_is_stale(mine):
     assert all(one.put(keys))
     for lease in (7_777_777, 2**62):
         commit = p.CommitScope(scope=one.scope.name, leases=[lease], lengths=[1], checksums=[1])
-        assert one.store.directory.commit([commit], Call(5)) == [[False]]
+        assert one.store.metadata.commit([commit], Call(5)) == [[False]]
     one.expect(keys)
 
 

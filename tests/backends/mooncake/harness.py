@@ -1,4 +1,4 @@
-"""A Mooncake storage with a host pool, and pages whose bytes say whose they are."""
+"""A Mooncake storage with a host pool, and pages whose bytes identify key and version."""
 
 from __future__ import annotations
 

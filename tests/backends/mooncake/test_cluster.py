@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_backends.mooncake.client.probe import check_master
+from hicache_backends.mooncake.client.client_setup import check_master
 from hicache_backends.mooncake.cluster import DevCluster
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain

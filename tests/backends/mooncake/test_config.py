@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hicache_backends.mooncake.client.opening import longest_lookup
+from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
 from hicache_backends.mooncake.config import MooncakeConfig, buffer_bytes, client_settings, size_of
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import ConfigError, StorageIdentity, parse_config
@@ -112,13 +112,13 @@ def test_how_long_a_lookup_may_take(monkeypatch):
     """As long as the library tries to connect, and twice as long as a request; shorter than the SDK's own deadline of 30 s."""
     for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
         monkeypatch.delenv(name, raising=False)
-    assert longest_lookup(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 5 + 2 * 2 < 30
-    assert longest_lookup(settings(master_server_address="m:1", rpc_timeout_seconds=0.5)) == 4 * (0.5 + 1) + 2 * 0.5 + 2 * 2
-    assert longest_lookup(settings(master_server_address="etcd://m:1")) is None
+    assert max_lookup_seconds(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 5 + 2 * 2 < 30
+    assert max_lookup_seconds(settings(master_server_address="m:1", rpc_timeout_seconds=0.5)) == 4 * (0.5 + 1) + 2 * 0.5 + 2 * 2
+    assert max_lookup_seconds(settings(master_server_address="etcd://m:1")) is None
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "60000")
-    assert longest_lookup(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 60 + 2 * 2
+    assert max_lookup_seconds(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 60 + 2 * 2
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "a minute")
-    assert longest_lookup(settings(master_server_address="m:1")) is None
+    assert max_lookup_seconds(settings(master_server_address="m:1")) is None
 
 
 def test_a_storage_is_refused_before_it_connects(monkeypatch):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hicache_backends.mooncake.client.shared import connections
+from hicache_backends.mooncake.client.connection_cache import connections
 from hicache_storage.objects import Call
 from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
@@ -59,7 +59,7 @@ def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
     """The library finds them when it is to begin them; nothing is asked before, and nothing of them is read."""
     one, sent, asked = rig(components=components), [], []
     one.storage.open()
-    connection = one.driver.attachment._connection
+    connection = one.driver.handle._connection
     transfer, exist = connection.transfer, connection.exist
     monkeypatch.setattr(connection, "transfer", lambda names, *rest: (sent.extend(names), transfer(names, *rest))[1])
     monkeypatch.setattr(connection, "exist", lambda names: (asked.append(names), exist(names))[1])
@@ -112,7 +112,7 @@ def test_storages_share_a_client(rig):
     one, two = rig(), rig(who=identity(model="two"))
     one.storage.open()
     two.storage.open()
-    assert one.driver.attachment._connection is two.driver.attachment._connection
+    assert one.driver.handle._connection is two.driver.handle._connection
     one.storage.close()
     assert two.put(chain("shared", 1)) == [True]
     with pytest.raises(StorageClosedError):
@@ -157,7 +157,7 @@ def test_threads_that_read_one_page(rig, way):
         thread.join()
     pages = [content(key, 0, rigs[0].page_bytes) for key in keys]
     assert told == [pages, pages[1:]] * 2
-    connection = rigs[0].driver.attachment._connection
+    connection = rigs[0].driver.handle._connection
     assert connection._claimed == set()
     # Whoever's time passes meanwhile has a miss.
     with connection.looked_up([rigs[0].name(keys[0])], Call()):

@@ -1,10 +1,10 @@
-"""Memory of host pools: registered once, refused before anything has changed, and let go when nobody can use it any more."""
+"""Registration of host pools' memory: once, with refusals, and its release after the last use."""
 
 from __future__ import annotations
 
 import pytest
 
-from hicache_backends.mooncake.client.attachment import Attachment
+from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
 from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from tests.backends.file.harness import ScratchPool
@@ -13,11 +13,11 @@ from tests.backends.mooncake.harness import COMPONENTS, Rig
 
 def registered(rig):
     """What the storage's client has registered, with how often."""
-    return rig.driver.attachment._connection._registered
+    return rig.driver.handle._connection._registered
 
 
 def regions(rig, pool="kv"):
-    return rig.driver.attachment._pools[pool].regions
+    return rig.driver.handle._pools[pool].regions
 
 
 def test_memory_is_registered_once_and_let_go(rig):
@@ -48,7 +48,7 @@ def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(rig):
     one = rig()
     one.storage.open()
     [former] = regions(one)
-    with one.driver.attachment.call():
+    with one.driver.handle.call():
         one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "kv")
         [present] = regions(one)
         assert former in registered(one)
@@ -59,16 +59,16 @@ def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(rig):
 def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
     one = rig()
     one.storage.open()
-    attachment, known, [region] = one.driver.attachment, registered(one), regions(one)
-    with attachment.call() as connection:
-        attachment.close()
+    handle, known, [region] = one.driver.handle, registered(one), regions(one)
+    with handle.call() as connection:
+        handle.close()
         assert region in known
         assert connection.exist(["nobody's"]) == [False]
-        with pytest.raises(StorageUnavailableError, match="closed"), attachment.call():
+        with pytest.raises(StorageUnavailableError, match="closed"), handle.call():
             pass
     assert region not in known
     # Nothing is released twice: the client is still there for the others.
-    attachment.close()
+    handle.close()
     two = rig()
     assert two.put(["a"]) == [True]
 
@@ -85,16 +85,16 @@ def test_memory_that_the_transport_refuses(rig, monkeypatch):
     """Over TCP it does not matter; elsewhere the pool is refused, and what was there before stays."""
     one = rig()
     one.storage.open()
-    attachment = one.driver.attachment
-    assert isinstance(attachment, Attachment)
+    handle = one.driver.handle
+    assert isinstance(handle, ConnectionHandle)
     before, known = regions(one), dict(registered(one))
-    monkeypatch.setattr(attachment._connection, "register", lambda start, size: False)
-    attachment.register("swa", [(1, 2)], None)
-    assert attachment._pools["swa"].regions == []
-    settings = attachment._connection.settings
-    monkeypatch.setattr(attachment._connection, "settings", settings.__class__(**{**as_dict(settings), "protocol": "rdma"}))
+    monkeypatch.setattr(handle._connection, "register", lambda start, size: False)
+    handle.register("swa", [(1, 2)], None)
+    assert handle._pools["swa"].regions == []
+    settings = handle._connection.settings
+    monkeypatch.setattr(handle._connection, "settings", settings.__class__(**{**as_dict(settings), "protocol": "rdma"}))
     with pytest.raises(InvalidPoolError, match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l"):
-        attachment.register("kv", [(1, 2)], None)
+        handle.register("kv", [(1, 2)], None)
     assert regions(one) == before
     assert registered(one) == known
     monkeypatch.undo()

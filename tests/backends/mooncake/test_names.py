@@ -1,4 +1,4 @@
-"""Names of objects: distinct, the same for a key whichever others it is asked with, and all with their namespace's prefix."""
+"""Names of objects: distinct, independent of the batch, with their namespace's prefix."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.mooncake.names import LONGEST, names_of, object_name, object_names, prefix_of
+from hicache_backends.mooncake.names import MAX_PLAIN_LENGTH, names_of, object_name, object_names, prefix_of
 from hicache_storage.objects import Namespace, ObjectRead
 from hicache_storage.spec import PageGeometry, PoolName
 from tests.backends.mooncake.harness import identity
 
 SPACE, OTHER = (Namespace(identity(), PoolName(pool), PageGeometry("page_first", "b", 4, 16, (60,))) for pool in ("kv", "swa"))
-PLAIN = st.text(st.sampled_from("09azAZ"), min_size=1, max_size=LONGEST)
+PLAIN = st.text(st.sampled_from("09azAZ"), min_size=1, max_size=MAX_PLAIN_LENGTH)
 KEYS = PLAIN | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 
 
@@ -27,7 +27,7 @@ def test_names(keys):
     assert all(re.fullmatch(f"{prefix_of(SPACE.name)}[0-9A-Za-z_]+", name, re.ASCII) for name in names)
 
 
-@pytest.mark.parametrize("key", ["", "a" * (LONGEST + 1), "a-b", "a b", "é", "٣", "_a", "a\n"])
+@pytest.mark.parametrize("key", ["", "a" * (MAX_PLAIN_LENGTH + 1), "a-b", "a b", "é", "٣", "_a", "a\n"])
 def test_keys_whose_characters_a_name_must_not_have(key):
     assert object_name(SPACE, key) == SPACE.object_name(key)
     # Which is the name of no other key.

@@ -190,21 +190,21 @@ def test_a_write_that_could_not_be_given_up():
     with DevCluster(1, 16 << 20) as cluster:
         rig = Rig(cluster.options)
         rig.storage.open()
-        connection, name = rig.driver.attachment._connection, rig.name("begun")
+        connection, name = rig.driver.handle._connection, rig.name("begun")
         assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
         cluster.master.kill()
-        connection.withdraw([name])
-        assert connection._stranded == {name}
+        connection.revoke([name])
+        assert connection._unrevoked == {name}
         cluster.master.start()
         until = time.monotonic() + RECOVERY_SECONDS
         while rig.put(["begun"]) != [True]:
             assert time.monotonic() < until
             time.sleep(0.05)
-        assert connection._stranded == set()
+        assert connection._unrevoked == set()
         rig.expect(["begun"])
         # What is not being written cannot be left behind.
-        connection.withdraw(["never begun"])
-        assert connection._stranded == set()
+        connection.revoke(["never begun"])
+        assert connection._unrevoked == set()
         rig.storage.close()
 
 

@@ -1,4 +1,4 @@
-"""What readers make of the library's answers: arrived, missing, damaged, failed, and given up."""
+"""Results of reads by the library's codes: arrived, missing, damaged, failed, given up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 
 from hicache_backends.mooncake import buffered, memory
-from hicache_backends.mooncake import crew as crews
+from hicache_backends.mooncake import thread_pool as thread_pools
 from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.reader import DirectReader, rounds
+from hicache_backends.mooncake.reader import DirectReader, split_reads
+from hicache_backends.mooncake.thread_pool import ThreadPool
 from hicache_storage.objects import Call, Namespace, ObjectRead
 from hicache_storage.spec import CancellationToken, PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.mooncake.harness import identity
@@ -57,9 +57,9 @@ def reads(count):
 
 @pytest.fixture
 def alone():
-    crew = Crew()
-    crew.close()
-    return crew
+    thread_pool = ThreadPool()
+    thread_pool.close()
+    return thread_pool
 
 
 @pytest.fixture(params=["wait", "wait, tcp", "bounce_buffer"])
@@ -106,9 +106,9 @@ def test_what_a_lookup_answers(alone):
         assert not any(read.damaged for read in (some[1], some[3]))
 
 
-@pytest.mark.parametrize(("limit", "most"), [("PORTION_BYTES", 2 * LENGTH), ("PORTION_OBJECTS", 2)])
-def test_portions(alone, monkeypatch, limit, most):
-    """As many objects as a portion holds, or one."""
+@pytest.mark.parametrize(("limit", "most"), [("CHUNK_BYTES", 2 * LENGTH), ("CHUNK_OBJECTS", 2)])
+def test_chunks(alone, monkeypatch, limit, most):
+    """As many objects as a chunk holds, or one."""
     monkeypatch.setattr(buffered, limit, most)
     some, connection = reads(5), Scripted([LENGTH] * 5)
     assert BufferedReader(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
@@ -122,7 +122,7 @@ def test_portions(alone, monkeypatch, limit, most):
 @pytest.mark.parametrize(("most", "together"), [(LENGTH * 5, [5]), (LENGTH * 2, [2, 2, 1])])
 def test_more_than_a_buffer_holds_is_looked_up_together(alone, monkeypatch, most, together):
     """As much as will have come before the leases of the first lookup run out."""
-    monkeypatch.setattr(buffered, "LOOKED_UP_BYTES", most)
+    monkeypatch.setattr(buffered, "MAX_LOOKUP_BYTES", most)
     some, connection = reads(5), Scripted([LENGTH] * 5)
     assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
     assert [len(names) for names in connection.lookups] == together
@@ -130,8 +130,8 @@ def test_more_than_a_buffer_holds_is_looked_up_together(alone, monkeypatch, most
 
 @pytest.mark.parametrize(("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)])
 def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code, after, left):
-    monkeypatch.setattr(library, "HANGS", after)
-    monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
+    monkeypatch.setattr(library, "HUNG_FRACTION", after)
+    monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
     for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
         some, connection = reads(5), Scripted([LENGTH, code, LENGTH, LENGTH, LENGTH], [LENGTH])
         assert way.read(connection, some, Call()).arrived == {some[0], *some[5 - left :]}
@@ -143,8 +143,8 @@ def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code,
 )
 def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
     """Four read large objects, if the buffer has room for four, and two small ones; each has memory of its own, and what all have read is answered."""
-    monkeypatch.setattr(buffered, "PORTION_BYTES", LENGTH)
-    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
+    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
     together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):
@@ -153,27 +153,27 @@ def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
             together.wait(60)
             return [LENGTH]
 
-    crew, some = Crew(), reads(3 * threads)
-    assert BufferedReader(size, crew).read(Both([]), some, Call()).arrived == set(some)
+    thread_pool, some = ThreadPool(), reads(3 * threads)
+    assert BufferedReader(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
     assert sorted(place - min(places) for place in places) == [number * (size // threads) for number in range(threads)]
-    crew.close()
+    thread_pool.close()
 
 
 @pytest.mark.parametrize(("code", "after", "again"), [(-800, 0.0, False), (-800, 60.0, True), (-704, 0.0, True)])
 def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(monkeypatch, alone, code, after, again):
     """Only what the library gives up goes on; what fails before that has ended."""
-    monkeypatch.setattr(library, "GIVES_UP_SECONDS", after)
+    monkeypatch.setattr(library, "ABANDON_SECONDS", after)
     blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
     for each in (DirectReader(blocks, None), by_buffers):
         each.read(Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call())
     assert bool(blocks._spare) is again
     assert bool(by_buffers._buffers._spare) is again
-    assert bool(memory._spoilt) is not again
-    memory._spoilt.clear()
+    assert bool(memory._unsafe) is not again
+    memory._unsafe.clear()
 
 
 def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
-    monkeypatch.setattr(library, "GIVES_UP_SECONDS", 0.0)
+    monkeypatch.setattr(library, "ABANDON_SECONDS", 0.0)
     blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
     for each in (DirectReader(blocks, alone), by_buffers):
         each.read(Scripted([library.TRANSFER_FAILED], [LENGTH]), reads(1), Call())
@@ -193,15 +193,15 @@ def test_nothing_is_delivered_to_a_cancelled_call(alone):
     assert BufferedReader(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
 
 
-def test_rounds():
+def test_split_reads():
     """In order, of distinct objects, no longer and no larger than allowed; each read once."""
     some = reads(5)
     twice = some + some[:2] + some[:1]
-    assert [list(part) for part in rounds(some, 2)] == [some[:2], some[2:4], some[4:]]
-    assert [list(part) for part in rounds(some, 9, 2 * LENGTH)] == [some[:2], some[2:4], some[4:]]
-    assert [list(part) for part in rounds(some, 9, 10)] == [[read] for read in some]
-    assert [list(part) for part in rounds(twice, 9)] == [some, some[:2], some[:1]]
-    assert [list(part) for part in rounds([], 9)] == []
+    assert [list(part) for part in split_reads(some, 2)] == [some[:2], some[2:4], some[4:]]
+    assert [list(part) for part in split_reads(some, 9, 2 * LENGTH)] == [some[:2], some[2:4], some[4:]]
+    assert [list(part) for part in split_reads(some, 9, 10)] == [[read] for read in some]
+    assert [list(part) for part in split_reads(twice, 9)] == [some, some[:2], some[:1]]
+    assert [list(part) for part in split_reads([], 9)] == []
     many = reads(BLOCK_ENVELOPES + 1)
-    assert [len(part) for part in rounds(many, BLOCK_ENVELOPES)] == [BLOCK_ENVELOPES, 1]
-    assert buffered.MOST_BUFFERS > 1
+    assert [len(part) for part in split_reads(many, BLOCK_ENVELOPES)] == [BLOCK_ENVELOPES, 1]
+    assert buffered.MAX_BUFFERS > 1

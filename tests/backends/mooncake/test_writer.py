@@ -1,4 +1,4 @@
-"""What a writer sends of pages, in which portions, and what it does about those that do not arrive."""
+"""Chunks that a writer sends, and pages that do not arrive."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from hicache_backends.mooncake import crew as crews
+from hicache_backends.mooncake import thread_pool as thread_pools
 from hicache_backends.mooncake import writer
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.crew import Crew
 from hicache_backends.mooncake.memory import Blocks
 from hicache_backends.mooncake.names import names_of
+from hicache_backends.mooncake.thread_pool import ThreadPool
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import Call, Namespace, ObjectWrite
 from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
@@ -24,17 +24,17 @@ class Scripted:
     """Stands for a connection on which nothing is stored yet; keeps what is sent."""
 
     def __init__(self, arrives=lambda name: True):
-        self.arrives, self.portions, self.objects = arrives, [], {}
-        self.published, self.withdrawn = [], []
+        self.arrives, self.chunks, self.objects = arrives, [], {}
+        self.published, self.revoked = [], []
 
-    def settle(self):
+    def revoke_pending(self):
         pass
 
     def begin(self, names, sizes, config):
         return [0] * len(names)
 
     def transfer(self, names, addresses, sizes, offsets):
-        self.portions.append(list(names))
+        self.chunks.append(list(names))
         for name, *places in zip(names, addresses, sizes, offsets, strict=True):
             parts = list(zip(*places, strict=True))
             self.objects[name] = b"".join(ctypes.string_at(address, size) for address, size, _ in parts)
@@ -45,8 +45,8 @@ class Scripted:
         self.published += names
         return [True] * len(names)
 
-    def withdraw(self, names):
-        self.withdrawn += names
+    def revoke(self, names):
+        self.revoked += names
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +54,15 @@ def no_library(monkeypatch):
     monkeypatch.setattr(library, "replicate_config", lambda copies: None)
 
 
-def made(crew, gathers=True):
-    return PageWriter(Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, crew, gathers=gathers)
+def made(thread_pool, gathers=True):
+    return PageWriter(Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, thread_pool, gathers=gathers)
 
 
 @pytest.fixture
 def alone():
-    crew = Crew()
-    crew.close()
-    return crew
+    thread_pool = ThreadPool()
+    thread_pool.close()
+    return thread_pool
 
 
 def writes(count, *components):
@@ -73,22 +73,22 @@ def writes(count, *components):
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_portions(alone, gathers, monkeypatch):
+def test_chunks(alone, gathers, monkeypatch):
     """Small pages a few at a time, large ones in two shares, and all of them together where nothing is gathered; nothing is lost of any."""
-    monkeypatch.setattr(writer, "PORTION_BYTES", 300_000)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 300_000)
     small, large = list(writes(5, 60_000, 40_000)), list(writes(5, 200_000, 100_000))
     some, others, connection = names_of(small), names_of(large), Scripted()
     assert made(alone, gathers).write(connection, [*large, *small], Call()).stored == {*small, *large}
     every = [*others, *some]
-    portions = [others[:3], others[3:], some[:2], some[2:4], some[4:]]
-    assert connection.portions == (portions if gathers else [every])
+    chunks = [others[:3], others[3:], some[:2], some[2:4], some[4:]]
+    assert connection.chunks == (chunks if gathers else [every])
     assert connection.objects == {name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)}
-    assert connection.withdrawn == []
+    assert connection.revoked == []
 
 
 @pytest.mark.parametrize(("large_from", "threads"), [(1 << 20, 2), (1 << 10, 4)])
 def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads):
-    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
     together, sent = threading.Barrier(threads), list(writes(60, 60_000, 40_000))
 
     class Both(Scripted):
@@ -99,38 +99,38 @@ def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads)
             together.wait(60)
             return answer
 
-    crew, connection = Crew(), Both()
-    assert made(crew).write(connection, sent, Call()).stored == set(sent)
+    thread_pool, connection = ThreadPool(), Both()
+    assert made(thread_pool).write(connection, sent, Call()).stored == set(sent)
     assert connection.objects == {name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)}
-    crew.close()
+    thread_pool.close()
 
 
 @pytest.mark.parametrize(("after", "begun"), [(0.0, 2), (60.0, 5)])
 def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begun):
     """What has arrived is published, and everything else given up."""
-    monkeypatch.setattr(library, "HANGS", after)
-    monkeypatch.setattr(writer, "PORTION_BYTES", 100_000)
+    monkeypatch.setattr(library, "HUNG_FRACTION", after)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 100_000)
     sent = list(writes(5, 60_000, 30_000))
     names = names_of(sent)
     connection = Scripted(lambda name: name != names[1])
     outcome = made(alone).write(connection, sent, Call())
-    assert connection.portions == [[name] for name in names[:begun]]
+    assert connection.chunks == [[name] for name in names[:begun]]
     assert outcome.stored == {sent[0], *sent[2:begun]}
-    assert sorted(connection.withdrawn) == sorted({*names} - {*connection.published})
+    assert sorted(connection.revoked) == sorted({*names} - {*connection.published})
     assert len(outcome.faults) == 1
 
 
 @pytest.mark.parametrize(("large_from", "shares"), [(300_000, [2, 2, 2, 2]), (400_000, [4, 4])])
 def test_a_share_for_each_thread(alone, monkeypatch, large_from, shares):
-    monkeypatch.setattr(crews, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
     connection = Scripted()
     sent = list(writes(8, 200_000, 100_000))
     assert made(alone).write(connection, sent, Call()).stored == set(sent)
-    assert [len(portion) for portion in connection.portions] == shares
+    assert [len(chunk) for chunk in connection.chunks] == shares
 
 
 def test_an_error_gives_everything_up(alone, monkeypatch):
-    monkeypatch.setattr(writer, "PORTION_BYTES", 100_000)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 100_000)
     sent = list(writes(3, 60_000, 30_000))
     names = names_of(sent)
 
@@ -143,4 +143,4 @@ def test_an_error_gives_everything_up(alone, monkeypatch):
     with pytest.raises(StorageUnavailableError):
         made(alone).write(connection, sent, Call())
     assert connection.published == []
-    assert connection.withdrawn == names
+    assert connection.revoked == names

@@ -1,4 +1,4 @@
-"""Addresses of metadata servers, as options name them."""
+"""Addresses of metadata servers, as given in options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One address, several separated by commas, or a list.
+    """Parse one address, several separated by commas, or a list.
 
     Raises:
-        ValueError: there is none, or one of them is none or is there twice; the message names it.
+        ValueError: no address, or one that is malformed or repeated; the message names it.
     """
     urls = tuple(url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given))
     if not urls:
@@ -31,7 +31,7 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        # Asked for, because only then a port that is none is refused.
+        # `urlsplit` checks the port only when it is read.
         _ = parts.port
     except ValueError:
         return False

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, behind a synchronous face."""
+"""An event loop in its own thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from hicache_backends.hf3fs.client.failures import MetadataError
+from hicache_backends.hf3fs.client.errors import MetadataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -15,29 +15,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MARGIN_SECONDS: Final = 0.25
-"""How long after a work's own deadline the event loop may take to say so."""
+"""Grace after a coroutine's own deadline, within which the loop reports the timeout."""
 
 
 class LoopThread:
-    """Its thread starts with the first work, and ends with `close`.
+    """A thread that runs an event loop, from the first coroutine until `close`.
 
     Args:
         end: awaited in the loop before it is closed.
-        after: called in the thread thereafter.
+        after: called in the thread after the loop was closed.
     """
 
     def __init__(self, name: str, *, end: Callable[[], Coroutine[Any, Any, None]], after: Callable[[], None]) -> None:
-        self._name, self._end, self._after = name, end, after
+        self._name = name
+        self._end = end
+        self._after = after
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._state = threading.Lock()
         self._closed = False
 
     def start(self) -> asyncio.AbstractEventLoop:
-        """The running loop.
+        """Start the thread if necessary, and return its loop.
 
         Raises:
-            MetadataError: it is closed.
+            MetadataError: `close` was called.
         """
         with self._state:
             if self._closed:
@@ -49,12 +51,12 @@ class LoopThread:
             return self._loop
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Wait for some work, which ends within `seconds` by itself.
+        """Run a coroutine, which ends within `seconds` by itself, and wait for its result.
 
         Raises:
-            TimeoutError: it has not, or says so.
-            asyncio.CancelledError: the loop was closed meanwhile.
-            MetadataError: the loop is closed, or what the work raises.
+            TimeoutError: the coroutine raises it, or has not ended after a grace of 0.25 s.
+            asyncio.CancelledError: the loop was closed while the coroutine ran.
+            MetadataError: the loop is closed, or the coroutine raises it.
         """
         awaited = _Awaited(work)
         loop = self._begin(work, awaited.start)
@@ -67,7 +69,7 @@ class LoopThread:
             raise
 
     def post(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin some work that nobody waits for.
+        """Start a coroutine without waiting for it.
 
         Raises:
             MetadataError: the loop is closed.
@@ -78,7 +80,8 @@ class LoopThread:
         with self._state:
             self._closed = True
             loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
+            self._loop = None
+            self._thread = None
         if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(loop.stop)
@@ -89,7 +92,7 @@ class LoopThread:
             loop = self.start()
             loop.call_soon_threadsafe(start)
         except (MetadataError, RuntimeError) as error:
-            # Work that is dropped without this warns that it was never awaited.
+            # A coroutine that is dropped without this warns that it was never awaited.
             work.close()
             raise MetadataError("the client of the metadata server is closed") from error
         return loop
@@ -105,7 +108,10 @@ class LoopThread:
 
 
 class _Awaited(Generic[T]):
-    """Work of the event loop that one thread waits for; with `run_coroutine_threadsafe` it would wait two of the loop's turns longer."""
+    """A coroutine of the event loop and the thread that waits for its result.
+
+    `asyncio.run_coroutine_threadsafe` would cost two further turns of the loop.
+    """
 
     __slots__ = ("_answer", "_error", "_pending", "_task", "_work")
 
@@ -116,20 +122,20 @@ class _Awaited(Generic[T]):
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._pending = threading.Lock()
-        """Held until the work has ended."""
+        """Held until the coroutine has ended."""
         self._pending.acquire()
 
     def start(self) -> None:
-        """Called by the event loop."""
+        """Start the coroutine; called by the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def cancel(self) -> None:
-        """Called by the event loop, after `start`."""
+        """Cancel the coroutine; called by the event loop, after `start`."""
         if self._task is not None:
             self._task.cancel()
 
     def result(self, seconds: float) -> T:
-        """Called by the waiting thread, once."""
+        """Wait for the result; called once, by the waiting thread."""
         if not self._pending.acquire(timeout=seconds):
             raise TimeoutError
         if self._error is not None:
@@ -142,14 +148,14 @@ class _Awaited(Generic[T]):
         except asyncio.CancelledError as error:
             self._error = error
             raise
-        except Exception as error:  # noqa: BLE001 - it is the waiting thread's
+        except Exception as error:  # noqa: BLE001 - raised in the waiting thread
             self._error = error
         finally:
             self._pending.release()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: a round trip takes a fifth less time, and a quarter less of the processor."""
+    """Create a loop, uvloop's if installed: a fifth less time a round trip, a quarter less CPU."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Whether the slots of a directory hold the pages that a metadata server says they hold. Nothing is ever written."""
+"""Read-only check that slots hold the pages that a metadata server lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_backends.hf3fs.scopes import ESCAPE, ID_NAME
-from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES
+from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
 from hicache_backends.posix.vectored import read_into
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.envelope import belongs, envelope_prefix, stored_checksum
@@ -21,7 +21,7 @@ _FINGERPRINT_DIGITS: Final = 32
 
 
 class Verdict(StrEnum):
-    """What was found in a slot; the text completes a sentence about it."""
+    """Result of the check of one slot; the value completes a sentence about it."""
 
     WHOLE = "holds its page"
     UNKNOWN = "was written without a checksum"
@@ -33,12 +33,12 @@ class Verdict(StrEnum):
     UNREADABLE = "cannot be read"
 
 
-MISFITS: Final = frozenset({Verdict.LENGTH, Verdict.MISSING, Verdict.SHORT, Verdict.OTHER, Verdict.DAMAGED})
-"""A reader would find none of these a hit."""
+DEFECTS: Final = frozenset({Verdict.LENGTH, Verdict.MISSING, Verdict.SHORT, Verdict.OTHER, Verdict.DAMAGED})
+"""Verdicts on slots that a reader would not take for hits."""
 
 
-class Claim(NamedTuple):
-    """What a metadata server says of a slot."""
+class ExpectedPage(NamedTuple):
+    """The page that a metadata server lists for a slot."""
 
     slot: int
     key: str
@@ -46,11 +46,11 @@ class Claim(NamedTuple):
     checksum: int
 
 
-class SlotDirectory:
-    """The directory that drivers have as their `path`.
+class SlotFileSet:
+    """The slot files of a directory, which is the `path` of drivers.
 
     Raises:
-        OSError: it is none, or the file system with it is not mounted.
+        OSError: the directory is not a store, or its file system is not mounted.
     """
 
     def __init__(self, path: str) -> None:
@@ -63,7 +63,7 @@ class SlotDirectory:
             ) from error  # fmt: skip
 
     def file_of(self, scope: ScopeGeometry) -> CheckedFile | None:
-        """The file of a scope; None for a scope that is not of this directory."""
+        """Return the file of a scope; None for a scope of another directory."""
         _, _, namespace = scope.scope.partition(":")
         name, _, store_id = namespace.rpartition("-")
         _, _, fingerprint = name.rpartition("-")
@@ -76,30 +76,33 @@ class SlotDirectory:
 
 
 class CheckedFile:
-    """One file of slots, opened for reading when it is first asked. Safe for many threads."""
+    """A slot file, opened read-only at the first check. Safe for many threads."""
 
     def __init__(self, path: str, scope: ScopeGeometry, fingerprint: bytes) -> None:
-        self._path, self._scope, self._fingerprint = path, scope, fingerprint
+        self._path = path
+        self._scope = scope
+        self._fingerprint = fingerprint
         self._lock = threading.Lock()
         self._descriptor = -1
 
-    def verdict(self, claim: Claim) -> Verdict:
-        """Read a slot as its reader would, and compare all that is known of the page; in pieces, however long it is."""
-        if not claim.length:
+    def verdict(self, page: ExpectedPage) -> Verdict:
+        """Read a slot in chunks of bounded size, and compare it with the listed page."""
+        if not page.length:
             return Verdict.UNKNOWN
-        if not ENVELOPE_BYTES < claim.length <= self._scope.slot_bytes:
+        if not ENVELOPE_BYTES < page.length <= self._scope.slot_bytes:
             return Verdict.LENGTH
         try:
-            return self._read(self._opened(), claim)
+            return self._read(self._opened(), page)
         except FileNotFoundError:
             return Verdict.MISSING
         except OSError:
             return Verdict.UNREADABLE
 
     def close(self) -> None:
-        """Let go of the file while nobody asks; who asks later opens it again."""
+        """Close the file. The next check opens it again."""
         with self._lock:
-            descriptor, self._descriptor = self._descriptor, -1
+            descriptor = self._descriptor
+            self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -109,20 +112,20 @@ class CheckedFile:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptor
 
-    def _read(self, descriptor: int, claim: Claim) -> Verdict:
-        page_bytes, offset = claim.length - ENVELOPE_BYTES, claim.slot * self._scope.slot_bytes
+    def _read(self, descriptor: int, page: ExpectedPage) -> Verdict:
+        page_bytes, offset = page.length - ENVELOPE_BYTES, page.slot * self._scope.slot_bytes
         envelope = bytearray(ENVELOPE_BYTES)
         if not read_into(descriptor, [memoryview(envelope)], offset + page_bytes):
             return Verdict.SHORT
-        # An escaped key does not tell the digest of the one that it stands for.
-        digest = bytes(envelope[32:48]) if claim.key.startswith(ESCAPE) else key_digest(claim.key)
+        # The digest of the original key cannot be computed from an escaped key.
+        digest = bytes(envelope[32:48]) if page.key.startswith(ESCAPE) else key_digest(page.key)
         prefix = envelope_prefix(page_bytes, self._fingerprint)
-        if not belongs(envelope, prefix, digest) or stored_checksum(envelope) != claim.checksum:
+        if not belongs(envelope, prefix, digest) or stored_checksum(envelope) != page.checksum:
             return Verdict.OTHER
-        running, piece = running_checksum(), memoryview(bytearray(min(PIECE_BYTES, page_bytes)))
-        for start in range(0, page_bytes, PIECE_BYTES):
-            some = piece[: min(PIECE_BYTES, page_bytes - start)]
+        running, buffer = running_checksum(), memoryview(bytearray(min(IO_BYTES, page_bytes)))
+        for start in range(0, page_bytes, IO_BYTES):
+            some = buffer[: min(IO_BYTES, page_bytes - start)]
             if not read_into(descriptor, [some], offset + start):
                 return Verdict.SHORT
             running.update(some)
-        return Verdict.WHOLE if running.intdigest() == claim.checksum else Verdict.DAMAGED
+        return Verdict.WHOLE if running.intdigest() == page.checksum else Verdict.DAMAGED

@@ -1,4 +1,4 @@
-"""What moves pages between the host pool and slots."""
+"""Abstract slot engine: moves pages between host memory and slots."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class SlotRead:
-    """One page to be read from a slot. An engine sets either `whole` or `fault`, or neither where the file ends too early."""
+    """One page to be read from a slot.
+
+    The engine sets `whole` or `fault`, or neither if the file ends before the slot does.
+    """
 
     read: ObjectRead
     file: SlotFile
     slot: int
     whole: bool = False
-    """The parts are filled and `read.verify()` has been asked."""
+    """The buffers are filled and `read.verify()` was called."""
     fault: OSError | None = None
     size: int = field(init=False)
 
@@ -42,54 +45,54 @@ class SlotWrite:
     file: SlotFile
     slot: int
     until: float
-    """When the lease ends, by `time.monotonic()`: nothing is begun after that."""
+    """Time by `time.monotonic()` after which no write begins: 9/10 of the lease."""
     whole: bool = False
     ends: float = math.inf
-    """When the lease ends indeed: what is written after that may lie in somebody else's page."""
+    """End of the lease. Bytes written after it may damage another client's page."""
     generation: int = 0
-    """Of the slot, as it was leased."""
+    """Generation of the leased slot."""
     fault: OSError | None = None
     in_doubt: bool = False
-    """It may still be written, some time: its slot is not to be given back before its lease ends."""
+    """The write was given up and may still happen, so its lease is not given back."""
     size: int = field(init=False)
-    """Bytes that are written; not `namespace.object_bytes`, where somebody writes an object of another length."""
+    """Bytes to write. They differ from `namespace.object_bytes` for objects of another length."""
 
     def __post_init__(self) -> None:
         self.size = sum(map(len, self.write.buffers)) + ENVELOPE_BYTES
 
     @property
     def late(self) -> bool:
-        """Whether the slot may be somebody else's by now."""
+        """True if no write may begin any more."""
         return time.monotonic() >= self.until
 
 
 class SlotEngine(ABC):
-    """Reads and writes slots. Safe for many threads; faults are told job by job and never raised."""
+    """Reads and writes slots. Safe for many threads. Sets the fault of each job and raises none."""
 
     name: str
     buffered: bool
-    """Whether a read that hangs keeps nobody waiting."""
+    """True if a hung read does not delay its caller beyond the deadline."""
 
     def adopt(self, descriptor: int) -> Handle:
-        """An open file that this engine is to use; closed with the last reference to it.
+        """Wrap an open file for this engine. The last reference to the handle closes it.
 
         Raises:
-            OSError: the engine cannot use it; it is closed.
+            OSError: the engine cannot use the file; the descriptor is closed.
         """
         return Handle(descriptor)
 
     @abstractmethod
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
-        """Fill pages and verify them. Nothing is written to the host pool after the caller has left."""
+        """Read pages and verify them. Writes no host memory after the caller has returned."""
 
     @abstractmethod
     def write(self, jobs: Sequence[SlotWrite], call: Call) -> None:
-        """Write pages; when it returns, nothing of them is written any more, but those in doubt."""
+        """Write pages. No write goes on after the return, except those in doubt."""
 
     @abstractmethod
     def stuck(self) -> int:
-        """Reads that hang, though nobody waits for them any more."""
+        """Count the hung reads whose callers have returned."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of threads, buffers and registrations."""
+        """Release threads, buffers and registrations."""

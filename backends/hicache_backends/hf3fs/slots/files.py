@@ -1,4 +1,4 @@
-"""The preallocated files, opened when first needed."""
+"""Slot files, created and opened at their first use."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from hicache_backends.posix.descriptors import Handle
 
 SUFFIX: Final = ".slots"
-# A link in its place would lead the pages of all tenants to wherever its maker wants them.
+# O_NOFOLLOW: a symbolic link would redirect the pages of all tenants to a target of its creator.
 FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-LOOK_SECONDS: Final = 0.3
-"""How often it is asked whether somebody has removed an open file."""
+POLL_SECONDS: Final = 0.3
+"""Interval of the check whether an open file was removed."""
 
 
 class SlotFile:
     """One file of slots. Safe for many threads.
 
     Args:
-        path: made if it is missing.
-        geometry: a file that is shorter is made longer, none is made shorter.
-        adopt: makes a handle of a descriptor.
-        about: whose pages these are, for people; it is told in a small file beside this one.
-        preallocates: ask the file system for all of its room at once.
+        path: created if missing.
+        geometry: a shorter file is extended; no file is truncated.
+        adopt: wraps a descriptor in a handle.
+        about: description of the namespace for operators, written to a JSON file beside this one.
+        preallocates: allocate the whole length at once.
     """
 
     def __init__(
@@ -50,42 +50,45 @@ class SlotFile:
         self._preallocates = preallocates
         self._lock = threading.Lock()
         self._handle: Handle | None = None
-        self._look_at = 0.0
-        self._untouched = False
-        """This process has made it, and has not handed it out yet."""
+        self._next_check = 0.0
+        self._is_new = False
+        """This process has created the file, and no write to it has begun."""
 
     def offset(self, slot: int) -> int:
-        """Where a slot begins."""
+        """Byte offset of a slot."""
         return slot * self.geometry.slot_bytes
 
     def is_written(self) -> bool:
-        """Whether anybody may have written to it, or be writing; makes it if it is missing, so that others see that it is there."""
+        """True if any process may have written to the file. Creates the file if it is missing.
+
+        The creation is exclusive: of several clients, only one finds the file unwritten.
+        """
         with self._lock:
-            if self._untouched:
+            if self._is_new:
                 return False
             try:
                 os.close(os.open(self.path, FLAGS | os.O_EXCL, 0o666))
             except OSError:
-                # It exists, or that cannot be found out.
+                # The file exists, or its state is unknown.
                 return True
-            self._untouched = True
+            self._is_new = True
             return False
 
     def borrow(self) -> Handle:
-        """The open file, which stays open as long as the handle is referenced.
+        """Return the open file, which stays open as long as the handle is referenced.
 
         Raises:
-            OSError: it cannot be opened or made long enough.
+            OSError: the file cannot be opened or extended.
         """
         with self._lock:
-            self._untouched = False
+            self._is_new = False
             handle, now = self._handle, time.monotonic()
-            if handle is not None and now < self._look_at:
+            if handle is not None and now < self._next_check:
                 return handle
-            self._look_at = now + LOOK_SECONDS
+            self._next_check = now + POLL_SECONDS
             if handle is not None and os.fstat(handle.descriptor).st_nlink:
                 return handle
-            # New, or somebody has removed it: what is written there from now on would be seen by nobody else.
+            # Not open yet, or removed: other processes would not see writes to a removed file.
             self._handle = None
             handle = self._adopt(os.open(self.path, FLAGS, 0o666))
             self._lengthen(handle.descriptor)
@@ -94,20 +97,20 @@ class SlotFile:
             return handle
 
     def forget(self, handle: Handle) -> None:
-        """Open the file anew the next time: what is open may belong to a mount that has died."""
+        """Open the file again at its next use: the descriptor may belong to a dead mount."""
         with self._lock:
             if self._handle is handle:
                 self._handle = None
 
     def remove(self) -> None:
-        """Remove it and what tells of it; who has it open makes it anew."""
+        """Remove the file and its description. Processes that have it open create it again."""
         self.close()
         for path in (self.path, f"{self.path.removesuffix(SUFFIX)}.json"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
     def close(self) -> None:
-        """Close it, when nobody uses it any more."""
+        """Drop the handle; the file closes with the last reference."""
         with self._lock:
             self._handle = None
 
@@ -118,26 +121,27 @@ class SlotFile:
         if self._preallocates:
             os.posix_fallocate(descriptor, length, self.geometry.file_bytes - length)
         else:
-            # Another process may have made it longer meanwhile, but to the same length.
+            # A concurrent process can only have extended it to the same length.
             os.ftruncate(descriptor, self.geometry.file_bytes)
 
     def _describe(self) -> None:
-        """A name is a fingerprint, which tells nobody what can be removed. Who comes first tells; a failure harms no page."""
+        """Write the description, if there is none: a fingerprint alone says nothing to an operator."""
         with contextlib.suppress(OSError), open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self._about), indent=2) + b"\n")
 
 
 class SlotFiles:
-    """The files of one store's directory."""
+    """The slot files of one store's directory."""
 
     def __init__(self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
-        self._directory, self._adopt = directory, adopt
+        self._directory = directory
+        self._adopt = adopt
         self._preallocates = preallocates
         self._files: dict[str, SlotFile] = {}
         self._lock = threading.Lock()
 
     def get(self, name: str, geometry: SlotGeometry, about: Mapping[str, object]) -> SlotFile:
-        """The file of one scope; it is opened when it is borrowed."""
+        """Return the file of one scope; `borrow` opens it."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
@@ -146,9 +150,10 @@ class SlotFiles:
             return file
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         with self._lock:
-            files, self._files = list(self._files.values()), {}
+            files = list(self._files.values())
+            self._files = {}
         for file in files:
             with contextlib.suppress(OSError):
                 file.close()

@@ -1,4 +1,4 @@
-"""How pages lie in a file of slots."""
+"""Geometry of a slot file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 SECTOR: Final = 512
 BLOCK: Final = 4096
 LARGE: Final = 256 << 10
-"""From here on, what is lost by ending slots on a block is less than two in a hundred."""
+"""Objects of this size and larger end on a block: padding takes less than 2 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
-    """Slot i lies at byte `i * slot_bytes`: the page's components, its envelope, and nothing up to the next slot."""
+    """Number and length of slots.
+
+    Slot i begins at byte `i * slot_bytes`. It holds the page's components, its envelope and padding.
+    """
 
     slot_bytes: int
     slots: int
@@ -28,10 +31,10 @@ class SlotGeometry:
 
     @classmethod
     def of(cls, namespace: Namespace, file_bytes: int) -> SlotGeometry:
-        """As many slots for pages of a namespace as fit into so many bytes.
+        """Compute the slots for pages of a namespace that fit into `file_bytes`.
 
         Raises:
-            ValueError: not even one does.
+            ValueError: no slot fits.
         """
         unit = BLOCK if namespace.object_bytes >= LARGE else SECTOR
         slot_bytes = -(-namespace.object_bytes // unit) * unit

@@ -1,4 +1,4 @@
-"""Slots by preadv and pwritev: straight from and into the page's components, or, where a read may hang, through own buffers."""
+"""Slot engine on preadv and pwritev, with bounce buffers where a read may hang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
-from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES, JobT, pieces, runs
+from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, JobT, extents, split_buffers
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import detached, raise_if_cancelled
 from hicache_backends.posix.thread_pool import IoThreadPool
@@ -23,28 +23,32 @@ if TYPE_CHECKING:
 
     from hicache_storage.objects import Call
 
-LONGEST: Final = PIECE_BYTES + ENVELOPE_BYTES
-"""What is longer is moved piece by piece."""
+MAX_BUFFERED_BYTES: Final = IO_BYTES + ENVELOPE_BYTES
+"""Longer pages are moved in several requests."""
 CLOSE_SECONDS: Final = 5.0
 
 
 class PosixEngine(SlotEngine):
-    """For a FUSE mount of 3FS, any shared file system, or a local disk. Neighbouring slots are moved with one request.
+    """Engine for a FUSE mount of 3FS, any shared file system, or a local disk.
+
+    Moves neighbouring slots with one request.
 
     Args:
-        threads: most that move the bytes of one call.
-        bytes_per_thread: no thread is used for less.
-        buffered: reads go through buffers of the engine's own, and one that hangs keeps nobody waiting.
-        verifies: whether checksums are wanted.
+        threads: maximum for one call.
+        bytes_per_thread: minimum for each thread.
+        buffered: read through bounce buffers, so that a hung read does not delay its caller.
+        verifies: compute checksums.
     """
 
     name = "posix"
 
     def __init__(self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool) -> None:
         self.buffered = buffered
-        self._threads, self._bytes_per_thread, self._verifies = threads, bytes_per_thread, verifies
+        self._threads = threads
+        self._bytes_per_thread = bytes_per_thread
+        self._verifies = verifies
         self._workers = IoThreadPool(threads - 1, "hicache-hf3fs")
-        self._buffers = Buffers(LONGEST) if buffered else None
+        self._buffers = Buffers(MAX_BUFFERED_BYTES) if buffered else None
 
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
         self._share(jobs, partial(self._read_some, call=call))
@@ -59,7 +63,7 @@ class PosixEngine(SlotEngine):
         self._workers.close(CLOSE_SECONDS)
 
     def _share(self, jobs: Sequence[JobT], do: Callable[[Sequence[JobT]], None]) -> None:
-        """Give each thread about as many bytes as the others."""
+        """Divide jobs among threads, with about equal bytes for each."""
         total = sum([job.size for job in jobs])
         count = min(self._threads, total // self._bytes_per_thread)
         if count < 2:
@@ -72,60 +76,60 @@ class PosixEngine(SlotEngine):
         self._workers.run([partial(do, part) for part in parts if part])
 
     def _read_some(self, jobs: Sequence[SlotRead], *, call: Call) -> None:
-        for run in runs(jobs):
-            self._read_run(run, call)
+        for extent in extents(jobs):
+            self._read_extent(extent, call)
 
-    def _read_run(self, run: Sequence[SlotRead], call: Call) -> None:
-        file, handle, fault = run[0].file, None, None
+    def _read_extent(self, extent: Sequence[SlotRead], call: Call) -> None:
+        file, handle, fault = extent[0].file, None, None
         try:
             handle = file.borrow()
-            if self._fill(run, handle.descriptor, call):
+            if self._fill(extent, handle.descriptor, call):
                 return
         except OSError as error:
             fault = detached(error)
             if handle is not None and error.errno != errno.ETIMEDOUT:
                 file.forget(handle)
-        if len(run) == 1 or handle is None or call.expired():
-            for job in run:
+        if len(extent) == 1 or handle is None or call.expired():
+            for job in extent:
                 job.fault = fault
             return
-        # The others have nothing to do with what is wrong with one of them.
-        for job in run:
-            self._read_run([job], call)
+        # One by one: a fault of one page must not fail its neighbours.
+        for job in extent:
+            self._read_extent([job], call)
 
-    def _fill(self, run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
-        """Fill the parts from neighbouring slots, and verify; `False` where the file ends too early."""
-        if run[0].size > LONGEST:
-            [job] = run
-            return self._fill_by_pieces(job, descriptor, call)
+    def _fill(self, extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+        """Read and verify neighbouring slots. False if the file ends too early."""
+        if extent[0].size > MAX_BUFFERED_BYTES:
+            [job] = extent
+            return self._fill_in_chunks(job, descriptor, call)
         if self._buffers is None:
-            return _fill_in_place(run, descriptor, call)
+            return _fill_in_place(extent, descriptor, call)
         with self._buffers.lend(call) as buffer:
-            return self._fill_through(buffer, run, descriptor, call)
+            return self._fill_through(buffer, extent, descriptor, call)
 
-    def _fill_through(self, buffer: memoryview, run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
-        file, size = run[0].file, run[0].size
+    def _fill_through(self, buffer: memoryview, extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+        file, size = extent[0].file, extent[0].size
         step = file.geometry.slot_bytes
-        some = buffer[: step * (len(run) - 1) + size]
-        if not read_into(descriptor, [some], file.offset(run[0].slot)):
+        some = buffer[: step * (len(extent) - 1) + size]
+        if not read_into(descriptor, [some], file.offset(extent[0].slot)):
             return False
         pages = [some[start : start + size] for start in range(0, len(some), step)]
-        for job, page in zip(run, pages, strict=True):
+        for job, page in zip(extent, pages, strict=True):
             job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
             job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
         with call.shield() as active:
             raise_if_cancelled(active)
-            for job, page in zip(run, pages, strict=True):
+            for job, page in zip(extent, pages, strict=True):
                 if job.read.verify():
                     scatter(page, job.read.buffers)
                 job.whole = True
         return True
 
-    def _fill_by_pieces(self, job: SlotRead, descriptor: int, call: Call) -> bool:
+    def _fill_in_chunks(self, job: SlotRead, descriptor: int, call: Call) -> bool:
         read, offset = job.read, job.file.offset(job.slot)
         digest = running_checksum() if self._verifies else None
         read.envelope = bytearray(ENVELOPE_BYTES)
-        cut = list(pieces(read.buffers))
+        cut = list(split_buffers(read.buffers))
         for number, pages in enumerate(cut, start=1):
             targets = [*pages, memoryview(read.envelope)] if number == len(cut) else pages
             if not self._move(descriptor, targets, pages, offset, digest, call):
@@ -165,67 +169,67 @@ class PosixEngine(SlotEngine):
         return True
 
 
-def _fill_in_place(run: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
-    file = run[0].file
-    gap, targets = memoryview(bytearray(file.geometry.slot_bytes - run[0].size)), list[memoryview]()
-    for job in run:
+def _fill_in_place(extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+    file = extent[0].file
+    gap, targets = memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)), list[memoryview]()
+    for job in extent:
         job.read.envelope = bytearray(ENVELOPE_BYTES)
         targets += job.read.parts
         targets.append(gap)
     with call.shield() as active:
         raise_if_cancelled(active)
-        if not read_into(descriptor, targets[:-1], file.offset(run[0].slot)):
+        if not read_into(descriptor, targets[:-1], file.offset(extent[0].slot)):
             return False
-        for job in run:
+        for job in extent:
             job.read.verify()
             job.whole = True
     return True
 
 
 def _write_some(jobs: Sequence[SlotWrite], *, call: Call) -> None:
-    for run in runs(jobs):
-        _write_run(run, call)
+    for extent in extents(jobs):
+        _write_extent(extent, call)
 
 
-def _write_run(run: Sequence[SlotWrite], call: Call) -> None:
-    file, handle = run[0].file, None
+def _write_extent(extent: Sequence[SlotWrite], call: Call) -> None:
+    file, handle = extent[0].file, None
     try:
-        _stop_if_late(run, call)
+        _stop_if_late(extent, call)
         handle = file.borrow()
-        _put(run, handle.descriptor, call)
+        _put(extent, handle.descriptor, call)
     except OSError as error:
         if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             file.forget(handle)
-        if len(run) == 1:
-            run[0].fault = detached(error)
+        if len(extent) == 1:
+            extent[0].fault = detached(error)
             return
-        # The others have nothing to do with what is wrong with one of them.
-        for job in run:
-            _write_run([job], call)
+        # One by one: a fault of one page must not fail its neighbours.
+        for job in extent:
+            _write_extent([job], call)
         return
-    for job in run:
+    for job in extent:
         job.whole = True
 
 
-def _put(run: Sequence[SlotWrite], descriptor: int, call: Call) -> None:
-    file = run[0].file
-    offset = file.offset(run[0].slot)
-    if len(run) == 1 and run[0].size > PIECE_BYTES:
-        _put_by_pieces(run[0], descriptor, offset, call)
+def _put(extent: Sequence[SlotWrite], descriptor: int, call: Call) -> None:
+    file = extent[0].file
+    offset = file.offset(extent[0].slot)
+    if len(extent) == 1 and extent[0].size > IO_BYTES:
+        _put_in_chunks(extent[0], descriptor, offset, call)
         return
     sources = list[memoryview]()
-    for job in run:
+    for job in extent:
         sources += job.write.parts
         sources.append(memoryview(bytes(file.geometry.slot_bytes - job.size)))
     write_from(descriptor, sources[:-1], offset)
 
 
-def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int, call: Call) -> None:
+def _put_in_chunks(job: SlotWrite, descriptor: int, offset: int, call: Call) -> None:
     write, digest = job.write, running_checksum()
-    for sources in pieces(write.buffers):
+    for sources in split_buffers(write.buffers):
         for source in sources:
             digest.update(source)
-        # The lease may have ended while the last piece was written.
+        # The lease may have ended during the previous request.
         _stop_if_late([job], call)
         write_from(descriptor, sources, offset)
         offset += sum(map(len, sources))
@@ -234,6 +238,6 @@ def _put_by_pieces(job: SlotWrite, descriptor: int, offset: int, call: Call) -> 
     write_from(descriptor, [memoryview(write.envelope)], offset)
 
 
-def _stop_if_late(run: Sequence[SlotWrite], call: Call) -> None:
-    if call.expired() or time.monotonic() >= min([job.until for job in run]):
+def _stop_if_late(extent: Sequence[SlotWrite], call: Call) -> None:
+    if call.expired() or time.monotonic() >= min([job.until for job in extent]):
         raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")

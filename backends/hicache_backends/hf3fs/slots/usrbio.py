@@ -1,4 +1,4 @@
-"""Slots by 3FS's USRBIO: rings of requests that the FUSE daemon serves past the kernel, from memory shared with it.
+"""Slot engine on 3FS's USRBIO: request rings and shared memory that the FUSE daemon serves.
 
 Written against the Python interface that the 3FS repository publishes (`hf3fs_fuse.io`, package `hf3fs-py-usrbio`).
 """
@@ -30,26 +30,28 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call
 
 ALIGNMENT: Final = 4096
-"""Of requests within the shared memory."""
-LOOK_SECONDS: Final = 0.1
-"""How often who waits looks whether the deadline has passed."""
-PATIENCE_SECONDS: Final = 30.0
-"""How long a call without a deadline waits for results."""
+"""Alignment of requests within the shared memory, in bytes."""
+POLL_SECONDS: Final = 0.1
+"""Interval in which a waiting thread checks its deadline."""
+DEFAULT_TIMEOUT_SECONDS: Final = 30.0
+"""Timeout of calls without a deadline."""
 CLOSE_SECONDS: Final = 2.0
 
 SHARED_MEMORY: Final = "/dev/shm"
 
 
 class SharedPages:
-    """Memory with a name, as `make_iovec` wants it: what `multiprocessing.shared_memory` offers, without the process that it
-    starts to look after it."""
+    """Named shared memory, as `make_iovec` takes it.
+
+    `multiprocessing.shared_memory` would start a resource tracker process.
+    """
 
     def __init__(self, size: int) -> None:
         self.name = f"hicache-{os.getpid()}-{secrets.token_hex(8)}"
         self.size = size
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Taken now: a page of it that cannot be had later is a SIGBUS.
+            # Allocated now: a page that cannot be allocated later is a SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
         except BaseException:
@@ -60,12 +62,12 @@ class SharedPages:
         self.buf = memoryview(self._map)
 
     def unlink(self) -> None:
-        """Take the name away: nothing of it outlives those who have it open."""
+        """Unlink the name. The memory is freed with its last mapping."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory."""
         self.buf.release()
         self._map.close()
 
@@ -93,16 +95,16 @@ class Library(Protocol):
 
 
 def load_library() -> Library:
-    """The library of 3FS.
+    """Import the library of 3FS.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     return cast("Library", importlib.import_module("hf3fs_fuse.io"))
 
 
 class _RegisteredHandle(Handle):
-    """An open file that the daemon knows; it must be told before the descriptor stands for something else."""
+    """An open file that is registered with the daemon, and deregistered before it is closed."""
 
     __slots__ = ("_library",)
 
@@ -118,37 +120,38 @@ class _RegisteredHandle(Handle):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Bytes of one job, on their way."""
+    """The I/O request of one job."""
 
     job: SlotRead | SlotWrite
     handle: Handle
     start: int
-    """Where they lie in the shared memory."""
+    """Offset in the shared memory."""
     size: int
     moved: int = 0
 
 
 class UsrbioEngine(SlotEngine):
-    """Several rings for reading, and as many for writing; each serves one call at a time.
+    """Engine with several rings for reads, and as many for writes. A ring serves one call at a time.
 
     Args:
         library: `hf3fs_fuse.io`.
         mount_point: of 3FS.
-        lanes: rings for each direction, made when first needed.
+        rings: maximum for each direction; created at their first use.
         entries: requests in flight in one ring.
         buffer_bytes: shared memory of one ring.
-        verifies: whether checksums are wanted.
+        verifies: compute checksums.
     """
 
     name = "usrbio"
     buffered = True
 
     def __init__(
-        self, library: Library, mount_point: str, *, lanes: int, entries: int, buffer_bytes: int, verifies: bool
+        self, library: Library, mount_point: str, *, rings: int, entries: int, buffer_bytes: int, verifies: bool
     ) -> None:
-        self._library, self._verifies = library, verifies
-        self._reading = _Lanes(library, mount_point, lanes, entries, buffer_bytes, for_read=True)
-        self._writing = _Lanes(library, mount_point, lanes, entries, buffer_bytes, for_read=False)
+        self._library = library
+        self._verifies = verifies
+        self._reading = _RingPool(library, mount_point, rings, entries, buffer_bytes, for_read=True)
+        self._writing = _RingPool(library, mount_point, rings, entries, buffer_bytes, for_read=False)
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -171,26 +174,27 @@ class UsrbioEngine(SlotEngine):
         self._reading.close()
         self._writing.close()
 
-    def _move(self, lanes: _Lanes, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call) -> None:
+    def _move(self, pool: _RingPool, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call) -> None:
         if not jobs:
             return
         try:
-            lane = lanes.take(call)
+            ring = pool.acquire(call)
         except OSError as error:
             for job in jobs:
                 job.fault = detached(error)
             return
         try:
-            _Turn(lane, call, verifies=self._verifies).move(jobs)
+            _Transfer(ring, call, verifies=self._verifies).move(jobs)
         finally:
-            lanes.put_back(lane)
+            pool.release(ring)
 
 
-class _Lane:
-    """A ring and its memory, in the hands of one thread at a time."""
+class _IoRing:
+    """A ring and its shared memory, used by one thread at a time."""
 
     def __init__(self, library: Library, mount_point: str, entries: int, buffer_bytes: int, *, for_read: bool) -> None:
-        self.entries, self.for_read = entries, for_read
+        self.entries = entries
+        self.for_read = for_read
         self._memory = SharedPages(buffer_bytes)
         try:
             self._iovec: Any = library.make_iovec(self._memory, mount_point)
@@ -200,22 +204,22 @@ class _Lane:
             self._memory.close()
             raise
         finally:
-            # The daemon has it open now.
+            # The daemon has opened the memory by now, and needs the name no more.
             self._memory.unlink()
         self.in_flight = 0
-        """Requests that were prepared, and whose result has not come."""
+        """Number of prepared requests without a result."""
 
     @property
     def size(self) -> int:
-        """Bytes of the memory."""
+        """Length of the memory in bytes."""
         return self._memory.size
 
     def part(self, start: int, length: int) -> memoryview:
-        """Some of the memory."""
+        """A slice of the memory."""
         return self._memory.buf[start : start + length]
 
     def prepare(self, request: _Request) -> None:
-        """Put what is left of a request into the ring; the daemon may begin at once."""
+        """Put the rest of a request into the ring. The daemon may begin at once."""
         assert self._ring is not None
         start, end = request.start + request.moved, request.start + request.size
         offset = request.job.file.offset(request.job.slot) + request.moved
@@ -223,12 +227,12 @@ class _Lane:
         self.in_flight += 1
 
     def submit(self) -> None:
-        """Tell the daemon."""
+        """Submit the prepared requests to the daemon."""
         assert self._ring is not None
         self._ring.submit()
 
     def results(self, seconds: float) -> list[Any]:
-        """Those that have come, at least one unless that takes too long."""
+        """Wait up to `seconds` for results, and return those that have arrived."""
         assert self._ring is not None
         try:
             found = self._ring.wait(max_results=self.in_flight, min_results=1, timeout=timedelta(seconds=seconds))
@@ -240,7 +244,7 @@ class _Lane:
         return found
 
     def is_idle(self) -> bool:
-        """Whether the daemon has nothing of it any more; takes what has come of requests that were given up."""
+        """Collect results of abandoned requests. True if no request is in flight any more."""
         while self.in_flight:
             try:
                 if not self.results(0.0):
@@ -250,89 +254,95 @@ class _Lane:
         return True
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the ring and its memory."""
         # In this order: the ring uses the vector, and the vector the memory.
         self._ring = None
         self._iovec = None
         self._memory.close()
 
 
-class _Lanes:
-    """A bounded number of lanes. Those with requests that were given up rest until these come back. Safe for many threads."""
+class _RingPool:
+    """A bounded pool of rings. Safe for many threads.
+
+    A ring with abandoned requests is not used again before these have returned.
+    """
 
     def __init__(
         self, library: Library, mount_point: str, limit: int, entries: int, buffer_bytes: int, *, for_read: bool
     ) -> None:
-        self._make = partial(_Lane, library, mount_point, entries, buffer_bytes, for_read=for_read)
+        self._make = partial(_IoRing, library, mount_point, entries, buffer_bytes, for_read=for_read)
         self._limit = limit
         self._changed = threading.Condition()
-        self._free = list[_Lane]()
-        self._resting = list[_Lane]()
+        self._free = list[_IoRing]()
+        self._draining = list[_IoRing]()
         self._lent = 0
 
-    def take(self, call: Call) -> _Lane:
-        """A lane of one's own.
+    def acquire(self, call: Call) -> _IoRing:
+        """Acquire a ring.
 
         Raises:
-            OSError: none can be made, or none becomes free in time.
+            OSError: no ring can be created, or none becomes free in time.
         """
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
         with self._changed:
             while True:
-                self._wake()
-                if self._free or self._lent + len(self._resting) < self._limit:
-                    lane = self._free.pop() if self._free else self._make()
+                self._reclaim()
+                if self._free or self._lent + len(self._draining) < self._limit:
+                    ring = self._free.pop() if self._free else self._make()
                     self._lent += 1
-                    return lane
+                    return ring
                 if call.expired() or time.monotonic() > until:
                     raise OSError(errno.ETIMEDOUT, "all rings are busy")
                 if not self._lent:
                     raise OSError(errno.EBUSY, "the requests in all rings hang")
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(POLL_SECONDS)
 
-    def put_back(self, lane: _Lane) -> None:
-        """Give a lane to the next."""
+    def release(self, ring: _IoRing) -> None:
+        """Release a ring."""
         with self._changed:
             self._lent -= 1
-            (self._resting if lane.in_flight else self._free).append(lane)
+            (self._draining if ring.in_flight else self._free).append(ring)
             self._changed.notify()
 
     def stuck(self) -> int:
-        """Requests that were given up and have not come back."""
+        """Count the abandoned requests that have not returned."""
         with self._changed:
-            return sum(lane.in_flight for lane in self._resting)
+            return sum(ring.in_flight for ring in self._draining)
 
     def close(self) -> None:
-        """Give all back; the memory of requests that still hang stays mapped as long as the process lives."""
+        """Close all rings. Memory of requests that still hang stays mapped until the process ends."""
         until = time.monotonic() + CLOSE_SECONDS
         with self._changed:
-            while self._resting and time.monotonic() < until:
-                self._wake()
-                self._changed.wait(LOOK_SECONDS if self._resting else 0)
-            free, self._free = self._free, []
-        for lane in free:
-            lane.close()
+            while self._draining and time.monotonic() < until:
+                self._reclaim()
+                self._changed.wait(POLL_SECONDS if self._draining else 0)
+            free = self._free
+            self._free = []
+        for ring in free:
+            ring.close()
 
-    def _wake(self) -> None:
-        awake = [lane for lane in self._resting if lane.is_idle()]
-        self._free += awake
-        self._resting = [lane for lane in self._resting if lane not in awake]
+    def _reclaim(self) -> None:
+        idle = [ring for ring in self._draining if ring.is_idle()]
+        self._free += idle
+        self._draining = [ring for ring in self._draining if ring not in idle]
 
 
-class _Turn:
-    """The jobs of one call in one lane."""
+class _Transfer:
+    """Transfer of one call's jobs through one ring."""
 
-    def __init__(self, lane: _Lane, call: Call, *, verifies: bool) -> None:
-        self._lane, self._call, self._verifies = lane, call, verifies
+    def __init__(self, ring: _IoRing, call: Call, *, verifies: bool) -> None:
+        self._ring = ring
+        self._call = call
+        self._verifies = verifies
         left = call.remaining()
-        self._until = time.monotonic() + (PATIENCE_SECONDS if left is None else left)
+        self._until = time.monotonic() + (DEFAULT_TIMEOUT_SECONDS if left is None else left)
 
     def move(self, jobs: Sequence[SlotRead] | Sequence[SlotWrite]) -> None:
-        """Move all, as many at a time as fit into the ring and its memory."""
+        """Move all jobs, as many at a time as fit into the ring and its memory."""
         left = deque[SlotRead | SlotWrite](jobs)
         while left:
             requests, at = list[_Request](), 0
-            while left and len(requests) < self._lane.entries and at + left[0].size <= self._lane.size:
+            while left and len(requests) < self._ring.entries and at + left[0].size <= self._ring.size:
                 job = left.popleft()
                 if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
                     job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
@@ -344,17 +354,17 @@ class _Turn:
                     continue
                 request = _Request(job, handle, at, job.size)
                 if isinstance(job, SlotWrite):
-                    _fill(self._lane.part(at, job.size), job)
+                    _fill(self._ring.part(at, job.size), job)
                 requests.append(request)
                 at += -(-job.size // ALIGNMENT) * ALIGNMENT
             if requests:
                 self._serve(requests)
-            elif left and left[0].size > self._lane.size:
+            elif left and left[0].size > self._ring.size:
                 left.popleft().fault = OSError(
-                    errno.EMSGSIZE, f"a page is longer than usrbio_buffer, {self._lane.size} bytes; make that larger"
+                    errno.EMSGSIZE, f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that larger"
                 )
-            if self._lane.in_flight:
-                # Its memory is the daemon's until the requests come back.
+            if self._ring.in_flight:
+                # The daemon may access the memory until the requests return.
                 for job in left:
                     job.fault = OSError(errno.ETIMEDOUT, "requests hang in the ring")
                 return
@@ -363,29 +373,29 @@ class _Turn:
         open_requests = dict.fromkeys(requests)
         try:
             for request in requests:
-                self._lane.prepare(request)
-            self._lane.submit()
-            while self._lane.in_flight:
-                seconds = min(LOOK_SECONDS, self._until - time.monotonic())
+                self._ring.prepare(request)
+            self._ring.submit()
+            while self._ring.in_flight:
+                seconds = min(POLL_SECONDS, self._until - time.monotonic())
                 if seconds <= 0 or self._call.expired():
                     break
                 again = False
-                for result in self._lane.results(seconds):
+                for result in self._ring.results(seconds):
                     request = cast("_Request", result.userdata)
                     if self._settle(request, result.result):
                         del open_requests[request]
                     else:
-                        self._lane.prepare(request)
+                        self._ring.prepare(request)
                         again = True
                 if again:
-                    self._lane.submit()
+                    self._ring.submit()
         except OSError as error:
             _fail(open_requests, detached(error))
             return
         _fail(open_requests, OSError(errno.ETIMEDOUT, "3FS has not answered in time"))
 
     def _settle(self, request: _Request, result: int) -> bool:
-        """Take a result; `False` where a part of the request is left to be done."""
+        """Process a result. False if the request was served in part."""
         job = request.job
         if result < 0:
             job.fault = OSError(-result, os.strerror(-result))
@@ -401,16 +411,16 @@ class _Turn:
         if result and request.moved < request.size:
             return False
         if request.moved < request.size:
-            # The file ends too early.
+            # End of file: neither whole nor a fault.
             return True
         if isinstance(job, SlotWrite):
             job.whole = True
         else:
-            self._deliver(job, self._lane.part(request.start, request.size))
+            self._deliver(job, self._ring.part(request.start, request.size))
         return True
 
     def _deliver(self, job: SlotRead, page: memoryview) -> None:
-        """Verify a page in the shared memory, and copy it to where it belongs if it is sound."""
+        """Verify a page in the shared memory, and copy it to host memory if it is valid."""
         read, length = job.read, len(page) - ENVELOPE_BYTES
         read.envelope = bytes(page[length:])
         checksum = running_checksum()
@@ -419,7 +429,7 @@ class _Turn:
         if read.verify(checksum.intdigest() if self._verifies else None):
             with self._call.shield() as active:
                 if not active:
-                    job.fault = OSError(errno.ETIMEDOUT, "nobody waits for the answer any more")
+                    job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
                     return
                 start = 0
                 for target in read.buffers:

@@ -1,4 +1,4 @@
-"""A client of the library that is set up: its calls with errors told apart, and what must outlive a call that is late."""
+"""A connected client of the library: requests with typed errors, registrations, sessions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.client.client_setup import PROBE_SECONDS, check_master, set_up, warm_up
 from hicache_backends.mooncake.client.in_flight import InFlight
-from hicache_backends.mooncake.client.opening import PROBE_SECONDS, set_up, warm_up
-from hicache_backends.mooncake.client.probe import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from hicache_backends.mooncake.config import ClientSettings
     from hicache_storage.objects import Call
 
-MOST_NAMES: Final = 50_000
-"""In one request: the master takes about 3 us for each."""
-LOOK_SECONDS: Final = 0.1
-"""How often who waits for another call looks whether its own is still waited for."""
+MAX_NAMES: Final = 50_000
+"""Names in one request. The master takes about 3 us for each."""
+POLL_SECONDS: Final = 0.1
+"""Interval in which a call that waits for another one checks its deadline."""
 
 
 class Connection:
-    """One client of one process. Safe for many threads.
+    """A client that several storages of a process share. Safe for many threads.
 
-    Several storages share it; `close` waits for none of their calls: the last one to come back closes.
+    `close` does not wait: the last call in flight closes the client.
 
     Raises:
         DriverUnavailableError: the library is missing or too old.
@@ -39,7 +38,7 @@ class Connection:
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         if settings.master is not None:
-            # Setting up holds the interpreter's lock: not for a master that hangs.
+            # The set-up holds the GIL, so a master that hangs must be found before it.
             check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
         self._store = set_up(settings)
         self._lock = threading.Lock()
@@ -47,14 +46,14 @@ class Connection:
         self._closing = False
         self._suspect = False
         self._memory = threading.Lock()
-        """Guards what is registered. Calls do not wait for it: to pin a large pool takes long."""
+        """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
-        self._settling = threading.Lock()
+        self._revoking = threading.Lock()
         self._unclaimed = threading.Condition()
         self._claimed = set[str]()
-        """Names that a call has looked up and is reading."""
-        self._stranded = set[str]()
-        """Names that the library believes this client is still writing, after a write that could not be ended."""
+        """Names that running calls have looked up."""
+        self._unrevoked = set[str]()
+        """Names of begun writes that could neither be published nor revoked."""
         warm_up(self.exist)
 
     def close(self) -> None:
@@ -68,9 +67,9 @@ class Connection:
     # Memory.
 
     def register(self, start: int, size: int) -> bool:
-        """Make memory known to the transports; whether all of it is. Over TCP any memory can be transferred.
+        """Register memory with the transports. False if they refuse; over TCP that does no harm.
 
-        What is registered already is counted, and stays until it has been unregistered as often.
+        Registrations of equal regions are counted: the last `unregister` removes the memory.
         """
         with self._memory:
             count = self._registered.get((start, size), 0)
@@ -80,7 +79,7 @@ class Connection:
             return True
 
     def unregister(self, start: int, size: int) -> None:
-        """Take back one `register`."""
+        """Undo one `register`."""
         with self._memory:
             count = self._registered.pop((start, size), 0)
             if count > 1:
@@ -88,17 +87,17 @@ class Connection:
             elif count:
                 self._store.unregister_buffer(start)
 
-    # Requests. Answers are in the order of the names.
+    # Requests. Results are in the order of the names.
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there, whole, in one request; very many in several, so that each is answered in time.
+        """Check which complete objects exist, with one request for each `MAX_NAMES` names.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        if len(names) <= MOST_NAMES:
+        if len(names) <= MAX_NAMES:
             return self._exist(names)
-        return [there for start in range(0, len(names), MOST_NAMES) for there in self._exist(names[start : start + MOST_NAMES])]
+        return [there for start in range(0, len(names), MAX_NAMES) for there in self._exist(names[start : start + MAX_NAMES])]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
@@ -111,7 +110,7 @@ class Connection:
         return [code == 1 for code in codes]
 
     def read(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
-        """Scatter each object to its addresses; its length, or a code. Names are distinct.
+        """Read each object to its addresses. Returns lengths or codes. Names must be distinct.
 
         Raises:
             StorageUnavailableError: the master does not answer.
@@ -120,9 +119,9 @@ class Connection:
 
     @contextlib.contextmanager
     def looked_up(self, names: Sequence[str], call: Call) -> Generator[list[int]]:
-        """Look up objects for `read_ranges`, which may be called until the context ends: 0 or a code for each.
+        """Look up objects for `read_ranges` calls within the context. Yields 0 or a code for each.
 
-        The library remembers one lookup of a name: who comes while another call has it waits until that has ended.
+        The library holds one lookup of a name at a time, so a second call for it waits.
 
         Raises:
             StorageUnavailableError: the master does not answer, or the time of the call has passed.
@@ -147,27 +146,27 @@ class Connection:
             while not self._claimed.isdisjoint(names):
                 if call.expired():
                     raise StorageTimeoutError("another call is reading the same objects, and has not ended in time")
-                self._unclaimed.wait(LOOK_SECONDS)
+                self._unclaimed.wait(POLL_SECONDS)
             self._claimed.update(names)
 
     def read_ranges(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
-        """Scatter the first bytes of objects that were looked up to their addresses; how many, or a code.
+        """Read the first bytes of looked up objects to their addresses. Returns lengths or codes.
 
-        Nothing arrives after it has returned. Transfers come one after the other, and the library's caller sleeps meanwhile. One
-        that hangs is given up after 30 s, and the next begins.
+        No byte arrives after the return. Transfers run one after the other. A transfer without
+        progress is given up after `library.TRANSFER_TIMEOUTS`, and the next one begins.
         """
         offsets = [list(accumulate(some[:-1], initial=0)) for some in sizes]
         with self._call() as store:
             codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
-        return _fitting(codes, len(names))
+        return _checked_length(codes, len(names))
 
     def size(self, name: str) -> int:
-        """Length of an object, or a code."""
+        """Request the length of an object. Returns a code if it fails."""
         with self._call() as store:
             return store.get_size(name)
 
     def begin(self, names: Sequence[str], sizes: Sequence[int], config: object) -> list[int]:
-        """Begin to write objects that are not there; 0 or a code.
+        """Begin writing objects that do not exist. Returns 0 or a code for each.
 
         Raises:
             StorageUnavailableError: the master does not answer.
@@ -181,64 +180,64 @@ class Connection:
         sizes: Sequence[Sequence[int]],
         offsets: Sequence[Sequence[int]],
     ) -> list[bool]:
-        """Gather the bytes of objects that were begun; whether all of an object's have arrived."""
+        """Write the bytes of begun objects. False for each object whose transfer has failed."""
         with self._call() as store:
             codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
-        return [code >= 0 for code in _fitting(codes, len(names))]
+        return [code >= 0 for code in _checked_length(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:
-        """Make objects visible whose bytes have arrived; whether they certainly are. What is not is withdrawn."""
+        """Make written objects visible. Revokes the others, and returns False for them."""
         try:
             codes = self._asked(lambda store: store.batch_put_session_end(names), len(names))
         except StorageUnavailableError:
-            self._strand(names)
+            self._revoke_later(names)
             raise
         failed = [name for name, code in zip(names, codes, strict=True) if code]
         if failed:
-            self.withdraw(failed)
+            self.revoke(failed)
         return [not code for code in codes]
 
-    def withdraw(self, names: Sequence[str]) -> None:
-        """Give up objects that were begun, now or, if the master does not answer, before the next are begun."""
+    def revoke(self, names: Sequence[str]) -> None:
+        """Revoke begun objects; if the master does not answer, before the next `begin`."""
         try:
             codes = self._asked(lambda store: store.batch_put_session_revoke(names), len(names))
         except StorageUnavailableError:
-            self._strand(names)
+            self._revoke_later(names)
         else:
-            self._strand([name for name, code in zip(names, codes, strict=True) if code not in library.NOT_BEGUN])
+            self._revoke_later([name for name, code in zip(names, codes, strict=True) if code not in library.NOT_BEGUN])
 
-    def settle(self) -> None:
-        """Try once more to give up what could not be given up before.
+    def revoke_pending(self) -> None:
+        """Revoke the objects of earlier calls that could not be revoked then.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        if not self._stranded:
+        if not self._unrevoked:
             return
-        # One at a time: who comes second must not give up what somebody has begun anew meanwhile.
-        with self._settling, self._call() as store:
+        # One thread at a time: a second one would revoke names that were begun again meanwhile.
+        with self._revoking, self._call() as store:
             with self._lock:
-                names = sorted(self._stranded)
-            codes = _fitting(store.batch_put_session_revoke(names), len(names)) if names else []
+                names = sorted(self._unrevoked)
+            codes = _checked_length(store.batch_put_session_revoke(names), len(names)) if names else []
             complete = [name for name, code in zip(names, codes, strict=True) if code == library.INVALID_WRITE]
             if complete:
-                # It was made visible, and only the answer was lost: ending it again ends the session.
+                # The object is visible, only the response was lost: a second end closes the session.
                 store.batch_put_session_end(complete)
             given_up = [name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN]
             with self._lock:
-                self._stranded.difference_update(given_up, complete)
+                self._unrevoked.difference_update(given_up, complete)
 
-    def _strand(self, names: Sequence[str]) -> None:
+    def _revoke_later(self, names: Sequence[str]) -> None:
         with self._lock:
-            self._stranded.update(names)
+            self._unrevoked.update(names)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
-        """Remove objects, leased ones too; which were there.
+        """Remove objects, also leased ones. False for each object that did not exist.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        return [gone for start in range(0, len(names), MOST_NAMES) for gone in self._remove(names[start : start + MOST_NAMES])]
+        return [gone for start in range(0, len(names), MAX_NAMES) for gone in self._remove(names[start : start + MAX_NAMES])]
 
     def _remove(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_remove(names, True), len(names))
@@ -248,14 +247,14 @@ class Connection:
         return [not code for code in codes]
 
     def remove_prefix(self, prefix: str) -> None:
-        """Remove all objects whose names begin so; `prefix` has no character that means something in a pattern.
+        """Remove all objects with a prefix, which must have no special character of a pattern.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
         with self._call() as store:
             code = store.remove_by_regex(f"^{prefix}.*", True)
-            if code == library.RPC_FAILED and self._is_there():
+            if code == library.RPC_FAILED and self._master_responds():
                 code = store.remove_by_regex(f"^{prefix}.*", True)
         if code == library.RPC_TIMED_OUT:
             raise StorageTimeoutError("the master has not answered in time whether it has removed objects")
@@ -273,7 +272,7 @@ class Connection:
             suspect = self._suspect
         if suspect and self.settings.master is not None:
             try:
-                # Known to be away: learn it at once, and not after the library's own attempts to reconnect.
+                # Fails faster than the library's own attempts to reconnect.
                 check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
             except BaseException:
                 self._leave()
@@ -289,22 +288,22 @@ class Connection:
             self._store.close()
 
     def _asked(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
-        """Codes of a request, made twice if the library has found one of its connections dead and the master is there."""
+        """Send a request, and once more after a dead connection if the master answers a probe."""
         with self._call() as store:
-            codes = _fitting(request(store), count)
+            codes = _checked_length(request(store), count)
             if not _any_failed(codes):
                 self._suspect = False
                 return codes
-            if codes.count(library.RPC_FAILED) == count and self._is_there():
-                codes = _fitting(request(store), count)
+            if codes.count(library.RPC_FAILED) == count and self._master_responds():
+                codes = _checked_length(request(store), count)
         self._suspect = any(code in library.UNREACHABLE for code in codes)
         return codes
 
     def _answered(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
-        """Codes of a request that the master has answered.
+        """Send a request, and check that the master has answered.
 
         Raises:
-            StorageUnavailableError: it has not, for any of the objects; or the answer is of another length.
+            StorageUnavailableError: no response for any object, or a response of wrong length.
         """
         codes = self._asked(request, count)
         if codes and codes[0] in library.UNREACHABLE and all(code in library.UNREACHABLE for code in codes):
@@ -313,7 +312,7 @@ class Connection:
             raise StorageUnavailableError("the master cannot be reached")
         return codes
 
-    def _is_there(self) -> bool:
+    def _master_responds(self) -> bool:
         if self.settings.master is None:
             return True
         try:
@@ -324,11 +323,11 @@ class Connection:
 
 
 def _any_failed(codes: Sequence[int]) -> bool:
-    """Quicker than to look at each: most requests fail for no object."""
+    """True if any code is an error. Faster than a loop: most requests have none."""
     return min(codes, default=0) < 0
 
 
-def _fitting(codes: list[int], count: int) -> list[int]:
+def _checked_length(codes: list[int], count: int) -> list[int]:
     if len(codes) != count:
         raise StorageUnavailableError(f"the library answered for {len(codes)} objects and was asked for {count}")
     return codes

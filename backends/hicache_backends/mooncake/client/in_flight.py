@@ -1,4 +1,4 @@
-"""A call that is counted while it lasts."""
+"""A context manager that counts running calls."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WhatT = TypeVar("WhatT")
+ResourceT = TypeVar("ResourceT")
 
 
-class InFlight(Generic[WhatT]):
-    """`with InFlight(begin, end) as what:`; does for a lookup, which takes a tenth of a millisecond, what a generator does too slowly.
+class InFlight(Generic[ResourceT]):
+    """`with InFlight(begin, end) as resource:`. A generator is too slow for a lookup of 0.1 ms.
 
     Args:
-        begin: answers what is used within; if it raises, nothing has begun.
-        end: called once for each beginning.
+        begin: returns the resource; if it raises, `end` is not called.
+        end: called once for each `begin` that has returned.
     """
 
     __slots__ = ("_begin", "_end")
 
-    def __init__(self, begin: Callable[[], WhatT], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, begin: Callable[[], ResourceT], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
 
-    def __enter__(self) -> WhatT:
+    def __enter__(self) -> ResourceT:
         return self._begin()
 
     def __exit__(self, *_: object) -> None:

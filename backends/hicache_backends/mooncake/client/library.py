@@ -1,4 +1,4 @@
-"""The part of Mooncake's Python module that this driver calls, its result codes, and how it is imported."""
+"""Typed interface to Mooncake's Python module, its result codes, and its import."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
-OLDEST: Final = "0.3.13"
+MIN_VERSION: Final = "0.3.13"
 SYSTEM_PACKAGES: Final = "libibverbs1 libcurl4 libnuma1"
 INSTALL: Final = f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
 ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
-"""Looked at by its C++ side when it is loaded."""
+"""Read by the C++ library when it is loaded."""
 
 # Codes of mooncake-store's `ErrorCode`.
 NO_ROOM: Final = -200
@@ -32,22 +32,26 @@ RPC_FAILED: Final = -900
 RPC_TIMED_OUT: Final = -901
 TENANT_QUOTA: Final = -1700
 GONE: Final = frozenset({-702, -703, NOT_FOUND, -707, -710, -712})
-"""Not there, not complete, or no longer where the master thought: a miss."""
+"""Not found, not complete, or moved: a miss."""
 NOT_BEGUN: Final = frozenset({0, INVALID_PARAMS})
-"""What the library answers who gives up an object that it is writing no longer, or has never begun to."""
+"""Codes of a revoke for objects that this client does not write any more."""
 FULL: Final = frozenset({NO_ROOM, TENANT_QUOTA})
 UNREACHABLE: Final = frozenset({RPC_FAILED, RPC_TIMED_OUT})
-PATIENCE: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
-"""Whole seconds that a TCP transfer may stand still before the library gives it up: without these 30, for each object in turn."""
-OWN_PATIENCE_SECONDS: Final = 30
-HANGS: Final = 0.9
-"""Of the patience: what fails sooner has failed at once, or soon after it had made progress."""
-GIVES_UP_SECONDS: Final = 60.0
-"""A transfer that takes longer is answered as failed though it goes on. A sooner failure is the end of it."""
+TRANSFER_TIMEOUTS: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
+"""Whole seconds without progress after which the library gives a TCP transfer up.
+
+The library's own limit is 30 s, for each object in turn."""
+DEFAULT_TIMEOUT_SECONDS: Final = 30
+HUNG_FRACTION: Final = 0.9
+"""Fraction of the timeout. A transfer that fails sooner has not failed by the timeout."""
+ABANDON_SECONDS: Final = 60.0
+"""After this time the library returns a failure while the transfer goes on in the background.
+
+A transfer that fails sooner has ended."""
 
 
 class Store(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`. Numbers that are answered are lengths or codes."""
+    """The used methods of `mooncake.store.MooncakeDistributedStore`. They return lengths or codes."""
 
     def setup(
         self,
@@ -111,53 +115,57 @@ def check_installed() -> None:
     """Load the library.
 
     Raises:
-        DriverUnavailableError: it is missing, or one that it is linked to; the message says how to install them.
+        DriverUnavailableError: the library, or one that it is linked to, is missing. The message
+            says how to install them.
     """
     _module()
 
 
 def new_store() -> Store:
-    """A client that is not set up.
+    """Create a client that is not set up.
 
     Raises:
         DriverUnavailableError: the library is missing or too old.
     """
     store = cast("Store", _module().MooncakeDistributedStore())
     if not hasattr(store, "batch_put_session_start"):
-        raise DriverUnavailableError(f"driver 'mooncake': the installed Mooncake is too old: pip install '{PACKAGE}>={OLDEST}'")
+        raise DriverUnavailableError(
+            f"driver 'mooncake': the installed Mooncake is too old: pip install '{PACKAGE}>={MIN_VERSION}'"
+        )
     return store
 
 
-def limit_patience() -> None:
-    """Let transfers over TCP that stand still be given up sooner, unless the operator has said when.
+def set_transfer_timeouts() -> None:
+    """Set the timeouts of TCP transfers without progress, unless the operator has set them.
 
-    The library looks at these variables whenever a transfer begins, so that they stay, for all its users in this process.
+    The library reads these variables at the start of each transfer. They stay set, for all its
+    users in this process.
     """
-    for name, seconds in PATIENCE.items():
+    for name, seconds in TRANSFER_TIMEOUTS.items():
         os.environ.setdefault(name, seconds)
 
 
 def has_hung(began: float) -> bool:
-    """Whether a transfer that has failed, begun at a time of `time.monotonic()`, was given up for standing still."""
-    patience = min(_whole_seconds(os.environ.get(name, "")) for name in PATIENCE)
-    return time.monotonic() - began >= HANGS * patience
+    """True if a failed transfer that began at `began` (`time.monotonic()`) ran into its timeout."""
+    timeout = min(_whole_seconds(os.environ.get(name, "")) for name in TRANSFER_TIMEOUTS)
+    return time.monotonic() - began >= HUNG_FRACTION * timeout
 
 
 def replicate_config(copies: int) -> object:
-    """How an object is to be kept."""
+    """The library's configuration for the number of replicas."""
     config: Any = _module().ReplicateConfig()
     config.replica_num = copies
     return config
 
 
 def _whole_seconds(text: str) -> int:
-    """As the library reads them: what is no positive number counts for nothing."""
-    return int(text) if text.isdecimal() and int(text) else OWN_PATIENCE_SECONDS
+    """Parse a timeout as the library does: other values than positive numbers are ignored."""
+    return int(text) if text.isdecimal() and int(text) else DEFAULT_TIMEOUT_SECONDS
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Variables for what reads them at once; those that the operator has set stay as they are."""
+    """Set environment variables within a context, except those that the operator has set."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:

@@ -1,4 +1,4 @@
-"""Why the metadata server has not done what it was asked."""
+"""Errors of requests to the metadata server."""
 
 from __future__ import annotations
 
@@ -6,67 +6,67 @@ from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 
 
 class MetadataError(StorageUnavailableError):
-    """The metadata server cannot be reached, does not understand, or refuses."""
+    """The metadata server cannot be reached, or it refuses a request."""
 
     code = "metadata"
 
 
 class UnknownScopeError(MetadataError):
-    """The server knows nothing of a scope: it is new, or the server has lost its memory."""
+    """The server does not know a scope: it is new, or the server has lost its state."""
 
     code = "metadata-scope"
 
 
 class ScopeMismatchError(MetadataError):
-    """A scope is there with other slots, bytes, geometry or identity than this client takes it for."""
+    """A scope exists with other slots, bytes, geometry or identity than this client declares."""
 
     code = "metadata-mismatch"
 
 
 class InUseError(MetadataError):
-    """A scope that is to be dropped has slots that are not free."""
+    """A scope cannot be dropped, because some of its slots are not free."""
 
     code = "metadata-in-use"
 
 
-class PassingError(MetadataError):
-    """Asked again, the server may answer; or another one of its store."""
+class RetryableError(MetadataError):
+    """A failure that another attempt may not have, at this server or at another one."""
 
     code = "metadata-passing"
 
 
-class SilentError(PassingError):
-    """The server has not answered in time."""
+class NoResponseError(RetryableError):
+    """No response within the time of an attempt."""
 
     code = "metadata-silent"
 
 
-class BusyError(PassingError):
-    """Asked again, the server may answer; another one would say the same."""
+class BusyError(RetryableError):
+    """A failure that a later attempt may not have; other servers would answer alike now."""
 
     code = "metadata-busy"
 
 
 class DrainingError(MetadataError):
-    """The server gives no new leases, because it is about to end; another one of its store may."""
+    """The server gives no new leases, because it is draining; another one may."""
 
     code = "metadata-draining"
 
 
-class TooManyError(MetadataError, StorageRefusedError):
-    """The tenant sends more requests than it may: asked again at once, the server would refuse again."""
+class RateLimitedError(MetadataError, StorageRefusedError):
+    """The tenant exceeds its request rate. An immediate retry would be refused, too."""
 
     code = "metadata-too-many"
 
 
 class QuotaError(MetadataError, StorageRefusedError):
-    """The tenant has as many scopes, slots or bytes as it may have."""
+    """The tenant has reached its quota of scopes, slots or bytes."""
 
     code = "metadata-quota"
 
 
-def refusal(status: int, code: str, message: str) -> MetadataError:
-    """What an answer with a status of 400 or more means."""
+def error_of_response(status: int, code: str, message: str) -> MetadataError:
+    """Convert a response with a status of 400 or more to an error."""
     text = f"the metadata server refuses: {message} ({status} {code})"
     if code == "unknown_scope":
         return UnknownScopeError(text)
@@ -77,7 +77,7 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
     if code == "in_use":
         return InUseError(text)
     if status == 429:
-        return TooManyError(text)
+        return RateLimitedError(text)
     if code == "quota":
         return QuotaError(text)
     if status == 408:
@@ -85,5 +85,5 @@ def refusal(status: int, code: str, message: str) -> MetadataError:
     if code == "draining":
         return DrainingError(text)
     if status >= 500:
-        return PassingError(text)
+        return RetryableError(text)
     return MetadataError(text)

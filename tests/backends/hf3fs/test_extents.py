@@ -1,4 +1,4 @@
-"""Neighbouring slots are moved with one request, and what is wrong with one of them is its own affair."""
+"""I/O requests for extents of neighbouring slots, and faults of single slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hicache_backends.hf3fs.slots import posix as posix_module
-from hicache_backends.hf3fs.slots.pieces import PIECE_BYTES
+from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
 from tests.backends.hf3fs.harness import chain, content
 
 
@@ -37,7 +37,7 @@ class Requests:
 
 def test_neighbours_go_together(one, monkeypatch):
     reads, writes, keys = Requests(monkeypatch, one, "read_into"), Requests(monkeypatch, one, "write_from"), chain("a", 20)
-    together = PIECE_BYTES // one.scope.file.geometry.slot_bytes
+    together = IO_BYTES // one.scope.file.geometry.slot_bytes
     assert together == 7
     assert all(one.put(keys))
     one.expect(keys)

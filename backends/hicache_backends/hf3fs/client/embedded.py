@@ -1,4 +1,4 @@
-"""The state machine in this process: no server, nothing durable, one process for each directory."""
+"""The metadata server's state machine inside the driver's process, without durability."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from msgspec import structs
 
-from hicache_backends.hf3fs.client.directory import Directory
-from hicache_backends.hf3fs.client.failures import MetadataError, refusal
+from hicache_backends.hf3fs.client.errors import MetadataError, error_of_response
+from hicache_backends.hf3fs.client.metadata_client import MetadataClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.clock import Clock
 from hicache_metadata_server.service.limits import DEFAULTS
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=p.Answer)
 
 LOCK_NAME: Final = "local.lock"
-DUE: Final = 1024
-"""Slots whose time has come that one call sees to beside its own work."""
+MAX_EXPIRIES: Final = 1024
+"""Ended leases and quarantines that one call processes beside its own work."""
 
 
 class _State:
-    """What all storages of this process on one directory share."""
+    """State shared by all storages of this process on one directory."""
 
     def __init__(self, path: str, quarantine_seconds: float) -> None:
-        self.users, self._process = 0, os.getpid()
+        self.users = 0
+        self._process = os.getpid()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
         try:
@@ -45,7 +46,8 @@ class _State:
         unbounded = structs.replace(
             DEFAULTS, body_bytes=1 << 60, keys=1 << 40, scopes=1 << 20, quarantine_seconds=quarantine_seconds
         )
-        self._service, self._clock = MetadataService(unbounded), Clock()
+        self._service = MetadataService(unbounded)
+        self._clock = Clock()
         self._lock = threading.Lock()
         service = self._service
         self._operations: dict[str, Callable[[Any, float], Any]] = {
@@ -68,31 +70,33 @@ class _State:
     def about(self) -> p.About:
         return self._service.about
 
-    def do(self, path: str, request: p.Request) -> Any:
+    def execute(self, path: str, request: p.Request) -> Any:
         with self._lock:
             now = self._clock()
-            self._service.settle(now, DUE)
+            self._service.settle(now, MAX_EXPIRIES)
             try:
                 return self._operations[path](request, now)
             except RefusedError as error:
-                raise refusal(error.status, error.problem.code, error.problem.message) from error
+                raise error_of_response(error.status, error.problem.code, error.problem.message) from error
             finally:
                 self._service.forget_changes()
 
     def close(self) -> None:
-        # A child that was forked meanwhile has the lock by its copy of the descriptor, for as long as it lives; nor may it let go of ours.
+        # A forked child shares the lock through its copy of the descriptor: closing ours would not
+        # release the lock, and a child must not release the parent's.
         if os.getpid() == self._process:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         os.close(self._lock_file)
 
 
-class LocalDirectory(Directory):
-    """The same operations without a server. All of a process that name the same directory share one state, which ends with the
-    last of them.
+class EmbeddedMetadata(MetadataClient):
+    """A metadata client without a server.
+
+    All clients of a process on one directory share one state, which ends with the last of them.
 
     Args:
-        path: the store's directory, which is there.
-        quarantine_seconds: how long slots rest; the first one on a directory says it.
+        path: the store's directory, which must exist.
+        quarantine_seconds: of freed slots. The first client on a directory sets it.
 
     Raises:
         MetadataError: another process uses the directory.
@@ -104,12 +108,12 @@ class LocalDirectory(Directory):
 
     def __init__(self, path: str, *, quarantine_seconds: float) -> None:
         super().__init__()
-        # A child that was forked has nothing to do with what its parent has open.
-        self._place = (os.getpid(), os.path.realpath(path))
+        # A forked child must not use its parent's state.
+        self._key = (os.getpid(), os.path.realpath(path))
         with self._states_lock:
-            state = self._states.get(self._place)
+            state = self._states.get(self._key)
             if state is None:
-                state = self._states[self._place] = _State(self._place[1], quarantine_seconds)
+                state = self._states[self._key] = _State(self._key[1], quarantine_seconds)
             state.users += 1
         self._state: _State | None = state
 
@@ -120,33 +124,35 @@ class LocalDirectory(Directory):
     def refresh(self, call: Call) -> p.About:
         return self.about
 
-    def send(self, path: str, request: p.Request, kind: type[A], call: Call) -> A:
-        answer: A = self._open().do(path, request)
-        return answer
+    def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
+        response: A = self._open().execute(path, request)
+        return response
 
     def send_later(self, path: str, request: p.Request) -> None:
         with contextlib.suppress(MetadataError):
-            self._open().do(path, request)
+            self._open().execute(path, request)
 
     def close(self) -> None:
         with self._states_lock:
-            state, self._state = self._state, None
+            state = self._state
+            self._state = None
             if state is None:
                 return
             state.users -= 1
             if not state.users:
-                del self._states[self._place]
+                del self._states[self._key]
                 state.close()
 
     @classmethod
-    def begin_in_child(cls) -> None:
-        """A thread of the parent may have held the lock when this process was forked; it is not here to release it."""
+    def reset_after_fork(cls) -> None:
+        """Replace the lock in a forked child."""
+        # A thread of the parent may have held it, and that thread does not exist here.
         cls._states_lock = threading.Lock()
 
     def _open(self) -> _State:
         if self._state is None:
-            raise MetadataError("the local directory of slots is closed")
+            raise MetadataError("the embedded metadata is closed")
         return self._state
 
 
-os.register_at_fork(after_in_child=LocalDirectory.begin_in_child)
+os.register_at_fork(after_in_child=EmbeddedMetadata.reset_after_fork)

@@ -1,14 +1,16 @@
-"""How a client of the library is set up, so that it neither hangs nor pays for its connections in the middle of calls."""
+"""Set-up of the library's client, with bounded waits and connections opened in advance."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,21 +23,47 @@ WARM_REQUESTS: Final = 10
 WARM_NAMES: Final = [f"hicache-warm-up-{number}" for number in range(64)]
 WAIT_SECONDS: Final = 2.0
 PROBE_SECONDS: Final = 2.0
-"""How long a master may be silent, or take to accept a connection, before it counts as hanging."""
+"""Timeout of a probe of the master, and of a connection to it."""
 CONNECT_ATTEMPTS: Final = 4
 CONNECT_PAUSE: Final = 1.0
-"""Of the library, where it finds its connections to the master dead: seconds after each attempt."""
+"""Seconds after each of the library's attempts to reconnect to the master."""
+_UNKNOWN_FUNCTION: Final = 0x48694361
+# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment length, little endian.
+_REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
+
+
+def check_master(address: tuple[str, int], seconds: float) -> None:
+    """Call a function that no master has. A refusal or a closed connection proves a live master.
+
+    The library is not used: it holds the GIL while it connects, so a master that accepts
+    connections and does not answer would stop the whole process.
+
+    Raises:
+        StorageTimeoutError: no answer in time.
+        StorageUnavailableError: the connection is refused, or fails otherwise.
+    """
+    where = f"the master at {address[0]}:{address[1]}"
+    try:
+        with socket.create_connection(address, timeout=seconds) as connection:
+            connection.sendall(_REQUEST)
+            connection.recv(1)
+    except TimeoutError as error:
+        raise StorageTimeoutError(f"{where} has not answered for {seconds:.1f} s") from error
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise StorageUnavailableError(f"{where} cannot be reached: {error}") from error
 
 
 def set_up(settings: ClientSettings) -> Store:
-    """A client that is connected, to a master that answers: the interpreter's lock is held meanwhile.
+    """Set up a client. The caller has probed the master, because this call holds the GIL.
 
     Raises:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the library refuses.
     """
     store = library.new_store()
-    library.limit_patience()
+    library.set_transfer_timeouts()
     variables = {
         **_time_limits(settings),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
@@ -60,10 +88,10 @@ def set_up(settings: ClientSettings) -> Store:
     return store
 
 
-def longest_lookup(settings: ClientSettings) -> float | None:
-    """Seconds after which a request of a client that is set up has ended; None where nobody can tell.
+def max_lookup_seconds(settings: ClientSettings) -> float | None:
+    """Upper bound of one lookup in seconds; None if the settings imply none.
 
-    It is asked twice where the library has found a connection dead, each time after a probe.
+    After a dead connection a request is sent twice, each time after a probe.
     """
     limits = {name: os.environ.get(name, limit) for name, limit in _time_limits(settings).items()}
     if settings.master is None or not all(limit.isdecimal() for limit in limits.values()):
@@ -73,17 +101,17 @@ def longest_lookup(settings: ClientSettings) -> float | None:
 
 
 def _time_limits(settings: ClientSettings) -> dict[str, str]:
-    """Of a request to the master, and of a connection to it, in milliseconds."""
+    """The library's variables for the timeouts of requests and connections, in milliseconds."""
     request, connect = settings.rpc_timeout_seconds, min(PROBE_SECONDS, settings.rpc_timeout_seconds)
     names = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
     return {name: str(max(1, int(seconds * 1000))) for name, seconds in zip(names, (request, connect), strict=True)}
 
 
 def warm_up(ask: Callable[[list[str]], object]) -> None:
-    """Let the library open its connections to the master now, and not one by one as calls happen to overlap.
+    """Open the library's connections to the master now, not later when calls overlap.
 
     Args:
-        ask: a request to the master; raises StorageUnavailableError where that does not answer.
+        ask: sends a request to the master; may raise StorageUnavailableError.
     """
     together = threading.Barrier(WARM_THREADS)
 

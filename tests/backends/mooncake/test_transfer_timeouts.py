@@ -1,4 +1,4 @@
-"""How long the library is let wait for transfers that stand still."""
+"""Timeouts of transfers that make no progress."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.backends.mooncake.harness import Rig, chain
 
 DEADLINE_SECONDS = 1.5
 RECOVERY_SECONDS = 60.0
-PROGRESS, STATUS = library.PATIENCE
+PROGRESS, STATUS = library.TRANSFER_TIMEOUTS
 
 
 @pytest.fixture(autouse=True)
-def nobody_s_limits(monkeypatch):
-    for name in library.PATIENCE:
+def no_limits_set(monkeypatch):
+    for name in library.TRANSFER_TIMEOUTS:
         # Set first, so that it is taken back where it was missing.
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
@@ -26,7 +26,7 @@ def nobody_s_limits(monkeypatch):
 
 def test_what_the_operator_has_set_stays(monkeypatch):
     monkeypatch.setenv(PROGRESS, "77")
-    library.limit_patience()
+    library.set_transfer_timeouts()
     assert (os.environ[PROGRESS], os.environ[STATUS]) == ("77", "10")
 
 
@@ -46,7 +46,7 @@ def test_what_counts_as_hanging(monkeypatch, progress, status, after):
 
 def test_a_store_that_hangs_for_good_keeps_no_thread(monkeypatch):
     """The driver's limit counts for a library that is loaded already, and what a get has left behind comes back by it."""
-    monkeypatch.setattr(library, "PATIENCE", dict.fromkeys(library.PATIENCE, "1"))
+    monkeypatch.setattr(library, "TRANSFER_TIMEOUTS", dict.fromkeys(library.TRANSFER_TIMEOUTS, "1"))
     with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
         rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(32 << 10, 32 << 10), pages=4)
         keys = chain("hang", 4)

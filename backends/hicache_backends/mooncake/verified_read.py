@@ -1,7 +1,7 @@
-"""Reads pages until what is wrong about one is certain.
+"""Reads with verification, repeated until damage is certain.
 
-An object that is removed while it is read gives up its memory to others, whose bytes then arrive in the page. That is no damage: a page
-is damaged if the same wrong bytes come twice.
+The memory of an object that is removed during a read may hold other objects by then, whose bytes
+arrive in the page. That is no damage: a page is damaged if the same wrong bytes arrive twice.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ATTEMPTS: Final = 4
 
 
-def read_steadily(reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
-    """Read and verify pages; those that arrive damaged are so indeed.
+def read_verified(reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+    """Read and verify pages. A page that remains damaged in the result is damaged in the store.
 
     Raises:
         StorageUnavailableError: the master does not answer.
@@ -47,14 +47,14 @@ def read_steadily(reader: Reader, connection: Connection, reads: Sequence[Object
     else:
         again = list(doubtful)
     for read in again:
-        # It could not be settled whether this is damage: a miss.
+        # Neither a hit nor certainly damaged: a miss.
         read.retract()
         outcome.arrived.discard(read)
     return outcome
 
 
 def _not_verified(reads: set[ObjectRead], call: Call) -> dict[ObjectRead, bytes]:
-    """Reads that arrived and are not the page, and a digest of what they are instead."""
+    """Map the arrived reads that fail verification to digests of their bytes."""
     with call.shield() as active:
         return {read: _digest(read) for read in reads if not read.verify()} if active else {}
 

@@ -1,4 +1,4 @@
-"""One storage's share in a connection: the memory that it has registered, and its calls that are in flight."""
+"""A storage's handle on a shared connection: its registered memory and calls in flight."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_backends.mooncake.client.connection_cache import connections
 from hicache_backends.mooncake.client.in_flight import InFlight
-from hicache_backends.mooncake.client.shared import connections
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from hicache_backends.mooncake.config import ClientSettings
 
 Region = tuple[int, int]
-"""Start and size."""
+"""Start address and size in bytes."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Registered regions, and what keeps them mapped."""
+    """Registered regions, and the object that keeps them mapped."""
 
     regions: list[Region]
     owner: object = None
 
 
-class Attachment:
-    """Holds a connection, and pools by their names.
+class ConnectionHandle:
+    """A reference to a shared connection, with the registered memory of one storage.
 
-    A call that the storage's caller no longer waits for may still be in the library, which then reads or writes the pools'
-    memory: memory that was replaced, and at the end all of it, is let go when no call is in flight, and nobody waits for that.
+    A call whose caller has returned may still be in the library, which then accesses the pools'
+    memory. Replaced memory, and at the end all of it, is released when no call is in flight. No
+    caller waits for that.
 
     Raises:
         StorageUnavailableError: the store cannot be reached.
@@ -42,13 +43,14 @@ class Attachment:
         self._connection = connections.acquire(settings)
         self._lock = threading.Lock()
         self._calls = 0
-        self._closing = self._released = False
+        self._closing = False
+        self._released = False
         self._pools: dict[str, _Memory] = {}
         self._blocks = _Memory([])
         self._retired = list[_Memory]()
 
     def call(self) -> InFlight[Connection]:
-        """The connection, for one call: `with attachment.call() as connection`.
+        """Use the connection for one call: `with handle.call() as connection`.
 
         Raises:
             StorageUnavailableError: `close` has begun.
@@ -56,13 +58,13 @@ class Attachment:
         return InFlight(self._begin, self._end)
 
     def register(self, pool: str, regions: Sequence[Region], owner: object) -> None:
-        """Register a pool's memory, in the place of another of its name.
+        """Register a pool's memory, and retire the memory that was registered under its name.
 
         Args:
             owner: kept alive for as long as a call may use the memory.
 
         Raises:
-            InvalidPoolError: the transport refuses memory that it cannot do without; what was registered before stays.
+            InvalidPoolError: the transport refuses memory that it needs; the former memory stays.
             StorageUnavailableError: `close` has begun.
         """
         memory = _Memory(self._registered(pool, regions), owner)
@@ -71,27 +73,27 @@ class Attachment:
             self._retired += [memory] if closing else [former] if former else []
             if not closing:
                 self._pools[pool] = memory
-        self._let_go()
+        self._release_retired()
         if closing:
-            self._refuse_closed()
+            self._check_open()
 
     def register_block(self, start: int, size: int) -> None:
-        """Register memory of the storage's own, within a call. Over TCP nothing depends on it."""
+        """Register memory of the storage itself, within a call. Not needed over TCP."""
         if self._connection.register(start, size):
             with self._lock:
                 self._blocks.regions.append((start, size))
 
     def close(self) -> None:
-        """Let go of everything, as soon as no call is in flight. Idempotent."""
+        """Release memory and connection as soon as no call is in flight. Idempotent."""
         with self._lock:
             self._closing = True
             self._retired += self._pools.values()
             self._pools.clear()
-        self._let_go()
+        self._release_retired()
 
     def _begin(self) -> Connection:
         with self._lock:
-            self._refuse_closed()
+            self._check_open()
             self._calls += 1
         return self._connection
 
@@ -100,7 +102,7 @@ class Attachment:
             self._calls -= 1
             if self._calls or not (self._retired or self._closing):
                 return
-        self._let_go()
+        self._release_retired()
 
     def _registered(self, pool: str, regions: Sequence[Region]) -> list[Region]:
         done = list[Region]()
@@ -115,12 +117,13 @@ class Attachment:
                 )
         return done
 
-    def _let_go(self) -> None:
-        """Of what is retired, and at the end of the connection; not while a call is in flight."""
+    def _release_retired(self) -> None:
+        """Release retired memory, and the connection after `close`; nothing during a call."""
         with self._lock:
             if self._calls:
                 return
-            retired, self._retired = self._retired, []
+            retired = self._retired
+            self._retired = []
             ends = self._closing and not self._released
             self._released |= ends
         for memory in retired:
@@ -133,6 +136,6 @@ class Attachment:
         for region in regions:
             self._connection.unregister(*region)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise StorageUnavailableError("mooncake: the storage is closed")

@@ -1,4 +1,4 @@
-"""The event loop that callers of the metadata client run themselves."""
+"""The inline event loop of the HTTP metadata client."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from hicache_backends.hf3fs.client import callers_loop
-from hicache_backends.hf3fs.client.callers_loop import CallersLoop
-from hicache_backends.hf3fs.client.failures import MetadataError
-from hicache_backends.hf3fs.client.remote import RemoteDirectory
-from hicache_backends.hf3fs.client.web import Web
+from hicache_backends.hf3fs.client import inline_loop
+from hicache_backends.hf3fs.client.errors import MetadataError
+from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
+from hicache_backends.hf3fs.client.http_transport import HttpTransport
+from hicache_backends.hf3fs.client.inline_loop import InlineLoop
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.service.limits import DEFAULTS
 from hicache_storage.objects import Call
@@ -30,19 +30,19 @@ ABOUT = reply(
 elsewhere = pytest.mark.parametrize("caller", [ANOTHER], indirect=True)
 
 
-def refuse_work(directory, monkeypatch):
+def refuse_work(client, monkeypatch):
     """Whatever the client's thread is asked fails."""
 
     def refuse(work, seconds):
         work.close()
         raise AssertionError("the client's thread was asked")
 
-    monkeypatch.setattr(directory._thread, "run", refuse)
+    monkeypatch.setattr(client._loop_thread, "run", refuse)
 
 
 @pytest.fixture
 def loop():
-    made = CallersLoop(Web(None))
+    made = InlineLoop(HttpTransport(None))
     yield made
     closer = threading.Thread(target=made.close, args=(5.0,))
     closer.start()
@@ -50,30 +50,30 @@ def loop():
 
 
 def test_the_main_thread_never_runs_it(loop):
-    assert not loop.is_free()
+    assert not loop.try_acquire()
 
 
 @elsewhere
 def test_a_thread_that_runs_a_loop_does_not_run_another(caller, loop):
     async def ask():
-        return loop.is_free()
+        return loop.try_acquire()
 
     assert not asyncio.run(ask())
 
 
 @elsewhere
 def test_one_thread_at_a_time_runs_it(caller, loop):
-    assert loop.is_free()
+    assert loop.try_acquire()
     others = []
-    other = threading.Thread(target=lambda: others.append(loop.is_free()))
+    other = threading.Thread(target=lambda: others.append(loop.try_acquire()))
     other.start()
     other.join()
 
-    async def answer(web):
+    async def answer(transport):
         return 7
 
     assert (others, loop.run(answer)) == ([False], 7)
-    assert loop.is_free()
+    assert loop.try_acquire()
     loop.run(answer)
 
 
@@ -81,12 +81,12 @@ def test_one_thread_at_a_time_runs_it(caller, loop):
 def test_work_that_does_not_end_is_cancelled(caller, loop):
     begun, ended = threading.Event(), threading.Event()
 
-    async def wait(web):
+    async def wait(transport):
         begun.set()
         await asyncio.sleep(60)
 
     def work():
-        assert loop.is_free()
+        assert loop.try_acquire()
         with pytest.raises(asyncio.CancelledError):
             loop.run(wait)
         ended.set()
@@ -96,15 +96,15 @@ def test_work_that_does_not_end_is_cancelled(caller, loop):
     assert begun.wait(30)
     loop.close(0.0)
     assert ended.wait(30)
-    assert not loop.is_free()
+    assert not loop.try_acquire()
 
 
 @elsewhere
 def test_a_call_of_a_healthy_server_needs_no_other_thread(caller, monkeypatch):
-    with listening(ABOUT) as (url, requests), closing(RemoteDirectory(url)) as directory:
-        refuse_work(directory, monkeypatch)
+    with listening(ABOUT) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        refuse_work(client, monkeypatch)
         for _ in range(3):
-            directory.refresh(Call(10))
+            client.refresh(Call(10))
         assert len(requests) == 3
 
 
@@ -116,8 +116,8 @@ def test_calls_at_the_same_time_are_all_answered():
         both.wait()
         ABOUT(connection)
 
-    with listening(answer) as (url, requests), closing(RemoteDirectory(url)) as directory:
-        asking = [threading.Thread(target=directory.refresh, args=(Call(25),)) for _ in range(2)]
+    with listening(answer) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        asking = [threading.Thread(target=client.refresh, args=(Call(25),)) for _ in range(2)]
         for thread in asking:
             thread.start()
         for thread in asking:
@@ -128,7 +128,7 @@ def test_calls_at_the_same_time_are_all_answered():
 @elsewhere
 def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used(caller, monkeypatch):
     """A server closes those that are idle; a client that did not look would take its request for failed, and the server for ill."""
-    monkeypatch.setattr(callers_loop, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(inline_loop, "IDLE_SECONDS", 0.0)
     answered, closed = threading.Semaphore(0), threading.Semaphore(0)
 
     def answer(connection):
@@ -137,11 +137,11 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used(caller, m
         connection.shutdown(socket.SHUT_RDWR)
         closed.release()
 
-    with listening(answer) as (url, requests), closing(RemoteDirectory(url)) as directory:
-        refuse_work(directory, monkeypatch)
+    with listening(answer) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        refuse_work(client, monkeypatch)
         for count in range(1, 4):
             # aiohttp itself would ask again for a GET.
-            assert directory.send("/v2/clear", p.Clear(scopes=["0:kv"]), p.Cleared, Call(10)).pages == [3]
+            assert client.send("/v2/clear", p.Clear(scopes=["0:kv"]), p.Cleared, Call(10)).pages == [3]
             answered.release()
             assert closed.acquire(timeout=30)
             assert len(requests) == count
@@ -150,8 +150,8 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used(caller, m
 @elsewhere
 def test_a_client_that_is_closed_says_so(caller):
     with listening(ABOUT) as (url, _):
-        directory = RemoteDirectory(url)
-        directory.refresh(Call(10))
-        directory.close()
+        client = HttpMetadataClient(url)
+        client.refresh(Call(10))
+        client.close()
         with pytest.raises(MetadataError, match="closed"):
-            directory.refresh(Call(10))
+            client.refresh(Call(10))

@@ -1,7 +1,8 @@
-"""The clients of this process: one for equal settings, however many storages use it.
+"""Process-wide cache of connections: storages with equal settings share one.
 
-A client costs some twenty threads, and the library holds the interpreter's lock for a second while it closes one. So one that lends
-no memory is kept for the next storage, a few of them at most, and ends with the process.
+A client has some twenty threads, and the library holds the GIL for a second while it closes one. So
+unused clients that lend no memory are kept for later storages, up to `MAX_IDLE`, until the process
+ends.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hicache_storage.spec import StorageForkedError
 if TYPE_CHECKING:
     from hicache_backends.mooncake.config import ClientSettings
 
-MOST_IDLE: Final = 2
-"""Clients that are kept though no storage uses them."""
+MAX_IDLE: Final = 2
+"""Clients that are kept without a user."""
 
 
 @dataclass(slots=True)
@@ -28,16 +29,19 @@ class _Entry:
 
 
 class _Connections:
-    """All connections of a process. The lock is held while one is set up: the second who asks gets the same."""
+    """Connections of a process, by settings.
+
+    The lock is held during a set-up, so that concurrent storages get the same connection.
+    """
 
     def __init__(self) -> None:
         self._inherited = list[object]()
-        self._begun = False
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin_anew)
+        self._used = False
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     def acquire(self, settings: ClientSettings) -> Connection:
-        """The connection with these settings, one user more.
+        """Return the connection with these settings, and count one more user.
 
         Raises:
             StorageForkedError: the library was used before this process was forked.
@@ -51,41 +55,43 @@ class _Connections:
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
-                self._begun = True
+                self._used = True
                 entry = self._entries[settings] = _Entry(Connection(settings))
             entry.users += 1
             return entry.connection
 
     def release(self, connection: Connection) -> None:
-        """One user less. Nothing happens to a connection that a forked child has inherited."""
+        """Count one user less. Ignores connections that a forked child has inherited."""
         with self._lock:
             entry = self._entries.get(connection.settings)
             if entry is None or entry.connection is not connection:
                 return
             entry.users -= 1
-            going = self._dispensable(entry)
-        for gone in going:
-            gone.close()
+            evicted = self._evict(entry)
+        for former in evicted:
+            former.close()
 
-    def _dispensable(self, released: _Entry) -> list[Connection]:
-        """Take out the connections that are kept no longer; the lock is held."""
+    def _evict(self, released: _Entry) -> list[Connection]:
+        """Remove connections that are not kept any more. The caller holds the lock."""
         settings = released.connection.settings
-        # Put back last: the order is that of the last use.
+        # Reinserted at the end: the dictionary is in the order of the last use.
         self._entries[settings] = self._entries.pop(settings)
         idle = [settings for settings, entry in self._entries.items() if not entry.users]
         lending = [settings for settings in idle if settings.global_segment_size]
         spare = [settings for settings in idle if not settings.global_segment_size]
-        return [self._entries.pop(settings).connection for settings in lending + spare[:-MOST_IDLE]]
+        return [self._entries.pop(settings).connection for settings in lending + spare[:-MAX_IDLE]]
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[ClientSettings, _Entry] = {}
 
-    def _begin_anew(self) -> None:
-        """In a forked child: its parent's clients have no threads here, so that they can neither be used nor ended."""
-        if self._begun:
+    def _reset_after_fork(self) -> None:
+        """Set the parent's connections aside in a forked child."""
+        # Their threads do not exist here, so they can neither be used nor closed. The references
+        # keep the library from closing them.
+        if self._used:
             self._inherited.append(self._entries)
-        self._begin()
+        self._reset()
 
 
 connections: Final = _Connections()
