@@ -71,8 +71,8 @@ def test_scopes_are_listed_and_emptied(place):
 
 def test_scopes_are_listed_with_their_models():
     with served() as (place, client):
-        client.wire.post("/0/initialize", {"num_pages": 50})
-        client.wire.post("/v2/describe", {"scope": "0:kv", "model": "org/[bold]model[/]"})
+        client.http.post("/0/initialize", {"num_pages": 50})
+        client.http.post("/v2/describe", {"scope": "0:kv", "model": "org/[bold]model[/]"})
         assert "org/[bold]model[/]" in hicache("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
         listed = msgspec.json.decode(hicache("scopes", "--json", "--url", place.url).output)
         assert listed["model"] == "org/[bold]model[/]"

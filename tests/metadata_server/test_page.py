@@ -61,7 +61,7 @@ def server():
             V2Scope(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)).initialize()
         scope = V2Scope(client, SCOPE, SLOTS, 4096, random.Random(1))
         scope.initialize()
-        client.wire.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
+        client.http.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
         keys = [ODD, *(f"page-{i:03}" for i in range(99))]
         leased = scope.reserve(keys, ["", *keys[:-1]])
         sums = [2**64 - 1, *range(2**63, 2**63 + 99)]

@@ -44,15 +44,15 @@ def test_every_page_is_accounted_for(load, chosen):
     outcome = cluster.run(events)
     prompts = [event for event in events if event.op is Op.PROMPT]
     assert outcome.prompts == len(prompts)
-    assert outcome.local + outcome.operations + outcome.not_asked == sum(len(event.keys) for event in prompts)
-    assert outcome.hits + outcome.misses == outcome.operations
+    assert outcome.local + outcome.asked + outcome.not_asked == sum(len(event.keys) for event in prompts)
+    assert outcome.hits + outcome.misses == outcome.asked
     assert 0 <= outcome.usable <= outcome.hits
     writing = sum(len(commit.keys) for commit in cluster._writing)
-    to_store = outcome.operations + outcome.not_asked - outcome.usable
+    to_store = outcome.asked + outcome.not_asked - outcome.usable
     unanswered_lookups = outcome.unanswered - (
         to_store - outcome.stored - outcome.existing - outcome.full - outcome.lost - writing
     )
-    assert 0 <= unanswered_lookups <= outcome.operations
+    assert 0 <= unanswered_lookups <= outcome.asked
     for scope in cluster.service.scopes.values():
         assert problems_of(scope) == []
     told = cluster.service.list_scopes().scopes

@@ -37,7 +37,7 @@ from hicache_backends.hf3fs.client.failover import (
     ServerPool,
 )
 from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
-from hicache_conformance.metadata.server import Served
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.remote import Remote
 from hicache_storage.objects import Call
