@@ -110,7 +110,7 @@ class Networked(ObjectStorage):
     # The driver --------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        self.operations(Call(CONNECT_SECONDS), "exists", [])
+        self.asked(Call(CONNECT_SECONDS), "exists", [])
 
     def disconnect(self) -> None:
         with self.lock:
@@ -121,11 +121,11 @@ class Networked(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.operations(call, "exists", _joined(names)), names)
+        return _split(self.asked(call, "exists", _joined(names)), names)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches]
-        pages = _split(self.operations(call, "get", _joined(names)), names)
+        pages = _split(self.asked(call, "get", _joined(names)), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
             for batch, some in zip(batches, pages, strict=True)
@@ -139,26 +139,26 @@ class Networked(ObjectStorage):
         pages = [(name, write.tobytes()) for name, write in writes]
         if call.expired():
             raise StorageTimeoutError("too late to store anything")
-        return self.operations(call, "put", pages, [name for name, write in writes if write.replaces])
+        return self.asked(call, "put", pages, [name for name, write in writes if write.replaces])
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         for batch in batches:
             names = [self.name(batch.namespace, read.key) for read in batch.reads]
-            pages = self.operations(call, "get", names)
+            pages = self.asked(call, "get", names)
             found = zip(names, batch.reads, pages, strict=True)
             # What is dropped is what was looked at, and not what somebody puts in its place meanwhile.
-            self.operations(
+            self.asked(
                 call, "drop", [(name, page) for name, read, page in found if page is not None and not _is_whole(read, page)]
             )
         return True
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.operations(call, "delete", _joined(names)), names)
+        return _split(self.asked(call, "delete", _joined(names)), names)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:
-            self.operations(call, "clear", f"{namespace.name}/")
+            self.asked(call, "clear", f"{namespace.name}/")
 
 
 def _joined(parts: Sequence[list[Any]]) -> list[Any]:
