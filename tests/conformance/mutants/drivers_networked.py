@@ -214,7 +214,7 @@ class AsksAgainAndAgain(Networked):
         until = time.monotonic() + 12.0
         while True:
             try:
-                return super().operations(call, *request)
+                return super().asked(call, *request)
             except (OSError, StorageUnavailableError):
                 if self.gone or time.monotonic() > until:
                     raise
@@ -226,6 +226,6 @@ class TakesAnythingForAnAnswer(Networked):
 
     def asked(self, call: Call, *request: Any) -> Any:
         try:
-            return super().operations(call, *request)
+            return super().asked(call, *request)
         except (OSError, StorageUnavailableError):
             return [None if request[0] == "get" else False] * len(request[1])
