@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server.protocol import Scopes
-from hicache_metadata_server.remote import RemoteServer
+from hicache_metadata_server.remote import Remote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +52,7 @@ def wait_until_saved(file: Path, live: dict[str, int]) -> None:
 
 def live(url: str) -> dict[str, int]:
     """How many pages our server says there are, by scope."""
-    return {scope.scope: scope.live for scope in RemoteServer(url).call("/v2/scopes", None, Scopes).scopes}
+    return {scope.scope: scope.live for scope in Remote(url).call("/v2/scopes", None, Scopes).scopes}
 
 
 def attach_sglang_hf3fs(

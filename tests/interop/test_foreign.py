@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 HICACHE = Path(sys.executable).with_name("hicache")
-DRIVERS = Path(__file__).parents[1] / "conformance" / "foreign"
+DRIVERS = Path(__file__).parents[1] / "conformance" / "interfaces"
 SGLANG = ("--interface", "sglang", "--profile", "smoke", "--seed", "11")
 
 KNOWN = {
