@@ -45,8 +45,9 @@ class DriverMethodInjector(FaultInjector):
         delete, clear = driver.delete_objects, driver.clear_namespaces
         # On the instance, so that the class and its other instances stay as they are.
         replaced: dict[str, Callable[[Any, Call], object]] = {
+            # An answer from memory would bypass the faults; declined, the call goes through the method below.
+            "objects_exist_cached": lambda _, __: None,
             "objects_exist": lambda batches, call: self._exists(exists, batches, call),
-            # A read from memory would pass the faults by; declined, it goes through `read_objects`.
             "read_objects_cached": lambda _, __: False,
             "read_objects": lambda batches, call: self._read(read, batches, call),
             "write_objects": lambda batches, call: self._write(write, batches, call),

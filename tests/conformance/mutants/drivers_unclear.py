@@ -37,7 +37,10 @@ class ReusesNumbers(SteadyFiles):
         plain = super().path(namespace, key)
         numbered = dict[str, Path]()
         for path in sorted(plain.parent.glob(f"*{PAGE}")):
-            numbered[path.name.rpartition("-")[0]] = path
+            # Empty files are strangers; which of two files of one number counts is the fault planted here.
+            with suppress(FileNotFoundError):
+                if path.stat().st_size:
+                    numbered[path.name.rpartition("-")[0]] = path
         held = {path.name.rpartition("-")[2]: path for path in numbered.values()}
         return held.get(plain.name, plain.with_name(f"{self.writer}-{self.next:06}-{plain.name}"))
 
@@ -250,11 +253,15 @@ class ClearsUnderWriters(FileSlots):
             self.medium.reserved.clear()
 
 
+LEASE_SECONDS = 0.25
+"""Shorter than the suite holds up a writer (0.3 s), longer than a clear in the middle of a set takes."""
+
+
 class LeasesRunOut(FileSlots):
     """Gives a writer's place to the next one after a while, and nobody asks before it writes."""
 
     def reserve(self, namespace: Namespace, pages: int) -> list[int]:
-        late = [slot for slot, since in self.medium.reserved.items() if time.monotonic() - since > 0.1]
+        late = [slot for slot, since in self.medium.reserved.items() if time.monotonic() - since > LEASE_SECONDS]
         for slot in late:
             del self.medium.reserved[slot]
         self.medium.free += late
