@@ -33,7 +33,7 @@ class Forward:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.operations = 0
+        self.asked = 0
         """Pieces of requests that have come; of a small request there is one."""
         self.calls = 0
         """Those of them that are no question whether the server is ready."""
@@ -83,7 +83,7 @@ class Forward:
     def _pump(self, one: socket.socket, other: socket.socket, *, asks: bool) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
-                self.operations += asks
+                self.asked += asks
                 self.calls += asks and b"/v2" in data
                 if self._manner is Manner.HANGS:
                     self._healed.wait()
