@@ -58,7 +58,7 @@ class NotABundleError(ValueError):
 class BundleIndex(msgspec.Struct, frozen=True, gc=False):
     """The keys and envelopes of the pages in a bundle."""
 
-    keys: list[str]
+    keys: tuple[str, ...]
     envelopes: bytes
     """64 bytes a page."""
 
@@ -78,7 +78,7 @@ class Bundle(msgspec.Struct, eq=False, gc=False):
     """Bytes of the file: the number in its name, until the file is found to have another length."""
     modified: int
     """The file's mtime when last read: the uses by other processes."""
-    keys: list[str]
+    keys: tuple[str, ...]
     """The pages, once the index has been read."""
     envelopes: bytes = b""
     touched: int = 0
@@ -179,8 +179,8 @@ def _join(keys: Sequence[str]) -> bytes:
     return "\0".join(keys).encode()
 
 
-def _split(text: bytes) -> list[str]:
+def _split(text: bytes) -> tuple[str, ...]:
     try:
-        return text.decode().split("\0")
+        return tuple(text.decode().split("\0"))
     except UnicodeDecodeError as error:
         raise NotABundleError("a key is no text") from error

@@ -297,7 +297,7 @@ class BundleSet:
 
     def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
         """A new `Bundle` of that name, not yet in the set."""
-        keys, envelopes = ([], b"") if index is None else (index.keys, index.envelopes)
+        keys, envelopes = ((), b"") if index is None else (index.keys, index.envelopes)
         return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
 
     def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
@@ -415,7 +415,7 @@ class BundleSet:
         # A writer announces its events in the order of their numbers, so the last number covers all
         # before.
         announced = {writer: cursor.sequence for writer, cursor in cursors.items()}
-        fresh = [name for id, name in names.items() if announced.get(id[0], 0) < id[1] and id not in self.bundles]
+        fresh = [name for id, name in names.items() if announced.get(id.writer, 0) < id.sequence and id not in self.bundles]
         if not fresh:
             return set()
         retired = self._feed.retired(self.namespace)

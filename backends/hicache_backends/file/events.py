@@ -285,7 +285,7 @@ class EventLogs:
         segments = self.segments(namespace)
         if not segments:
             return
-        kept = {(writer, _segment_of(sequence)) for writer, sequence in needed}
+        kept = {(id.writer, _segment_of(id.sequence)) for id in needed}
         kept.update((writer, _segment_of(sequence)) for writer, sequence in current.items())
         for segment in segments - kept:
             with contextlib.suppress(OSError):
@@ -417,5 +417,5 @@ def _event(writer: str, number: int, entry: _Entry) -> Event:
 
 def _index(entry: _Entry) -> BundleIndex | None:
     """The index in an entry; None if it is inconsistent."""
-    keys = entry.keys.split("\0")
+    keys = tuple(entry.keys.split("\0"))
     return BundleIndex(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None

@@ -69,8 +69,8 @@ def is_birth(text: str) -> bool:
     return _BIRTH.fullmatch(text) is not None
 
 
-class BundleId(NamedTuple):
-    """Identity of a bundle within its namespace; never used twice."""
+class BundleId(msgspec.Struct, frozen=True, gc=False):
+    """Identity of a bundle within its namespace; never used twice. Not tracked by the garbage collector."""
 
     writer: str
     sequence: int
@@ -121,8 +121,8 @@ class BundleName(msgspec.Struct, frozen=True, gc=False):
         plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
         if self.claim is None:
             return plain
-        (pid_scope, pid, started), (writer, sequence) = self.claim
-        return f"{plain}.{pid_scope}-{pid:x}-{started:x}-{writer}-{sequence:x}.claimed"
+        (pid_scope, pid, started), by = self.claim
+        return f"{plain}.{pid_scope}-{pid:x}-{started:x}-{by.writer}-{by.sequence:x}.claimed"
 
 
 _BUNDLE = re.compile(

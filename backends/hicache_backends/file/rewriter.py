@@ -109,7 +109,9 @@ class Rewriter:
             descriptor = self._temp_files.create(name)
             try:
                 sound = self._copy(page_index, bundle, kept, descriptor)
-                index = BundleIndex([bundle.keys[page] for page in sound], b"".join([bundle.envelope(page) for page in sound]))
+                index = BundleIndex(
+                    tuple([bundle.keys[page] for page in sound]), b"".join([bundle.envelope(page) for page in sound])
+                )
                 tail, end = page_index.format.tail(index), len(sound) * page_index.namespace.page_bytes
                 write_from(descriptor, [memoryview(tail)], end)
                 # The copy inherits the recency: a rewrite is not a use, and must not save the pages

@@ -174,7 +174,7 @@ class Writer:
             if self._preallocates:
                 os.posix_fallocate(pending.descriptor, 0, pending.size)
             end = self._write_pages(pending, call)
-            index = BundleIndex(pending.keys, b"".join([write.envelope for write in pending.writes]))
+            index = BundleIndex(tuple(pending.keys), b"".join([write.envelope for write in pending.writes]))
             tail = pending.page_index.format.tail(index)
             write_from(pending.descriptor, [memoryview(tail)], end)
         except OSError as error:

@@ -13,7 +13,7 @@ FORMAT = BundleFormat(7, b"0123456789abcdef")
 
 
 def bundle(keys: list[str]) -> tuple[bytes, BundleIndex]:
-    index = BundleIndex(keys, bytes(number % 251 for number in range(64 * len(keys))))
+    index = BundleIndex(tuple(keys), bytes(number % 251 for number in range(64 * len(keys))))
     return b"p" * (FORMAT.page_bytes * len(keys)) + FORMAT.tail(index), index
 
 
