@@ -32,8 +32,8 @@ from hf3fs_contenders import Hf3fsGlobalMetadataClient
 from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ import time
 from contextlib import ExitStack, closing
 from typing import Final
 
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
 from hicache_conformance.injectors.servers import Servers, stand_still
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.remote import Remote, RemoteError
+from hicache_metadata_server.cli.remote_server import Remote, RemoteError
+from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 
 REDIS: Final = "redis-server --port {port:redis} --bind 127.0.0.1 --dir {tmp} --save '' --appendonly yes --appendfsync always"

@@ -10,8 +10,8 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MOST_SCOPES
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MOST_SCOPES
 from hicache_metadata_server.shared.address import is_shared
 
 if TYPE_CHECKING:

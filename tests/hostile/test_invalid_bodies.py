@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.protocol import JSON, MSGPACK
-from hicache_metadata_server.service.limits import DEFAULTS
 from tests.metadata_server.servers import SERVE, served
 
 pytestmark = pytest.mark.hostile

@@ -104,8 +104,8 @@ def metadata_url():
 @pytest.fixture
 def server():
     """A metadata server of the test's own, which it may kill; in order at the end."""
+    from hicache_metadata_server.cli.remote_server import Remote
     from hicache_metadata_server.protocol import Checked, Fsck
-    from hicache_metadata_server.remote import Remote
     from tests.interop.metadata import started
 
     with started() as served:

@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_conformance.protocol.server import Served
+from hicache_metadata_server.cli.remote_server import Remote
 from hicache_metadata_server.protocol import Scopes
-from hicache_metadata_server.remote import Remote
 
 if TYPE_CHECKING:
     from pathlib import Path

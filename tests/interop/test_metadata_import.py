@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang_import import import_scopes, read_persistence_file
 from hicache_metadata_server.protocol import CompatibleKeys, Fsck
-from hicache_metadata_server.service.compatible import CompatibleService
-from hicache_metadata_server.service.importing import import_scopes, read_persistence_file
-from hicache_metadata_server.service.service import MetadataService
 
 pytestmark = pytest.mark.interop
 

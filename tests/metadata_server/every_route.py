@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import inspect
 
+from hicache_metadata_server.http.asgi import OPEN_PAGES, PAGES
 from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, ROUTES, ReserveScope, Token
-from hicache_metadata_server.web.front import OPEN_PAGES, PAGES
 
 SCOPE = "0:kv"
 VALUES = {

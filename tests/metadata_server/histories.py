@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicache_metadata_server.core.codec import changes_of
+from hicache_metadata_server.core.invariants import audit
+from hicache_metadata_server.core.pins import Pins
+from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
+from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.state.audit import audit
-from hicache_metadata_server.state.pins import Pins
-from hicache_metadata_server.state.restoring import SlotRow, restore, rows_from
-from hicache_metadata_server.state.scope import Scope
-from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.state.written import changes_of
-from hicache_metadata_server.stores.blocks import BLOCK, Block, shares
+from hicache_metadata_server.storage.blocks import BLOCK, Block, shares
 
 if TYPE_CHECKING:
     import random

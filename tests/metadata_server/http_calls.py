@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, Durability
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.stores.store import MemoryStore
-from hicache_metadata_server.web.app import create_app
+from hicache_metadata_server.storage.store import MemoryStore
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ async def running(store=None, service=None, **options):
 @asynccontextmanager
 async def running_shared(url, limits, *, guard=None, **options):
     """One of several servers on one Redis; `guard` makes what stands before its service."""
-    from hicache_metadata_server.shared.starting import shared_app, shared_service
+    from hicache_metadata_server.shared.assembly import shared_app, shared_service
 
     service = shared_service(url, limits, Durability.NONE, **options)
     app = shared_app(service, security=guard(service) if guard else None)

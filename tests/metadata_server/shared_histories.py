@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.compatible import CompatibleService
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.shared.compatible import SharedCompatible
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.scopes import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.starting import open_link
+from hicache_metadata_server.shared.sglang import SharedCompatible
 
 if TYPE_CHECKING:
     import random

@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.codec import slots_of
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.dashboard.assets import read_assets
+from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
-from hicache_metadata_server.serve import restored_service
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.service.slices import ENTRIES
+from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.state.written import slots_of
-from hicache_metadata_server.stores.store import StoreError, open_store
-from hicache_metadata_server.web.front import HEALTH, PAGES
-from hicache_metadata_server.web.page.assets import read_assets
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.storage.store import StoreError, open_store
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")

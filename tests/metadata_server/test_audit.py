@@ -16,11 +16,11 @@ import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_conformance.protocol.http_client import HttpClient
+from hicache_metadata_server.auth.audit_log import BURST, Audit
+from hicache_metadata_server.auth.token_file import PREFIX, changing, new_token, record_of
+from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.logs import configure_logs
-from hicache_metadata_server.service.tenants import Caller
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.token_file import PREFIX, changing, new_token, record_of
-from hicache_metadata_server.web.audit import BURST, Audit
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import run, running
@@ -183,7 +183,7 @@ class Given:
 def trusting(wire, authority):
     import http.client
 
-    from hicache_metadata_server.client_tls import client_context
+    from hicache_metadata_server.client.tls import client_context
 
     connection = http.client.HTTPSConnection(wire._host, wire._port, timeout=20, context=client_context(ca=str(authority)))
     wire._local.connection = connection

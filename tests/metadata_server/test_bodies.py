@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.http import decoding as bodies
+from hicache_metadata_server.http.body_size import holds_more_values, most_values
+from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
 from hicache_metadata_server.protocol import JSON, MSGPACK
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.web import bodies
-from hicache_metadata_server.web.bodies import CONTENT_TYPES, Body
-from hicache_metadata_server.web.body_size import holds_more_values, most_values
 from tests.metadata_server.http_calls import run, running
 
 ENCODE = {JSON: msgspec.json.encode, MSGPACK: msgspec.msgpack.encode}

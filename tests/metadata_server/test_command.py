@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from hicache_metadata_server.cli import app
+from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.settings import ServerSettings, misspelt
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.token_files import write_tokens
@@ -170,7 +170,7 @@ def test_variables_that_are_no_settings_are_noticed():
 def test_the_state_machine_needs_no_server():
     """The driver's local client uses it in processes that have neither FastAPI nor SQLite open."""
     script = (
-        "import sys, hicache_metadata_server.service.service, hicache_metadata_server.service.compatible, hicache_metadata_server.cli\n"
+        "import sys, hicache_metadata_server.core.service, hicache_metadata_server.core.sglang, hicache_metadata_server.cli.main\n"
         "heavy = {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', 'torch'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -13,18 +13,18 @@ from unittest import mock
 
 import pytest
 
-from hicache_metadata_server import journal
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.http import app as web_app
 from hicache_metadata_server.protocol import Durability
-from hicache_metadata_server.serve import restored_service
-from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared import desk as shared_desk
-from hicache_metadata_server.shared import link
+from hicache_metadata_server.shared import connection as link
+from hicache_metadata_server.shared import handlers as shared_desk
 from hicache_metadata_server.shared import service as shared
-from hicache_metadata_server.stores import sqlite
-from hicache_metadata_server.stores.store import StoreError, open_store
-from hicache_metadata_server.web import app as web_app
+from hicache_metadata_server.storage import group_commit as journal
+from hicache_metadata_server.storage import sqlite
+from hicache_metadata_server.storage.store import StoreError, open_store
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import Caller, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server

@@ -11,15 +11,15 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
+from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.token_file import record_of
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.tenants import Holding, Quota, Quotas
 from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, JSON, MSGPACK, ROUTES
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.service.tenants import Holding, Quota, Quotas
-from hicache_metadata_server.stores.sqlite import SqliteStore
-from hicache_metadata_server.token_file import record_of
-from hicache_metadata_server.web.rates import Rates
-from hicache_metadata_server.web.security import Security
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.storage.sqlite import SqliteStore
 from tests.metadata_server.http_calls import run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.token_files import EARLIER

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.totals import Totals
+from hicache_metadata_server.http.slow_log import KEPT, Slowest, named
+from hicache_metadata_server.http.timeseries import MINUTES, SECONDS, Answered, Rings, quantile
 from hicache_metadata_server.protocol.history import History, SlowCall
-from hicache_metadata_server.service.totals import Totals
-from hicache_metadata_server.web.history import MINUTES, SECONDS, Answered, Rings, quantile
-from hicache_metadata_server.web.slowest import KEPT, Slowest, named
-from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.http_calls import run, running
 
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}

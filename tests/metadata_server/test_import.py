@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli import app
-from hicache_metadata_server.service.compatible import CompatibleService
-from hicache_metadata_server.service.importing import ImportFileError, import_scopes, read_persistence_file
-from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang_import import ImportFileError, import_scopes, read_persistence_file
 
 
 def written(ranks):

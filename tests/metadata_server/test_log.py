@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hicache_metadata_server.stores import log
-from hicache_metadata_server.stores.log import MAGIC, Log
+from hicache_metadata_server.storage import wal as log
+from hicache_metadata_server.storage.wal import MAGIC, Log
 
 
 def filled(tmp_path, groups=6, **options):

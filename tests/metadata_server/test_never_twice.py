@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.starting import open_link
-from hicache_metadata_server.state.scope import Scope
-from hicache_metadata_server.stores.store import open_store
+from hicache_metadata_server.storage.store import open_store
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 

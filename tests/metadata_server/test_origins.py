@@ -7,13 +7,13 @@ import socket
 
 import pytest
 
-from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.auth.origins import Origins
+from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.stores.store import MemoryStore
-from hicache_metadata_server.web.app import create_app
-from hicache_metadata_server.web.origins import Origins
-from hicache_metadata_server.web.security import Security
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.every_route import ask, every_route, prepared
 from tests.metadata_server.http_calls import Caller, run, running
 from tests.metadata_server.test_direct import answers, connected, port, request  # noqa: F401 - `port` is a fixture

@@ -15,8 +15,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hicache_conformance.protocol.v2_client import V2Scope
+from hicache_metadata_server.dashboard.assets import read_assets
 from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Scopes
-from hicache_metadata_server.web.page.assets import read_assets
 from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens

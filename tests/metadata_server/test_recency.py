@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_metadata_server.state import leases, recency
-from hicache_metadata_server.state.leases import LeaseLog
-from hicache_metadata_server.state.recency import Recency
-from hicache_metadata_server.state.slots import FREE, LIVE, SlotTable
+from hicache_metadata_server.core import leases
+from hicache_metadata_server.core import lru as recency
+from hicache_metadata_server.core.leases import LeaseLog
+from hicache_metadata_server.core.lru import Recency
+from hicache_metadata_server.core.slot_table import FREE, LIVE, SlotTable
 from tests.metadata_server.histories import History
 from tests.metadata_server.test_scope import test_eviction_takes_the_oldest_tail as take_the_oldest_tail
 

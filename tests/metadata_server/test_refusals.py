@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.token_file import record_of
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import ROUTES, Token
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.token_file import record_of
-from hicache_metadata_server.web.audit import Audit
-from hicache_metadata_server.web.security import Security
-from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.token_files import EARLIER

@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, Verdict
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli import app
-from hicache_metadata_server.service.changes import Changes
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.snapshots.checking import PageChecker, check, sampled
-from hicache_metadata_server.snapshots.local import opened_store
-from hicache_metadata_server.snapshots.parts import Pages
-from hicache_metadata_server.snapshots.taking import snapshot_of
-from hicache_metadata_server.state.restoring import SlotRow
-from hicache_metadata_server.state.slots import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.state.written import SlotChanges, SlotLeases, SlotStates
-from hicache_metadata_server.stores.store import open_store
+from hicache_metadata_server.backup.capture import snapshot_of
+from hicache_metadata_server.backup.checking import PageChecker, check, sampled
+from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.parts import Pages
+from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.changes import Changes
+from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
+from hicache_metadata_server.core.restore import SlotRow
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
+from hicache_metadata_server.storage.store import open_store
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from hicache_metadata_server.core.scope import STEP, Scope
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.state.scope import STEP, Scope
-from hicache_metadata_server.state.slots import FREE, LIVE, QUARANTINED
 from tests.metadata_server.histories import problems_of
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.snapshots.local import opened_store
+from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.core.service import MetadataService
 from tests.metadata_server.test_snapshots import Engine, address, hicache, live, write
 
 

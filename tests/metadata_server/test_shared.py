@@ -12,17 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli import app
-from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared.address import shown
+from hicache_metadata_server.shared.assembly import open_link, see_store
+from hicache_metadata_server.shared.connection import Link
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.link import Link
 from hicache_metadata_server.shared.names import ScopeKeys
-from hicache_metadata_server.shared.opening import kept_by
+from hicache_metadata_server.shared.preflight import kept_by
 from hicache_metadata_server.shared.scopes import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.starting import open_link, see_store
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.http_calls import run, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.commands.moving import _public
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.tenants import Caller
+from hicache_metadata_server.cli.backup import _public
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.address import Kind, Tls, address_of, shown
-from hicache_metadata_server.shared.answers import Once
+from hicache_metadata_server.shared.assembly import see_store
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.starting import see_store
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.shared.script_results import Once
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_cluster, redis_server

@@ -16,16 +16,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.shared import opening
-from hicache_metadata_server.shared.answers import Once
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.shared import preflight as opening
+from hicache_metadata_server.shared.assembly import see_store
 from hicache_metadata_server.shared.connecting import _Sentinels
+from hicache_metadata_server.shared.connection import Link
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.link import Link
+from hicache_metadata_server.shared.script_results import Once
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.starting import see_store
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.storage.store import StoreError
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain

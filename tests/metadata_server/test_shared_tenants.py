@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.tenants import Holding, Quota, Quotas
-from hicache_metadata_server.token_file import record_of
-from hicache_metadata_server.web.audit import Audit
-from hicache_metadata_server.web.security import Security
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.token_file import record_of
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.tenants import Holding, Quota, Quotas
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import run, running_shared
 from tests.metadata_server.redis_servers import redis_server

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from typer.testing import CliRunner
 
-from hicache_metadata_server.cli import app
+from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.simulation import costs
 from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
 from hicache_metadata_server.simulation.costs import DOCUMENTED, Costs, Line

@@ -15,23 +15,23 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli import app
-from hicache_metadata_server.service.compatible import CompatibleService
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.snapshots import remote as remotes
-from hicache_metadata_server.snapshots.backup import Backup, write_backup
-from hicache_metadata_server.snapshots.filters import LEAP, restored, verifiable
-from hicache_metadata_server.snapshots.frames import Origin
-from hicache_metadata_server.snapshots.local import opened_store
-from hicache_metadata_server.snapshots.parts import Pages, SnapshotError, Tally
-from hicache_metadata_server.snapshots.remote import RemoteSource
-from hicache_metadata_server.snapshots.taking import snapshot_of
-from hicache_metadata_server.snapshots.target import fill, open_target
-from hicache_metadata_server.state.slots import LEASED
-from hicache_metadata_server.stores.store import StoreError, open_store
-from hicache_metadata_server.web.tokens import Tokens
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.backup import remote as remotes
+from hicache_metadata_server.backup.backup_file import Backup, write_backup
+from hicache_metadata_server.backup.capture import snapshot_of
+from hicache_metadata_server.backup.filters import LEAP, restored, verifiable
+from hicache_metadata_server.backup.frames import Origin
+from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.parts import Pages, SnapshotError, Tally
+from hicache_metadata_server.backup.remote import RemoteSource
+from hicache_metadata_server.backup.target import fill, open_target
+from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.slot_table import LEASED
+from hicache_metadata_server.storage.store import StoreError, open_store
 from tests.metadata_server.histories import problems_of
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served

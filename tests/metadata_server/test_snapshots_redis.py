@@ -9,12 +9,12 @@ from contextlib import closing
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.snapshots.local import opened_store
-from hicache_metadata_server.snapshots.parts import Pages, SnapshotError
-from hicache_metadata_server.snapshots.redis import SharedStore
-from hicache_metadata_server.snapshots.taking import snapshot_of
-from hicache_metadata_server.snapshots.target import fill, open_target
+from hicache_metadata_server.backup.capture import snapshot_of
+from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.parts import Pages, SnapshotError
+from hicache_metadata_server.backup.redis import SharedStore
+from hicache_metadata_server.backup.target import fill, open_target
+from hicache_metadata_server.core.service import MetadataService
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.test_snapshots import Engine, address, hicache, live, write
 

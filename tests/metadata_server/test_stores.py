@@ -11,13 +11,15 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.changes import AnswerRecord
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.state.slots import LIVE
-from hicache_metadata_server.stores import folds, log, replay, sqlite
-from hicache_metadata_server.stores.blocks import Block
-from hicache_metadata_server.stores.store import StoreError, open_store
+from hicache_metadata_server.core.changes import AnswerRecord
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.slot_table import LIVE
+from hicache_metadata_server.storage import compaction as folds
+from hicache_metadata_server.storage import replay, sqlite
+from hicache_metadata_server.storage import wal as log
+from hicache_metadata_server.storage.blocks import Block
+from hicache_metadata_server.storage.store import StoreError, open_store
 
 NOW = 1_700_000_000.0
 STRANGE = ["a\x00b", "a", "ключ", "\U0001f5dd", "x" * 1024, " ", "'; DROP TABLE slots; --", "\x7f\x01"]

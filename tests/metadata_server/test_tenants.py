@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.service.tenants import Caller, Holding, Quota, Quotas, Tenants
-from hicache_metadata_server.stores.schema import VERSION
-from hicache_metadata_server.stores.store import open_store
-from hicache_metadata_server.tenants_file import read_tenants_file
-from hicache_metadata_server.web.rates import Rates
+from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.tenants_file import read_tenants_file
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.tenants import Caller, Holding, Quota, Quotas, Tenants
+from hicache_metadata_server.storage.schema import VERSION
+from hicache_metadata_server.storage.store import open_store
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from hicache_metadata_server.cli import app
+from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.token_file import PREFIX, TokenFileError, changing, encoded, read_token_file, record_of
+from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.tenants import ANYBODY
+from hicache_metadata_server.http.reloads import Reloads, Watched
 from hicache_metadata_server.protocol import Token
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.tenants import ANYBODY
-from hicache_metadata_server.token_file import PREFIX, TokenFileError, changing, encoded, read_token_file, record_of
-from hicache_metadata_server.web.audit import Audit
-from hicache_metadata_server.web.reloads import Reloads, Watched
-from hicache_metadata_server.web.tokens import Tokens
 from tests.metadata_server.token_files import write_tokens
 
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from hicache_metadata_server.service.service import MetadataService
-from hicache_metadata_server.stores.store import MemoryStore
-from hicache_metadata_server.web.app import create_app
-from hicache_metadata_server.web.direct import DirectProtocol
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.http.fast_path import DirectProtocol
+from hicache_metadata_server.storage.store import MemoryStore
 
 
 class _Announced(uvicorn.Server):

@@ -12,7 +12,7 @@ import promql_parser
 import pytest
 import yaml
 
-from hicache_metadata_server.state.scope import SPARE_SHARE
+from hicache_metadata_server.core.scope import SPARE_SHARE
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics import ALERTS, dashboard, rules, with_generated_parts
 from hicache_storage.tools.metrics.alerts import SPARE_SHARE as TOLD_SHARE

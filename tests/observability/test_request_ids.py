@@ -190,7 +190,7 @@ def test_slow_requests_are_logged_with_what_they_asked_for():
     looked = slow["/v2/lookup"]
     assert (looked["scopes"], looked["entries"], looked["status"], looked["level"]) == (1, 3, 200, "warning")
     assert looked["request_id"] == "x___level_:_error__"
-    assert looked["logger"] == "hicache_metadata_server.web.watch"
+    assert looked["logger"] == "hicache_metadata_server.http.request_log"
     assert looked["seconds"] > 0
     assert (slow["/{rank}/exists"]["entries"], slow["/{rank}/exists"]["request_id"]) == (2, "old")
     assert b'hicache_metadata_slow_requests_total{route="/v2/lookup"} 1.0' in text
@@ -207,7 +207,7 @@ def test_nothing_is_logged_of_a_request_that_is_not_slow():
 def test_a_fault_of_the_server_is_logged_with_the_id():
     """Also in lines that know nothing of requests."""
     command = f"""{sys.executable} -c "
-import hicache_metadata_server.web.desk as desk, logging
+import hicache_metadata_server.http.handlers as desk, logging
 def broken(self, request):
     logging.getLogger('elsewhere').warning('deep')
     raise RuntimeError('bug')

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from hicache_conformance.protocol.server import Served
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
 from hicache_storage.layers.tracing import TracingLayer
 from hicache_storage.observability import tracing
@@ -129,7 +129,7 @@ def test_nothing_is_imported_where_nothing_is_traced():
     code = (
         "import sys\n"
         "from hicache_storage import StorageOptions, create_storage, StorageIdentity\n"
-        "import hicache_storage.layers, hicache_backends.hf3fs.client.http_client, hicache_metadata_server.web.front\n"
+        "import hicache_storage.layers, hicache_metadata_server.client.http_client, hicache_metadata_server.http.asgi\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -28,7 +28,7 @@ def test_the_wheel_installs_names_of_our_own_only(tmp_path):
         assert f"{package}/py.typed" in names
     assert "hicache_storage/engines/sglang/bridge.py" in names
     page = ROOT / "metadata_server" / "hicache_metadata_server" / "web" / "page" / "static"
-    assert {f"hicache_metadata_server/web/page/static/{file.name}" for file in page.iterdir()} <= set(names)
+    assert {f"hicache_metadata_server/dashboard/static/{file.name}" for file in page.iterdir()} <= set(names)
     assert not [name for name in names if "test" in name.split("/")[0] or name.endswith(".pyc")]
 
 

@@ -74,13 +74,13 @@ ALLOWED = {
     "hicache_backends": {
         "hicache_storage",
         "hicache_metadata_server.protocol",
-        "hicache_metadata_server.client_tls",
-        "hicache_backends.hf3fs.client.embedded",
+        "hicache_metadata_server.client.tls",
+        "hicache_metadata_server.client.embedded",
     },
     # A command of its own.
     "hicache_backends.mooncake.cli": {"hicache_storage", "hicache_backends"},
     # The state machine without its server.
-    "hicache_backends.hf3fs.client.embedded": {
+    "hicache_metadata_server.client.embedded": {
         "hicache_storage",
         "hicache_backends",
         "hicache_metadata_server",
@@ -91,14 +91,14 @@ ALLOWED = {
     "hicache_metadata_server": {
         "hicache_storage",
         "hicache_metadata_server.protocol",
-        "hicache_metadata_server.client_tls",
-        "hicache_metadata_server.snapshots.checking",
+        "hicache_metadata_server.client.tls",
+        "hicache_metadata_server.backup.checking",
     },
     "hicache_metadata_server.protocol": set(),
     # What clients ask of a server's certificate.
-    "hicache_metadata_server.client_tls": set(),
+    "hicache_metadata_server.client.tls": set(),
     # Reads the driver's files as the driver does, where an operator wants them compared with the map.
-    "hicache_metadata_server.snapshots.checking": {
+    "hicache_metadata_server.backup.checking": {
         "hicache_storage",
         "hicache_metadata_server",
         "hicache_metadata_server.protocol",
@@ -178,7 +178,7 @@ def test_backends_do_not_know_each_other():
 
 def test_the_3fs_driver_does_without_the_server():
     code = (
-        "import sys, hicache_backends.hf3fs.driver, hicache_backends.hf3fs.client.http_client\n"
+        "import sys, hicache_backends.hf3fs.driver, hicache_metadata_server.client.http_client\n"
         "print(*[name for name in sys.modules if name.startswith('hicache_metadata_server.')])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

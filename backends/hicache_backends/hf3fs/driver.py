@@ -9,13 +9,13 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.client.errors import InUseError
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.scopes import metadata_keys
 from hicache_backends.hf3fs.slots.engine import SlotRead
 from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client.errors import InUseError
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.objects.envelope import stored_checksum
 from hicache_storage.spec import Capabilities, Durability, Health, HungReads, Sharing, StorageUnavailableError

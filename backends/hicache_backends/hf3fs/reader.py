@@ -14,9 +14,9 @@ from hicache_storage.objects.envelope import stored_checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.client.metadata_client import Located
     from hicache_backends.hf3fs.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
+    from hicache_metadata_server.client.metadata_client import Located
     from hicache_storage.objects import Call, ReadBatch
 
 ATTEMPTS: Final = 4

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from ssl import SSLContext
 
-    from hicache_backends.hf3fs.client.metadata_client import MetadataClient
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_backends.hf3fs.slots.engine import SlotEngine
+    from hicache_metadata_server.client.metadata_client import MetadataClient
     from hicache_storage.objects import Namespace
 
 LOCAL_THREADS: Final = 4
@@ -96,10 +96,10 @@ class Store:
     def _open_metadata(self, count_failover: Callable[[], None]) -> MetadataClient:
         config, urls = self.config, self.config.metadata_urls
         if not urls:
-            from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata
+            from hicache_metadata_server.client.embedded import EmbeddedMetadata
 
             return EmbeddedMetadata(self.path, quarantine_seconds=config.quarantine_seconds)
-        from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
+        from hicache_metadata_server.client.http_client import HttpMetadataClient
 
         return HttpMetadataClient(
             urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), on_failover=count_failover
@@ -109,7 +109,7 @@ class Store:
         config = self.config
         if not config.is_secure:
             return None
-        from hicache_metadata_server.client_tls import client_context
+        from hicache_metadata_server.client.tls import client_context
 
         try:
             return client_context(ca=config.metadata_ca, certificate=config.metadata_certificate, key=config.metadata_key)

@@ -15,7 +15,7 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
 """Time before the expiry of a certificate; automatic renewal starts a month before it."""
 SPARE_SHARE: Final = 32
-"""Slots of a full scope for each one that the server keeps free or quarantined (`hicache_metadata_server.state.scope`)."""
+"""Slots of a full scope for each one that the server keeps free or quarantined (`hicache_metadata_server.core.scope`)."""
 
 MAX_FAILOVERS: Final = 3
 """Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three to 3.2 at one

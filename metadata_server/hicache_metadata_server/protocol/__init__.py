@@ -6,16 +6,7 @@ Lists inside a message are columns: entry i of each is about key (or lease) i of
 The messages of `GET /v2/history`, which a server need not have, are in `history` and not among these.
 """
 
-from hicache_metadata_server.protocol.about import PROTOCOL, About, Limits, Problem
-from hicache_metadata_server.protocol.bodies import JSON, MSGPACK, decode, encode
-from hicache_metadata_server.protocol.compatible import (
-    COMPATIBLE_ROUTES,
-    CompatibleClear,
-    CompatibleConfirm,
-    CompatibleInitialize,
-    CompatibleKeys,
-    CompatibleReserve,
-)
+from hicache_metadata_server.protocol.chunking import COLUMNS, FROM_THE_END, merged
 from hicache_metadata_server.protocol.elements import (
     KEY_BYTES,
     NO_SLOT,
@@ -35,6 +26,22 @@ from hicache_metadata_server.protocol.elements import (
     Slots,
     SlotState,
     Token,
+)
+from hicache_metadata_server.protocol.encoding import JSON, MSGPACK, decode, encode
+from hicache_metadata_server.protocol.operations import (
+    Checked,
+    Drain,
+    Draining,
+    Drop,
+    Dropped,
+    Export,
+    Exported,
+    Fsck,
+    Inspect,
+    Inspected,
+    Scopes,
+    ScopeStatus,
+    SlotStatus,
 )
 from hicache_metadata_server.protocol.pages import (
     Abort,
@@ -65,22 +72,15 @@ from hicache_metadata_server.protocol.pages import (
     Touch,
     Unpin,
 )
-from hicache_metadata_server.protocol.pieces import COLUMNS, FROM_THE_END, merged
 from hicache_metadata_server.protocol.routes import IDEMPOTENCY_HEADER, ROUTES, Route
-from hicache_metadata_server.protocol.upkeep import (
-    Checked,
-    Drain,
-    Draining,
-    Drop,
-    Dropped,
-    Export,
-    Exported,
-    Fsck,
-    Inspect,
-    Inspected,
-    Scopes,
-    ScopeStatus,
-    SlotStatus,
+from hicache_metadata_server.protocol.server_info import PROTOCOL, About, Limits, Problem
+from hicache_metadata_server.protocol.sglang import (
+    COMPATIBLE_ROUTES,
+    CompatibleClear,
+    CompatibleConfirm,
+    CompatibleInitialize,
+    CompatibleKeys,
+    CompatibleReserve,
 )
 
 __all__ = [

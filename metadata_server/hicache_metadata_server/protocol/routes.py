@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hicache_metadata_server.protocol.about import About
 from hicache_metadata_server.protocol.elements import Answer, Request, Token
+from hicache_metadata_server.protocol.operations import (
+    Checked,
+    Drain,
+    Draining,
+    Drop,
+    Dropped,
+    Export,
+    Exported,
+    Fsck,
+    Inspect,
+    Inspected,
+    Scopes,
+)
 from hicache_metadata_server.protocol.pages import (
     Abort,
     Clear,
@@ -26,19 +38,7 @@ from hicache_metadata_server.protocol.pages import (
     Touch,
     Unpin,
 )
-from hicache_metadata_server.protocol.upkeep import (
-    Checked,
-    Drain,
-    Draining,
-    Drop,
-    Dropped,
-    Export,
-    Exported,
-    Fsck,
-    Inspect,
-    Inspected,
-    Scopes,
-)
+from hicache_metadata_server.protocol.server_info import About
 
 IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 

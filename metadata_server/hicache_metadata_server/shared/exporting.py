@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_metadata_server.service.slices import ENTRIES
-from hicache_metadata_server.shared.answers import columns_of, pages_of, value_of
+from hicache_metadata_server.backup.parts import Pages, Rests, joined
+from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
-from hicache_metadata_server.snapshots.parts import Pages, Rests, joined
-from hicache_metadata_server.state.slots import LIVE
+from hicache_metadata_server.shared.script_results import columns_of, pages_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,12 +6,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure
-from hicache_metadata_server.service.slices import ENTRIES
-from hicache_metadata_server.service.tenants import ANYBODY, Caller, may_use
-from hicache_metadata_server.shared.answers import value_of
+from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.invariants import AT_ONCE, SHOWN
+from hicache_metadata_server.core.limits import Measure
+from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.scopes import Task
-from hicache_metadata_server.state.audit import AT_ONCE, SHOWN
+from hicache_metadata_server.shared.script_results import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.importing import ImportFileError
-from hicache_metadata_server.service.slices import ENTRIES
-from hicache_metadata_server.service.tenants import Caller
-from hicache_metadata_server.shared.answers import NOT_ONCE
+from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.sglang_import import ImportFileError
+from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.scopes import Task
+from hicache_metadata_server.shared.script_results import NOT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_metadata_server.service.importing import ImportedScope
+    from hicache_metadata_server.core.sglang_import import ImportedScope
     from hicache_metadata_server.shared.service import SharedService
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hicache_metadata_server.core.slot_table import NAMES
 from hicache_metadata_server.protocol import SlotState, SlotStatus
-from hicache_metadata_server.shared.answers import columns_of, value_of
-from hicache_metadata_server.state.slots import NAMES
+from hicache_metadata_server.shared.script_results import columns_of, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,17 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.importing import import_shared
-from hicache_metadata_server.shared.opening import see_redis
+from hicache_metadata_server.shared.preflight import see_redis
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.starting import open_link
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from hicache_metadata_server.service.importing import ImportedScope
+    from hicache_metadata_server.core.sglang_import import ImportedScope
 
 _T = TypeVar("_T")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.service.refused import RefusedError
-from hicache_metadata_server.service.slices import groups_of
-from hicache_metadata_server.service.tenants import ANYBODY, Caller, may_use
-from hicache_metadata_server.shared.answers import EXACT, packed, unpacked
+from hicache_metadata_server.core.chunking import groups_of
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
+from hicache_metadata_server.shared.chunking import in_order
 from hicache_metadata_server.shared.names import pin_key
-from hicache_metadata_server.shared.pieces import in_order
 from hicache_metadata_server.shared.scopes import Task
+from hicache_metadata_server.shared.script_results import EXACT, packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

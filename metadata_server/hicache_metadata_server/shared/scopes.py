@@ -6,9 +6,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.refused import RefusedError, key_reused, mismatch, too_large, unknown_scope
-from hicache_metadata_server.service.tenants import ANYBODY, NO_QUOTA, Caller, Holding, Quota, beyond_quota
-from hicache_metadata_server.shared.answers import (
+from hicache_metadata_server.core.errors import RefusedError, key_reused, mismatch, too_large, unknown_scope
+from hicache_metadata_server.core.tenants import ANYBODY, NO_QUOTA, Caller, Holding, Quota, beyond_quota
+from hicache_metadata_server.shared.connection import Call
+from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
+from hicache_metadata_server.shared.script_results import (
     NOT_ONCE,
     OK,
     REFUSED,
@@ -19,15 +21,13 @@ from hicache_metadata_server.shared.answers import (
     unpacked,
     value_of,
 )
-from hicache_metadata_server.shared.link import Call
-from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
 from hicache_metadata_server.shared.scripts import script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hicache_metadata_server.service.tenants import Tenants
-    from hicache_metadata_server.shared.link import Link
+    from hicache_metadata_server.core.tenants import Tenants
+    from hicache_metadata_server.shared.connection import Link
 
 FIELDS: Final = ("slots", "slot_bytes", "geometry", "identity")
 MICROSECONDS: Final = 1_000_000

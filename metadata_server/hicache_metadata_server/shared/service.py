@@ -7,29 +7,29 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import Measure, lease_seconds, see_earlier_leases, see_lengths, see_limits
-from hicache_metadata_server.service.refused import RefusedError, draining, in_use, invalid
-from hicache_metadata_server.service.service import MOST_SCOPES
-from hicache_metadata_server.service.slices import groups_of, joined
-from hicache_metadata_server.service.tenants import ANYBODY, Caller, Tenants, may_use
-from hicache_metadata_server.service.totals import Totals
-from hicache_metadata_server.shared.answers import NOT_ONCE, value_of
+from hicache_metadata_server.backup.export_messages import exported
+from hicache_metadata_server.backup.parts import Counters
+from hicache_metadata_server.core.chunking import groups_of, joined
+from hicache_metadata_server.core.errors import RefusedError, draining, in_use, invalid
+from hicache_metadata_server.core.limits import Measure, lease_seconds, see_earlier_leases, see_lengths, see_limits
+from hicache_metadata_server.core.service import MOST_SCOPES
+from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.core.totals import Totals
+from hicache_metadata_server.shared.chunking import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.names import SCOPES
-from hicache_metadata_server.shared.pieces import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.pins import Pins
 from hicache_metadata_server.shared.scopes import MICROSECONDS, NO_LEASES, Scopes, Task, is_refused, tasks_of
-from hicache_metadata_server.snapshots.exported import exported
-from hicache_metadata_server.snapshots.parts import Counters
-from hicache_metadata_server.stores.store import StoreError
+from hicache_metadata_server.shared.script_results import NOT_ONCE, value_of
+from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_metadata_server.service.limits import Columns
-    from hicache_metadata_server.shared.answers import Once
-    from hicache_metadata_server.shared.link import Link
+    from hicache_metadata_server.core.limits import Columns
+    from hicache_metadata_server.shared.connection import Link
+    from hicache_metadata_server.shared.script_results import Once
 
 TOGETHER: Final = 4
 """Scripts of a long request that are sent together: what others wait for, some milliseconds."""

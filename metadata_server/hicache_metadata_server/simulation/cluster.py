@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta, structs
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
-from hicache_metadata_server.service.service import MetadataService
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.simulation.events import Op
 from hicache_metadata_server.simulation.outcome import Outcome
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
-from hicache_metadata_server.remote import Remote, RemoteError
+from hicache_metadata_server.cli.remote_server import Remote, RemoteError
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4

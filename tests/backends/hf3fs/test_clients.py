@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata
-from hicache_backends.hf3fs.client.errors import MetadataError, ScopeMismatchError
-from hicache_backends.hf3fs.client.failover import ATTEMPTS
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
-from hicache_backends.hf3fs.client.request_splitting import merge_responses, split_request
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.client.embedded import EmbeddedMetadata
+from hicache_metadata_server.client.errors import MetadataError, ScopeMismatchError
+from hicache_metadata_server.client.failover import ATTEMPTS
+from hicache_metadata_server.client.http_client import HttpMetadataClient
+from hicache_metadata_server.client.request_splitting import merge_responses, split_request
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.listening import listening, reply

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.hf3fs.client.embedded import EmbeddedMetadata, _State
-from hicache_backends.hf3fs.client.errors import MetadataError
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.refused import RefusedError
+from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
+from hicache_metadata_server.client.errors import MetadataError
+from hicache_metadata_server.core.errors import RefusedError
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, parse_config

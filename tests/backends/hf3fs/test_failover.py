@@ -17,9 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.hf3fs.client import failover as failover_module
-from hicache_backends.hf3fs.client import http_client as http_client_module
-from hicache_backends.hf3fs.client.errors import (
+from hicache_conformance.protocol.server import Served
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.client import failover as failover_module
+from hicache_metadata_server.client import http_client as http_client_module
+from hicache_metadata_server.client.errors import (
     BusyError,
     DrainingError,
     MetadataError,
@@ -29,17 +32,14 @@ from hicache_backends.hf3fs.client.errors import (
     ScopeMismatchError,
     UnknownScopeError,
 )
-from hicache_backends.hf3fs.client.failover import (
+from hicache_metadata_server.client.failover import (
     ATTEMPTS,
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
     MIN_ATTEMPT_SECONDS,
     ServerPool,
 )
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
-from hicache_conformance.protocol.server import Served
-from hicache_metadata_server import protocol as p
-from hicache_metadata_server.remote import Remote
+from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.conftest import SERVE

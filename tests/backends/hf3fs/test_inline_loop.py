@@ -10,13 +10,13 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from hicache_backends.hf3fs.client import inline_loop
-from hicache_backends.hf3fs.client.errors import MetadataError
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
-from hicache_backends.hf3fs.client.http_transport import HttpTransport
-from hicache_backends.hf3fs.client.inline_loop import InlineLoop
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.service.limits import DEFAULTS
+from hicache_metadata_server.client import inline_loop
+from hicache_metadata_server.client.errors import MetadataError
+from hicache_metadata_server.client.http_client import HttpMetadataClient
+from hicache_metadata_server.client.http_transport import HttpTransport
+from hicache_metadata_server.client.inline_loop import InlineLoop
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.conftest import ANOTHER
 from tests.backends.hf3fs.listening import listening, reply

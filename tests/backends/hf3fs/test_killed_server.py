@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.remote import Remote
+from hicache_metadata_server.cli.remote_server import Remote
 from tests.backends.hf3fs.harness import Rig, chain, content
 
 DEADLINE_SECONDS = 1.0

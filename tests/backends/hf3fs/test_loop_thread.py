@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 
-from hicache_backends.hf3fs.client.errors import MetadataError
-from hicache_backends.hf3fs.client.http_client import HttpMetadataClient
-from hicache_backends.hf3fs.client.loop_thread import LoopThread
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client.errors import MetadataError
+from hicache_metadata_server.client.http_client import HttpMetadataClient
+from hicache_metadata_server.client.loop_thread import LoopThread
 
 PATIENCE_SECONDS = 60.0
 

@@ -19,7 +19,7 @@ from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.remote import Remote
+from hicache_metadata_server.cli.remote_server import Remote
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.engines import ENGINES, Engines, excused
 from tests.backends.hf3fs.strikes import Strikes

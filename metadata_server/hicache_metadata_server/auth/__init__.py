@@ -1,0 +1,1 @@
+"""Access control: tokens, quotas, rate limits, allowed origins, the audit log."""

@@ -1,0 +1,217 @@
+"""A file of tokens, which holds their digests and not the tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from hicache_metadata_server.core.tenants import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+PREFIX: Final = "hmt_"
+"""Begins every token that is made here, so that whoever looks for secrets in texts can tell one."""
+TOKEN_BYTES: Final = 32
+LEAST_CHARACTERS: Final = 32
+"""Of a token that is taken over: of a shorter one its digest might tell it."""
+WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+_PLAIN_LINE: Final = re.compile(r"(read|write|admin)[ \t]+(\S+)")
+
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
+TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
+
+
+class TokenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One token, without the token."""
+
+    id: Id
+    """What the audit log calls it."""
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+    right: Literal["read", "write", "admin"]
+    tenant: TenantName = ""
+    """Whose scopes it is for; empty for those of no tenant and, with the right admin, for all."""
+    created: datetime
+    expires: datetime | None = None
+
+
+class TokenFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of a file."""
+
+    version: Literal[1] = 1
+    tokens: list[TokenRecord] = []
+
+
+class TokenFileError(ValueError):
+    """The file is none of tokens; the message says why and holds nothing of what is in it."""
+
+
+def digest(token: bytes) -> bytes:
+    """What is kept of a token. It has 256 random bits, so that neither salt nor slowness would make guessing harder."""
+    return hashlib.sha256(token).digest()
+
+
+def new_token() -> str:
+    """A token that nobody else has."""
+    return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def record_of(
+    token: str, right: str, *, name: str = "", tenant: str = "", expires: datetime | None = None, now: datetime | None = None
+) -> TokenRecord:
+    """What is kept of a token.
+
+    Raises:
+        TokenFileError: right, name or tenant is none.
+    """
+    made = {
+        "id": name or secrets.token_hex(4), "sha256": digest(token.encode()).hex(), "right": right, "tenant": tenant,
+        "created": (now or datetime.now(UTC)).replace(microsecond=0), "expires": expires,
+    }  # fmt: skip
+    try:
+        return msgspec.convert(made, TokenRecord)
+    except msgspec.ValidationError as error:
+        raise TokenFileError(f"no such token can be made: {error}") from error
+
+
+def read_token_file(path: Path) -> list[TokenRecord]:
+    """The tokens of a file.
+
+    Raises:
+        TokenFileError: it is not as it must be, or somebody else than its owner may change it.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        content = file.read()
+    if mode & WRITABLE_BY_OTHERS:
+        raise TokenFileError(f"{path} may be changed by others than its owner: chmod go-w {path}")
+    return _decoded(content, path)
+
+
+def readable_by_all(path: Path) -> bool:
+    """Whether everybody on the machine can read a file."""
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
+    """The tokens of a file by their ids, to be changed; the file is replaced as a whole when the block ends without an error.
+
+    A file that is not there, or empty, has none. One that is there keeps its owner; a new one has mode 600.
+
+    Raises:
+        TokenFileError: the file is not as it must be.
+        OSError: it cannot be read or written.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Two who change it at once do so one after the other.
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        there = path.stat() if path.exists() else None
+        tokens = {record.id: record for record in (read_token_file(path) if there and there.st_size else [])}
+        yield tokens
+        _replace(path, encoded(list(tokens.values())), there)
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def written_once(path: Path | None, content: bytes) -> Generator[None]:
+    """A new file of mode 600, which is gone again if the block ends with an error; nothing for None.
+
+    Raises:
+        OSError: it is there already, or cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            # The umask may allow more or less than is asked for.
+            os.fchmod(descriptor, 0o600)
+            file.write(content)
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def encoded(records: list[TokenRecord]) -> bytes:
+    """The content of a file."""
+    return msgspec.json.format(msgspec.json.encode(TokenFile(tokens=records)), indent=1) + b"\n"
+
+
+def read_plain_file(path: Path) -> list[TokenRecord]:
+    """Records of the tokens in a file of an earlier version: lines of `read|write|admin TOKEN`.
+
+    Raises:
+        TokenFileError: a line is not of that form, or its token is so short that its digest would tell it.
+        OSError: the file cannot be read.
+    """
+    found: dict[str, TokenRecord] = {}
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _PLAIN_LINE.fullmatch(text)
+        if match is None:
+            raise TokenFileError(f"{path}, line {number}: expected read, write or admin, and a token")
+        if len(match[2]) < LEAST_CHARACTERS:
+            raise TokenFileError(f"{path}, line {number}: a token of less than {LEAST_CHARACTERS} characters; make a new one")
+        record = record_of(match[2], match[1], name=f"line-{number}")
+        if record.sha256 in found:
+            raise TokenFileError(f"{path}, line {number}: this token is there already")
+        found[record.sha256] = record
+    return list(found.values())
+
+
+def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
+    try:
+        found = msgspec.json.decode(content, type=TokenFile).tokens
+    except (msgspec.DecodeError, UnicodeError) as error:
+        if any(_PLAIN_LINE.fullmatch(line.strip()) for line in content.decode("utf-8", "replace").splitlines()):
+            raise TokenFileError(
+                f"{path} holds tokens in the clear; keep their digests instead: hicache metadata token convert {path} --file NEW"
+            ) from None
+        raise TokenFileError(f"{path} is no file of tokens: {error}") from error
+    for what in ("id", "sha256"):
+        values = [getattr(record, what) for record in found]
+        if len(set(values)) < len(values):
+            raise TokenFileError(f"{path} has two tokens of the same {what}")
+    return [structs.replace(record, expires=_aware(record.expires)) for record in found]
+
+
+def _aware(when: datetime | None) -> datetime | None:
+    return when if when is None or when.tzinfo else when.replace(tzinfo=UTC)
+
+
+def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if there is not None:
+                if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(file.fileno(), there.st_uid, there.st_gid)
+                os.fchmod(file.fileno(), there.st_mode & 0o640)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,100 @@
+"""What a snapshot leaves out on its way into a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Collection, Container, Iterable, Iterator
+
+    from hicache_metadata_server.backup.checking import PageChecker
+    from hicache_metadata_server.backup.parts import Part
+
+LEAP: Final = 1 << 40
+"""Numbers that are left out behind those of a backup: more than any server has given since."""
+
+
+def verifiable(parts: Iterable[Part], dropped: Counter[str]) -> Iterator[Part]:
+    """Without the pages that no reader can verify: their slots may hold other pages by now, and nobody would notice."""
+    for part in parts:
+        if not isinstance(part, Pages):
+            yield part
+            continue
+        kept, gone = part.parted([checksum != 0 for checksum in part.checksums].__getitem__)
+        dropped["written without a checksum"] += len(gone)
+        yield rests_of(gone)
+        yield kept
+
+
+def restored(parts: Iterable[Part], until: float) -> Iterator[Part]:
+    """As a backup is to be taken over: no number is given again that was given since, and all slots that hold nothing rest until then,
+    because a writer may have a lease on them that the backup does not know of."""
+    for part in parts:
+        match part:
+            case Counters():
+                yield Counters(part.lease + LEAP, part.pin + LEAP)
+            case Rests():
+                yield msgspec.structs.replace(part, until=[until] * len(part))
+            case _:
+                yield part
+
+
+def only_whole(parts: Iterable[Part], checker: PageChecker, dropped: Counter[str]) -> Iterator[Part]:
+    """Without the pages that are not in their slots; those of other directories stay."""
+    name = ""
+    for part in parts:
+        if isinstance(part, ScopeHead):
+            checker.enter(part)
+            name = part.geometry.scope
+        if not isinstance(part, Pages) or not checker.knows(name):
+            yield part
+            continue
+        reasons = checker.misfits(name, part)
+        dropped.update(filter(None, reasons))
+        kept, gone = part.parted([not reason for reason in reasons].__getitem__)
+        yield kept
+        yield rests_of(gone)
+
+
+def without(parts: Iterable[Part], going: Container[tuple[str, int]]) -> Iterator[Part]:
+    """Without the pages in some slots of some scopes."""
+    name = ""
+    for part in parts:
+        if isinstance(part, ScopeHead):
+            name = part.geometry.scope
+        if not isinstance(part, Pages):
+            yield part
+            continue
+        kept, gone = part.parted([(name, slot) not in going for slot in part.slots].__getitem__)
+        yield kept
+        yield rests_of(gone)
+
+
+def without_scopes(parts: Iterable[Part], names: Collection[str], dropped: Counter[str]) -> Iterator[Part]:
+    """Without some scopes: whoever names one of them later makes it anew. Lease numbers go on in stores that count them for all
+    scopes together; a shared store counts those of each, from the beginning.
+
+    Raises:
+        SnapshotError: at the end, one of them was not there.
+    """
+    missing, name = set(names), ""
+    for part in parts:
+        if isinstance(part, ScopeHead):
+            name = part.geometry.scope
+            missing.discard(name)
+        if name not in names or isinstance(part, Counters):
+            yield part
+        elif isinstance(part, Pages):
+            dropped[f"scope {name}"] += len(part)
+    if missing:
+        raise SnapshotError(f"there is no scope {min(missing)}; --without names those that `hicache metadata scopes` lists")
+
+
+def rests_of(pages: Pages) -> Rests:
+    """The slots of pages that go; they are free."""
+    return Rests(pages.slots, pages.generations, [0.0] * len(pages))

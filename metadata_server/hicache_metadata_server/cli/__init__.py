@@ -1,0 +1,1 @@
+"""`hicache metadata`, one module for each group of commands."""

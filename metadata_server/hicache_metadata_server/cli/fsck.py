@@ -1,0 +1,166 @@
+"""`hicache metadata fsck` with the data files, and with `--repair`."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from hicache_metadata_server.cli.options import FAILED, FOUND_PROBLEMS, complaints, fail, remote_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_metadata_server.backup.checking import Checked, Misfit, PageChecker
+    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.core.service import MetadataService
+
+Files = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="The directory of the driver's files: compare each page with its slot, too.")
+]
+Sample = Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare only N pages of each scope, drawn at random.")]
+Repair = Annotated[bool, typer.Option("--repair", help="Drop what is wrong from the map; data files are never written.")]
+Shown = tuple[Path | None, Path | None, Path | None]
+"""To a server: a file with a token, authorities, a client certificate."""
+
+SHOWN: Final = 100
+AT_ONCE: Final = 1024
+"""Keys in one request."""
+
+
+def fsck_with_files(
+    scopes: Sequence[str], url: str, shown: Shown, store: str, files: Path | None, sample: int | None, *, repair: bool
+) -> int:
+    """Check a store that no server has open, or else the server at `url`; returns the exit status."""
+    from hicache_metadata_server.shared.address import is_shared
+
+    if is_shared(store):
+        fail("servers go on with a shared store while it is checked: name one of them by --url")
+    if store and scopes:
+        fail("a store is checked as a whole: leave the scopes out, or ask a server")
+    if store:
+        return fsck_store(store, files, sample, repair=repair)
+    if files is None:
+        fail("a server mends nothing by itself: name the data files by --files, or a store that no server has open by --store")
+    return fsck_server(url, shown, scopes, files, sample, repair=repair)
+
+
+def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
+    """Check a store that no server has open, and write it anew if something is wrong; returns the exit status."""
+    from hicache_metadata_server.backup.capture import snapshot_of
+    from hicache_metadata_server.backup.offline import opened_store
+    from hicache_metadata_server.backup.sqlite import Stamp
+    from hicache_metadata_server.core.invariants import audit
+
+    with complaints():
+        with opened_store(store) as service:
+            problems = list(service.recovery_problems)
+            for name, scope in service.scopes.items():
+                problems += [f"{name}: {problem}" for piece in audit(scope) for problem in piece]
+            found = _checked(snapshot_of(service, time.time()), files, sample)
+        stamp = Stamp.of(store)
+        _tell(problems, found)
+        if repair and (problems or (found and found.misfits)):
+            _write_anew(store, service, found.misfits if found else [], stamp)
+    return _status(problems, found)
+
+
+def fsck_server(url: str, shown: Shown, scopes: Sequence[str], files: Path, sample: int | None, *, repair: bool) -> int:
+    """Compare what a running server says with the data files, and delete what is wrong there; returns the exit status."""
+    from hicache_metadata_server.backup.checking import PageChecker, check
+    from hicache_metadata_server.backup.remote import served
+    from hicache_metadata_server.protocol import Checked as CheckedScopes
+    from hicache_metadata_server.protocol import Fsck, Scopes
+
+    with complaints():
+        remote = remote_of(url, *shown)
+        problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), CheckedScopes).problems
+        wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
+        with closing(PageChecker(files)) as checker:
+            found = check(_some(served(remote, wanted), sample), checker)
+            # Pages come and go while their slots are read.
+            found.misfits = [misfit for misfit in found.misfits if _is_still_wrong(remote, misfit, checker)]
+        _tell(problems, found)
+        if repair:
+            _delete(remote, found.misfits)
+    return _status(problems, found)
+
+
+def _checked(parts: Iterable[Part], files: Path | None, sample: int | None) -> Checked | None:
+    if files is None:
+        return None
+    from hicache_metadata_server.backup.checking import PageChecker, check
+
+    with closing(PageChecker(files)) as checker:
+        return check(_some(parts, sample), checker)
+
+
+def _some(parts: Iterable[Part], sample: int | None) -> Iterable[Part]:
+    if sample is None:
+        return parts
+    from hicache_metadata_server.backup.checking import sampled
+
+    return sampled(parts, sample, random.Random())
+
+
+def _write_anew(store: str, service: MetadataService, misfits: Iterable[Misfit], stamp: object) -> None:
+    from hicache_metadata_server.backup.capture import snapshot_of
+    from hicache_metadata_server.backup.filters import without
+    from hicache_metadata_server.backup.parts import SnapshotError
+    from hicache_metadata_server.backup.sqlite import Stamp
+    from hicache_metadata_server.backup.target import fill, open_target
+
+    going = {(misfit.scope, misfit.slot) for misfit in misfits}
+    with closing(open_target(store, replace=True)) as target:
+        if Stamp.of(store) != stamp:
+            raise SnapshotError(f"a server has had {store} since it was checked; nothing has changed")
+        tally = fill(target, without(snapshot_of(service, time.time()), going))
+        target.keep()
+    typer.echo(f"mended: {tally.pages:,} pages are left", err=True)
+
+
+def _is_still_wrong(remote: Remote, misfit: Misfit, checker: PageChecker) -> bool:
+    """Whether a page is live in the same slot and generation now that the slot has been read, and is read as wrong once more."""
+    from hicache_metadata_server.backup.parts import Pages
+    from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
+
+    [now] = remote.call("/v2/inspect", Inspect(scope=misfit.scope, slots=[misfit.slot]), Inspected).slots
+    if now is None or now.state is not SlotState.LIVE or (now.key, now.generation) != (misfit.key, misfit.generation):
+        return False
+    page = Pages([now.slot], [now.generation], [1], [now.length], [now.checksum], [now.key], [now.prefix])
+    return bool(checker.misfits(misfit.scope, page)[0])
+
+
+def _delete(remote: Remote, misfits: Sequence[Misfit]) -> None:
+    """By key and generation, so that nothing else goes."""
+    from hicache_metadata_server.protocol import Delete, DeleteScope, Marked
+
+    gone = 0
+    for scope, of_scope in groupby(misfits, key=lambda misfit: misfit.scope):
+        left = list(of_scope)
+        for some in (left[start : start + AT_ONCE] for start in range(0, len(left), AT_ONCE)):
+            part = DeleteScope(scope=scope, keys=[m.key for m in some], generations=[m.generation for m in some])
+            gone += sum(remote.call("/v2/delete", Delete(scopes=[part]), Marked).scopes[0].done)
+    typer.echo(f"{gone:,} pages deleted", err=True)
+
+
+def _tell(problems: Sequence[str], found: Checked | None) -> None:
+    lines = [*problems, *(map(str, found.misfits) if found else ())]
+    for line in lines[:SHOWN]:
+        typer.echo(line)
+    if len(lines) > SHOWN:
+        typer.echo(f"and {len(lines) - SHOWN} more")
+    for verdict, count in sorted(found.verdicts.items()) if found else ():
+        typer.echo(f"{count:,} pages: {verdict}", err=True)
+
+
+def _status(problems: Sequence[str], found: Checked | None) -> int:
+    if found is not None and found.unreadable:
+        return FAILED
+    return FOUND_PROBLEMS if problems or (found is not None and found.misfits) else 0

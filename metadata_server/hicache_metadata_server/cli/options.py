@@ -1,0 +1,74 @@
+"""What commands have in common: whom they ask, and how they fail."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from hicache_metadata_server.cli.remote_server import Remote
+
+FOUND_PROBLEMS: Final = 1
+FAILED: Final = 2
+LOCAL: Final = "http://127.0.0.1:18000"
+
+Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server.", envvar="HICACHE_METADATA_URL")]
+Token = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")
+]
+Ca = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", show_default="the system's", help="PEM file of authorities for https, or $HICACHE_METADATA_CA."),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE."),
+]
+
+
+def remote_of(url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None) -> Remote:
+    """A client of the server there, which has not been asked yet."""
+    import os
+
+    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.client.tls import client_context
+
+    told = os.environ.get
+    token = token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
+    authorities, shown = ca or told("HICACHE_METADATA_CA", ""), certificate or told("HICACHE_METADATA_CERTIFICATE", "")
+    return Remote(url, token, client_context(ca=str(authorities), certificate=str(shown)) if url.startswith("https:") else None)
+
+
+@contextmanager
+def complaints() -> Generator[None]:
+    """Errors that are the operator's to read end the command with a sentence."""
+    from hicache_metadata_server.cli.remote_server import RemoteError
+    from hicache_metadata_server.core.errors import RefusedError
+    from hicache_metadata_server.storage.store import StoreError
+
+    try:
+        yield
+    except RefusedError as error:
+        fail(error.problem.message)
+    except (RemoteError, StoreError, ValueError, OSError) as error:
+        fail(sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """What an error says; one of the operating system without its number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with a sentence."""
+    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
+    raise typer.Exit(FAILED)

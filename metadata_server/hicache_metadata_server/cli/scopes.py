@@ -1,0 +1,58 @@
+"""`hicache metadata clear` and `hicache metadata drop`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Final
+
+import typer
+
+from hicache_metadata_server.cli.options import LOCAL, Ca, Certificate, Token, Url, complaints, remote_of
+
+Named = Annotated[list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")]
+LOOK_SECONDS: Final = 0.2
+
+
+def clear(
+    scope: Named,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
+    """Forget all pages of some scopes, and the leases on them. The scopes stay, and data files are never written."""
+    from hicache_metadata_server.protocol import Clear, Cleared
+
+    with complaints():
+        cleared = remote_of(url, token_file, ca, certificate).call("/v2/clear", Clear(scopes=scope), Cleared)
+    for name, pages in zip(scope, cleared.pages, strict=True):
+        typer.echo(f"{name}: {pages:,} pages forgotten")
+
+
+def drop(
+    scope: Named,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Wait so long for slots that are leased or quarantined to be free.")
+    ] = 0.0,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
+    """Remove empty scopes from the list of scopes, all or none: `clear` them first. An engine that still uses one makes it anew."""
+    from hicache_metadata_server.cli.remote_server import RefusalError
+    from hicache_metadata_server.protocol import Drop, Dropped
+
+    until = time.monotonic() + wait
+    with complaints():
+        remote = remote_of(url, token_file, ca, certificate)
+        while True:
+            try:
+                remote.call("/v2/drop", Drop(scopes=scope), Dropped)
+                break
+            except RefusalError as error:
+                if error.code != "in_use" or time.monotonic() >= until:
+                    raise
+            time.sleep(LOOK_SECONDS)
+    for name in dict.fromkeys(scope):
+        typer.echo(f"{name}: dropped")

@@ -1,0 +1,158 @@
+"""The metadata server's state machine inside the driver's process, without durability."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+from msgspec import structs
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client.errors import MetadataError, error_of_response
+from hicache_metadata_server.client.metadata_client import MetadataClient
+from hicache_metadata_server.core.clock import Clock
+from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache_storage.objects import Call
+
+A = TypeVar("A", bound=p.Answer)
+
+LOCK_NAME: Final = "local.lock"
+MAX_EXPIRIES: Final = 1024
+"""Ended leases and quarantines that one call processes beside its own work."""
+
+
+class _State:
+    """State shared by all storages of this process on one directory."""
+
+    def __init__(self, path: str, quarantine_seconds: float) -> None:
+        self.users = 0
+        self._process = os.getpid()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock_file)
+            raise MetadataError(f"another process uses {path!r} without a metadata server; give both a metadata_url") from error
+        unbounded = structs.replace(
+            DEFAULTS, body_bytes=1 << 60, keys=1 << 40, scopes=1 << 20, quarantine_seconds=quarantine_seconds
+        )
+        self._service = MetadataService(unbounded)
+        self._clock = Clock()
+        self._lock = threading.Lock()
+        service = self._service
+        self._operations: dict[str, Callable[[Any, float], Any]] = {
+            "/v2/initialize": service.initialize,
+            "/v2/describe": service.describe,
+            "/v2/lookup": service.lookup,
+            "/v2/reserve": service.reserve,
+            "/v2/commit": service.commit,
+            "/v2/abort": service.abort,
+            "/v2/renew": service.renew,
+            "/v2/unpin": service.unpin,
+            "/v2/touch": service.touch,
+            "/v2/delete": service.delete,
+            "/v2/clear": service.clear,
+            "/v2/drop": service.drop,
+            "/v2/inspect": service.inspect,
+        }
+
+    @property
+    def about(self) -> p.About:
+        return self._service.about
+
+    def execute(self, path: str, request: p.Request) -> Any:
+        with self._lock:
+            now = self._clock()
+            self._service.settle(now, MAX_EXPIRIES)
+            try:
+                return self._operations[path](request, now)
+            except RefusedError as error:
+                raise error_of_response(error.status, error.problem.code, error.problem.message) from error
+            finally:
+                self._service.forget_changes()
+
+    def close(self) -> None:
+        # A forked child shares the lock through its copy of the descriptor: closing ours would not
+        # release the lock, and a child must not release the parent's.
+        if os.getpid() == self._process:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+        os.close(self._lock_file)
+
+
+class EmbeddedMetadata(MetadataClient):
+    """A metadata client without a server.
+
+    All clients of a process on one directory share one state, which ends with the last of them.
+
+    Args:
+        path: the store's directory, which must exist.
+        quarantine_seconds: of freed slots. The first client on a directory sets it.
+
+    Raises:
+        MetadataError: another process uses the directory.
+        OSError: the directory cannot be written to.
+    """
+
+    _states: ClassVar[dict[tuple[int, str], _State]] = {}
+    _states_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: str, *, quarantine_seconds: float) -> None:
+        super().__init__()
+        # A forked child must not use its parent's state.
+        self._key = (os.getpid(), os.path.realpath(path))
+        with self._states_lock:
+            state = self._states.get(self._key)
+            if state is None:
+                state = self._states[self._key] = _State(self._key[1], quarantine_seconds)
+            state.users += 1
+        self._state: _State | None = state
+
+    @property
+    def about(self) -> p.About:
+        return self._open().about
+
+    def refresh(self, call: Call) -> p.About:
+        return self.about
+
+    def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
+        response: A = self._open().execute(path, request)
+        return response
+
+    def send_later(self, path: str, request: p.Request) -> None:
+        with contextlib.suppress(MetadataError):
+            self._open().execute(path, request)
+
+    def close(self) -> None:
+        with self._states_lock:
+            state = self._state
+            self._state = None
+            if state is None:
+                return
+            state.users -= 1
+            if not state.users:
+                del self._states[self._key]
+                state.close()
+
+    @classmethod
+    def reset_after_fork(cls) -> None:
+        """Replace the lock in a forked child."""
+        # A thread of the parent may have held it, and that thread does not exist here.
+        cls._states_lock = threading.Lock()
+
+    def _open(self) -> _State:
+        if self._state is None:
+            raise MetadataError("the embedded metadata is closed")
+        return self._state
+
+
+os.register_at_fork(after_in_child=EmbeddedMetadata.reset_after_fork)

@@ -1,0 +1,260 @@
+"""Abstract metadata client: maps pages to slots, on several scopes with each request."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client.errors import MetadataError, UnknownScopeError
+from hicache_metadata_server.client.request_splitting import merge_responses, split_request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_storage.objects import Call
+
+A = TypeVar("A", bound=p.Answer)
+
+MAX_REINITIALIZATIONS: Final = 2
+"""Of scopes that the server has lost, in one call."""
+
+
+class MetadataClient(ABC):
+    """Base class of metadata clients. Safe for many threads.
+
+    Initializes scopes at their first use, and again when the server has lost them. Splits long
+    requests and checks the shape of responses. Every operation ends by the call's deadline.
+
+    Raises:
+        StorageUnavailableError: from any operation that has failed.
+    """
+
+    def __init__(self) -> None:
+        self._declared: dict[str, _Declared] = {}
+        self._initialized = set[str]()
+        self._lock = threading.Lock()
+
+    # Implemented by each client.
+
+    @property
+    @abstractmethod
+    def about(self) -> p.About:
+        """Server information of the last `refresh`."""
+
+    @property
+    def endpoint(self) -> str:
+        """Description of the server in use, for logs; empty without a server."""
+        return ""
+
+    @abstractmethod
+    def refresh(self, call: Call) -> p.About:
+        """Request the server's information and limits."""
+
+    @abstractmethod
+    def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
+        """Send one request that is within the limits. A change is made once, despite retries."""
+
+    @abstractmethod
+    def send_later(self, path: str, request: p.Request) -> None:
+        """Send a request without waiting for its response. The request may be lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections, threads and state. Idempotent."""
+
+    # Called by the driver.
+
+    def declare(
+        self,
+        geometry: p.ScopeGeometry,
+        lease_seconds: float = 0.0,
+        is_written: Callable[[], bool] = bool,
+        model: str = "",
+    ) -> None:
+        """Declare a scope before its first operation. Sends nothing.
+
+        Args:
+            geometry: slots, bytes and identity, equal for all clients.
+            lease_seconds: length of the leases of its slots.
+            is_written: called when the scope is initialized; True if any client may have written
+                into its slots. The server then gives no slot until unknown leases have ended.
+            model: name of the model whose pages these are, for operators; sent once the server has the
+                scope. A server may lack the route.
+        """
+        with self._lock:
+            self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
+
+    def lookup(self, scopes: Sequence[p.LookupScope], call: Call, *, pin_seconds: float = 0.0, touch: bool = True) -> Located:
+        """Look up the slots of pages, and pin them if `pin_seconds` is not 0."""
+        request = p.Lookup(scopes=list(scopes), pin_seconds=pin_seconds, touch=touch)
+        done = self._send_split("/v2/lookup", request, p.LookedUp, call)
+        found: list[p.Found] = merge_responses(request, done)
+        for columns, part in zip(found, scopes, strict=True):
+            self._check_slots(part.scope, columns.slots)
+        return Located(found, [response.pin for _, response in done if response.pin])
+
+    def unpin(self, pins: Sequence[int]) -> None:
+        """Release pins before their end, without waiting for the response."""
+        if pins:
+            self.send_later("/v2/unpin", p.Unpin(pins=list(pins)))
+
+    def reserve(self, scopes: Sequence[p.ReserveScope], call: Call, *, owner: str, lease_seconds: float) -> p.Leases:
+        """Lease slots."""
+        request = p.Reserve(scopes=list(scopes), owner=owner, lease_seconds=lease_seconds)
+        done = self._send_split("/v2/reserve", request, p.Leases, call)
+        leased: list[p.Leased] = merge_responses(request, done)
+        for columns, part in zip(leased, scopes, strict=True):
+            self._check_slots(part.scope, columns.slots)
+        return p.Leases(scopes=leased, lease_seconds=min(response.lease_seconds for _, response in done))
+
+    def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
+        """Make pages live. False for each lease that is not held any more."""
+        return self._settle("/v2/commit", p.Commit(scopes=list(scopes)), call)
+
+    def renew(self, scopes: Sequence[p.LeaseScope], call: Call, *, lease_seconds: float) -> list[list[bool]]:
+        """Renew leases from now on. False for each lease that is not held any more."""
+        return self._settle("/v2/renew", p.Renew(scopes=list(scopes), lease_seconds=lease_seconds), call)
+
+    def abort(self, scopes: Sequence[p.LeaseScope]) -> None:
+        """Give leases back, without waiting for the response: lost ones end by themselves."""
+        request = p.Abort(scopes=[part for part in scopes if part.leases])
+        if request.scopes:
+            for _, subrequest in split_request(request, self.about.limits):
+                self.send_later("/v2/abort", subrequest)
+
+    def touch(self, scopes: Sequence[p.LookupScope], call: Call) -> list[list[bool]]:
+        """Mark pages as used. False for each key that is not live."""
+        request = p.Touch(scopes=list(scopes))
+        return [scope.done for scope in merge_responses(request, self._send_split("/v2/touch", request, p.Marked, call))]
+
+    def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
+        """Delete pages. False for each key that was not live."""
+        request = p.Delete(scopes=list(scopes))
+        return [scope.done for scope in merge_responses(request, self._send_split("/v2/delete", request, p.Marked, call))]
+
+    def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
+        """Request the status of slots."""
+        limit, found = self.about.limits.keys, list[p.SlotStatus]()
+        for start in range(0, len(slots), limit):
+            request = p.Inspect(scope=scope, slots=list(slots[start : start + limit]))
+            found += filter(None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots)
+        return found
+
+    def clear(self, scopes: Sequence[str], call: Call) -> list[int]:
+        """Delete all pages of scopes, and return their number for each scope."""
+        limit, deleted = self.about.limits.scopes, list[int]()
+        for start in range(0, len(scopes), limit):
+            request = p.Clear(scopes=list(scopes[start : start + limit]))
+            deleted += self._with_scopes("/v2/clear", request, request.scopes, p.Cleared, call).pages
+        return deleted
+
+    def drop(self, scopes: Sequence[str], call: Call) -> None:
+        """Remove empty scopes. A scope that does not exist is no error.
+
+        Raises:
+            InUseError: a slot is live, leased or quarantined.
+        """
+        for scope in scopes:
+            with contextlib.suppress(UnknownScopeError):
+                self.send("/v2/drop", p.Drop(scopes=[scope]), p.Dropped, call)
+            with self._lock:
+                self._initialized.discard(scope)
+
+    # Implementation.
+
+    def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
+        scopes = merge_responses(request, self._send_split(path, request, p.SettledLeases, call))
+        return [[state is p.Settled.DONE for state in scope.states] for scope in scopes]
+
+    def _send_split(self, path: str, request: Any, response_type: type[A], call: Call) -> list[tuple[list[int], A]]:
+        done = list[tuple[list[int], A]]()
+        for indices, subrequest in split_request(request, self.about.limits):
+            scopes = [part.scope for part in subrequest.scopes]
+            response = self._with_scopes(path, subrequest, scopes, response_type, call)
+            _check_shape(subrequest, response)
+            done.append((indices, response))
+        return done
+
+    def _with_scopes(self, path: str, request: p.Request, scopes: Sequence[str], response_type: type[A], call: Call) -> A:
+        if not self._initialized.issuperset(scopes):
+            self._initialize(scopes, call)
+        for _ in range(MAX_REINITIALIZATIONS):
+            try:
+                return self.send(path, request, response_type, call)
+            except UnknownScopeError:
+                # The server has lost its state. It may have other limits now, too.
+                with self._lock:
+                    self._initialized.clear()
+                self.refresh(call)
+                self._initialize(scopes, call)
+        return self.send(path, request, response_type, call)
+
+    def _initialize(self, scopes: Iterable[str], call: Call) -> None:
+        with self._lock:
+            wanted = [self._declared[name] for name in dict.fromkeys(scopes) if name not in self._initialized]
+        if wanted:
+            geometries = [one.geometry for one in wanted]
+            earlier = [one.lease_seconds if one.was_initialized or one.is_written() else 0.0 for one in wanted]
+            # Left empty for servers that do not know the field yet.
+            request = p.Initialize(scopes=geometries, earlier_lease_seconds=earlier if any(earlier) else [])
+            self.send("/v2/initialize", request, p.Initialized, call)
+            with self._lock:
+                self._initialized.update(geometry.scope for geometry in geometries)
+                self._declared |= {one.geometry.scope: one._replace(was_initialized=True) for one in wanted}
+            for one in wanted:
+                self._describe(one)
+
+    def _describe(self, one: _Declared) -> None:
+        if not one.model:
+            return
+        request = p.Describe(scope=one.geometry.scope, model=one.model)
+        # No page depends on it, and a server that lacks the route answers 404.
+        with contextlib.suppress(MetadataError):
+            self.send_later("/v2/describe", request)
+
+    def _check_slots(self, scope: str, slots: Sequence[int]) -> None:
+        if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:
+            raise MetadataError(f"the metadata server names a slot outside of scope {scope!r}")
+
+
+class _Declared(NamedTuple):
+    """A declared scope."""
+
+    geometry: p.ScopeGeometry
+    lease_seconds: float
+    is_written: Callable[[], bool]
+    model: str = ""
+    was_initialized: bool = False
+    """A server has known the scope, so other clients may have written into it since."""
+
+
+class Located:
+    """Result of `lookup`: the found pages of each scope, and their pins."""
+
+    __slots__ = ("pins", "scopes")
+
+    def __init__(self, scopes: list[p.Found], pins: list[int]) -> None:
+        self.scopes = scopes
+        self.pins = pins
+
+
+def _check_shape(request: Any, response: Any) -> None:
+    """Check that a response has the scopes and columns of its request.
+
+    Raises:
+        MetadataError: their numbers differ.
+    """
+    first = p.COLUMNS[type(request)][0]
+    if len(response.scopes) == len(request.scopes):
+        for part, found in zip(request.scopes, response.scopes, strict=True):
+            length = len(getattr(part, first))
+            columns = [value for name in found.__struct_fields__ if isinstance(value := getattr(found, name), Sized)]
+            if any(len(column) != length for column in columns):
+                break
+        else:
+            return
+    raise MetadataError("the metadata server answers about another number of entries than it was asked about")

@@ -1,1 +1,0 @@
-"""Commands of `hicache metadata`, each with the modules that only it needs."""

@@ -1,0 +1,105 @@
+"""Does a scope hold together? Every invariant, looked at from the slots and from the lists of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, NAMES, QUARANTINED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicache_metadata_server.core.scope import Scope
+
+SLICE: Final = 2048
+AT_ONCE: Final = 50_000
+"""Up to so many slots are compared as a whole, which takes some milliseconds; more of them only piece by piece."""
+SHOWN: Final = 100
+
+
+def audit(scope: Scope) -> Iterator[list[str]]:
+    """Problems, a sentence for each, in pieces: between two of them the scope may be used and change."""
+    yield _counts(scope)
+    for start in range(0, len(scope.table), SLICE):
+        yield [problem for slot in range(start, min(start + SLICE, len(scope.table))) for problem in _slot(scope, slot)]
+    if len(scope.table) <= AT_ONCE:
+        yield [*_free_list(scope), *_index(scope), *_chains(scope), *_order(scope)]
+
+
+def _counts(scope: Scope) -> list[str]:
+    table, unused = scope.table, scope.geometry.slots - len(scope.table)
+    listed = {
+        FREE: len(scope.free) - unused, LEASED: len(scope.leases), LIVE: len(scope.recency), QUARANTINED: scope.resting,
+    }  # fmt: skip
+    found = [
+        f"{table.count(state)} slots are {NAMES[state]}, and {count} are in the list of those"
+        for state, count in listed.items()
+        if table.count(state) != count
+    ]
+    if unused < 0:
+        found.append(f"there are {len(table)} slots in a scope of {scope.geometry.slots}")
+    owned = table.count(LEASED) + table.count(LIVE)
+    if len(table.by_key) != owned:
+        found.append(f"{len(table.by_key)} keys own {owned} slots")
+    return found
+
+
+def _slot(scope: Scope, slot: int) -> Iterator[str]:
+    table, log = scope.table, scope.leases.log
+    state, key, lease = table.states[slot], table.keys[slot], table.leases[slot]
+    if state not in (FREE, LEASED, LIVE, QUARANTINED):
+        yield f"slot {slot} is in no state that there is: {state}"
+    if state in (LEASED, LIVE):
+        if not key:
+            yield f"slot {slot} is {NAMES[state]} without a key"
+        if not table.generations[slot] or not lease:
+            yield f"slot {slot} is {NAMES[state]} without a generation or a lease"
+    if state in (LEASED, LIVE) and (other := table.by_key.get(key, -1)) != slot:
+        yield f"slot {slot} is {NAMES[state]} for {key!r}, which is in {other}"
+    if state == LIVE:
+        if 0 < scope.geometry.slot_bytes < table.lengths[slot]:
+            yield f"slot {slot} of {scope.geometry.slot_bytes} bytes holds {table.lengths[slot]}"
+        if log.slot(lease) != slot:
+            yield f"slot {slot} is live by lease {lease}, which is not known to be its"
+    elif state == LEASED and log.slot(lease) != slot:
+        yield f"slot {slot} is leased by {lease}, which is for {log.slot(lease)}"
+
+
+def _free_list(scope: Scope) -> Iterator[str]:
+    states, seen = scope.table.states, set[int]()
+    for slot in scope.free.returned:
+        if slot in seen:
+            yield f"slot {slot} is twice in the list of free slots"
+        elif not 0 <= slot < len(states):
+            yield f"slot {slot} in the list of free slots does not exist"
+        elif states[slot] != FREE:
+            yield f"slot {slot} is {_named(states[slot])}, and in the list of free slots"
+        seen.add(slot)
+
+
+def _index(scope: Scope) -> Iterator[str]:
+    states, keys = scope.table.states, scope.table.keys
+    for key, slot in scope.table.by_key.items():
+        if states[slot] not in (LEASED, LIVE) or keys[slot] != key:
+            yield f"key {key!r} is said to own slot {slot}, which is {_named(states[slot])} for {keys[slot]!r}"
+
+
+def _chains(scope: Scope) -> Iterator[str]:
+    table = scope.table
+    slots = [slot for slot, state in enumerate(table.states) if state == LIVE]
+    named = Counter(table.prefixes[slot] for slot in slots if table.prefixes[slot] not in ("", table.keys[slot]))
+    for slot in slots:
+        if table.children[slot] != named.pop(table.keys[slot], 0):
+            yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"
+    if scope.chains.waiting != named:
+        yield f"{len(scope.chains.waiting)} prefixes that are not live are counted, and {len(named)} are named"
+
+
+def _order(scope: Scope) -> Iterator[str]:
+    for slot in scope.recency.unreachable():
+        yield f"slot {slot} is live, and would never be evicted"
+
+
+def _named(state: int) -> str:
+    return NAMES[state] if state < len(NAMES) else f"in state {state}"

@@ -1,0 +1,195 @@
+"""Who may write which slot, and by which lease a live page was written."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from hicache_metadata_server.core.slot_table import LEASED, as_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicache_metadata_server.core.slot_table import SlotTable
+
+CHUNK: Final = 512
+RESTORED: Final = 4096
+"""Slots that are looked at together when a server starts."""
+
+
+class LeaseLog:
+    """Slots by the leases that were given for them: neighbours that were leased together take 24 bytes, as any other slot does.
+
+    A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too often to forget.
+    """
+
+    __slots__ = ("_begins", "_chunks", "_cursor", "_entries", "_table")
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._chunks: list[_Runs] = []
+        self._begins: list[int] = []
+        """The first lease of each chunk."""
+        self._cursor = self._entries = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def add(self, first: int, slots: Sequence[int]) -> None:
+        """Slots that were leased under consecutive numbers, greater than all before."""
+        if isinstance(slots, range):
+            self._add((first,), (slots.start,), (len(slots),))
+            return
+        begins = [0, *(i for i, (one, other) in enumerate(pairwise(slots), 1) if other != one + 1)]
+        counts = [end - begin for begin, end in zip(begins, [*begins[1:], len(slots)], strict=True)]
+        self._add([first + begin for begin in begins], [slots[begin] for begin in begins], counts)
+
+    def restore(self, leases: Sequence[int], slots: Sequence[int]) -> None:
+        """Fill an empty one, in ascending order of leases."""
+        for start in range(0, len(slots), RESTORED):
+            part, numbers = slots[start : start + RESTORED], leases[start : start + RESTORED]
+            pairs = zip(pairwise(part), pairwise(numbers), strict=True)
+            begins = [0, *(i for i, ((a, b), (c, d)) in enumerate(pairs, 1) if b != a + 1 or d != c + 1)]
+            counts = [end - begin for begin, end in zip(begins, [*begins[1:], len(part)], strict=True)]
+            self._add([numbers[begin] for begin in begins], [part[begin] for begin in begins], counts)
+
+    def slot(self, lease: int) -> int:
+        """The slot that this lease was given for last, or -1 if it has had another since."""
+        chunk, place = self._find(lease)
+        if place < 0 or lease >= chunk.leases[place] + chunk.counts[place]:
+            return -1
+        slot = chunk.slots[place] + lease - chunk.leases[place]
+        return slot if self._table.leases[slot] == lease else -1
+
+    def slots(self, leases: range) -> Sequence[int] | None:
+        """The same of several at once, if they were given together and none has had another since; else None."""
+        chunk, place = self._find(leases.start)
+        current, slots = self._table.leases, list[int]()
+        if place < 0:
+            return None
+        first, slot = chunk.leases[place], chunk.slots[place] + leases.start - chunk.leases[place]
+        if leases.stop <= first + chunk.counts[place]:
+            run = range(slot, slot + len(leases))
+            return run if current[run.start : run.stop] == array("Q", leases) else None
+        for begin, slot, count in zip(chunk.leases[place:], chunk.slots[place:], chunk.counts[place:], strict=True):
+            if begin >= leases.stop:
+                break
+            slots += range(slot, slot + count)
+        slots = slots[leases.start - first :][: len(leases)]
+        return slots if [current[slot] for slot in slots] == list(leases) else None
+
+    def _find(self, lease: int) -> tuple[_Runs, int]:
+        """The last run that begins up to this lease: its place in its chunk, -1 if there is none."""
+        at = bisect_right(self._begins, lease) - 1
+        if at < 0:
+            return _Runs(), -1
+        # A chunk may have lost what it began with.
+        return self._chunks[at], bisect_right(self._chunks[at].leases, lease) - 1
+
+    def _add(self, leases: Sequence[int], slots: Sequence[int], counts: Sequence[int]) -> None:
+        if not self._chunks or len(self._chunks[-1]) >= CHUNK:
+            self._chunks.append(_Runs())
+            self._begins.append(leases[0])
+            # At most one entry a slot is current.
+            if self._entries > 2 * len(self._table) + CHUNK:
+                self._tidy()
+                self._tidy()
+        self._entries += len(leases)
+        self._chunks[-1].extend(leases, slots, counts)
+
+    def _tidy(self) -> None:
+        """Forget what is outdated in one of the chunks, and join it with the one before it if they are small."""
+        if self._cursor >= len(self._chunks) - 1:
+            self._cursor = 0
+        at = self._cursor
+        if at >= len(self._chunks) - 1:
+            return
+        old, kept = self._chunks[at], self._chunks[at].current(self._table)
+        self._entries -= len(old) - len(kept)
+        if at and len(self._chunks[at - 1]) + len(kept) <= CHUNK:
+            self._chunks[at - 1].extend(kept.leases, kept.slots, kept.counts)
+            del self._chunks[at], self._begins[at]
+        else:
+            self._chunks[at] = kept
+            self._cursor += 1
+
+
+class _Runs:
+    """Neighbours that were leased together: the first lease, the first slot, and how many."""
+
+    __slots__ = ("counts", "leases", "slots")
+
+    def __init__(self) -> None:
+        self.leases, self.slots, self.counts = array("Q"), array("Q"), array("Q")
+
+    def __len__(self) -> int:
+        return len(self.leases)
+
+    def extend(self, leases: Iterable[int], slots: Iterable[int], counts: Iterable[int]) -> None:
+        self.leases.extend(leases)
+        self.slots.extend(slots)
+        self.counts.extend(counts)
+
+    def current(self, table: SlotTable) -> _Runs:
+        """Those of which any slot has had no other lease since: each other lease is greater."""
+        kept = _Runs()
+        for lease, slot, count in zip(self.leases, self.slots, self.counts, strict=True):
+            if min(table.leases[slot : slot + count]) < lease + count:
+                kept.extend((lease,), (slot,), (count,))
+        return kept
+
+
+class Leases:
+    """The leases that are held."""
+
+    __slots__ = ("_table", "held", "log", "owners")
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self.held = 0
+        """How many."""
+        self.owners: dict[int, str] = {}
+        """By slot; those that gave no name are not here."""
+        self.log = LeaseLog(table)
+
+    def __len__(self) -> int:
+        return self.held
+
+    def slot(self, lease: int) -> int:
+        """The slot that is held by this lease, or -1."""
+        slot = self.log.slot(lease)
+        return slot if slot >= 0 and self._table.states[slot] == LEASED else -1
+
+    def slots(self, leases: Sequence[int]) -> Sequence[int]:
+        """The same of several."""
+        numbers = as_run(leases)
+        states, slots = self._table.states, self.log.slots(numbers) if isinstance(numbers, range) else None
+        if isinstance(slots, range) and states.count(LEASED, slots.start, slots.stop) == len(slots):
+            return slots
+        if slots is not None:
+            return [slot if states[slot] == LEASED else -1 for slot in slots]
+        return [self.slot(lease) for lease in leases]
+
+    def are_held(self, slots: Sequence[int], keys: list[str]) -> bool:
+        """Whether those slots are leased for those keys, each once."""
+        table, run = self._table, as_run(slots)
+        if isinstance(run, range):
+            states = table.states[run.start : run.stop]
+            return states.count(LEASED) == len(keys) and table.keys[run.start : run.stop] == keys
+        used = len(table)
+        return len(set(slots)) == len(slots) and all(
+            slot < used and table.states[slot] == LEASED and table.keys[slot] == key
+            for slot, key in zip(slots, keys, strict=True)
+        )
+
+    def end(self, slots: Sequence[int]) -> None:
+        """Those slots are leased no longer."""
+        self.held -= len(slots)
+        for slot in slots if self.owners else ():
+            self.owners.pop(slot, None)
+
+    def forget_all(self) -> None:
+        """None is held any longer."""
+        self.held, self.owners = 0, {}

@@ -1,0 +1,180 @@
+"""How much a request may hold, beyond what the types of its fields say."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import invalid, too_large
+from hicache_metadata_server.protocol import CommitScope, DeleteScope, Limits, LookupScope, ReserveScope, ScopeGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_metadata_server.protocol import LeaseScope
+
+DEFAULTS: Final = Limits(
+    body_bytes=8 << 20, keys=16_384, scopes=64, key_bytes=1024, lease_seconds=30, least_lease_seconds=0.2, most_lease_seconds=600,
+    most_pin_seconds=60, quarantine_seconds=5, idempotency_seconds=60,
+)  # fmt: skip
+NUMBERS: Final = 2**63
+"""What a store can write down ends before this."""
+CHECKSUMS: Final = 2**64
+OWNER_BYTES: Final = 1024
+TEXT_BYTES: Final = 4096
+"""Of a geometry or an identity."""
+
+Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
+"""Requests that may be long."""
+
+
+class Measure:
+    """Counts the entries of one request against the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._seen = limits, 0
+
+    def scopes(self, parts: Sequence[object]) -> None:
+        """The scopes of a request."""
+        if len(parts) > self._limits.scopes:
+            raise too_large(f"{len(parts)} scopes; {self._limits.scopes} is the limit", "scopes")
+
+    def entries(self, entries: Sequence[object], field: str) -> None:
+        """Keys, leases or slots: all of a request count together."""
+        self._seen += len(entries)
+        if self._seen > self._limits.keys:
+            raise too_large(f"more than {self._limits.keys} entries", field)
+
+    def keys(self, keys: Sequence[str], field: str) -> None:
+        """Keys, which have a length too."""
+        self.entries(keys, field)
+        self.lengths(keys, field)
+
+    def lengths(self, keys: Sequence[str], field: str) -> None:
+        """Each key within its bytes."""
+        # A character takes four bytes at most, and keys are short: one look at the longest settles nearly every batch.
+        if 4 * max(map(len, keys), default=0) > self._limits.key_bytes:
+            for i, key in enumerate(keys):
+                if len(key.encode()) > self._limits.key_bytes:
+                    raise invalid(f"a key of more than {self._limits.key_bytes} bytes", f"{field}[{i}]")
+
+    def geometry(self, part: ScopeGeometry, where: str) -> None:
+        """What a scope is made of."""
+        if part.slot_bytes >= NUMBERS:
+            raise invalid("more bytes than any file has", f"{where}.slot_bytes")
+        for name in ("geometry", "identity"):
+            if len(getattr(part, name).encode()) > TEXT_BYTES:
+                raise invalid(f"a text of more than {TEXT_BYTES} bytes", f"{where}.{name}")
+
+    def looked_up(self, parts: Sequence[LookupScope]) -> None:
+        """Keys of several scopes."""
+        self.scopes(parts)
+        for i, part in enumerate(parts):
+            self.keys(part.keys, f"scopes[{i}].keys")
+
+    def reserved(self, parts: Sequence[ReserveScope], owner: str) -> None:
+        """Keys with their prefixes."""
+        self.scopes(parts)
+        if len(owner.encode()) > OWNER_BYTES:
+            raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
+        for i, part in enumerate(parts):
+            self.keys(part.keys, f"scopes[{i}].keys")
+            if part.prefixes:
+                self._column(part.prefixes, part.keys, f"scopes[{i}].prefixes")
+                self.lengths(part.prefixes, f"scopes[{i}].prefixes")
+
+    def committed(self, parts: Sequence[CommitScope]) -> None:
+        """Leases with lengths and checksums."""
+        self.scopes(parts)
+        for i, part in enumerate(parts):
+            self.entries(part.leases, f"scopes[{i}].leases")
+            for name, end in (("lengths", NUMBERS), ("checksums", CHECKSUMS)):
+                column: list[int] = getattr(part, name)
+                self._column(column, part.leases, f"scopes[{i}].{name}")
+                if max(column, default=0) >= end:
+                    where = next(j for j, value in enumerate(column) if value >= end)
+                    raise invalid(f"{column[where]} is out of range", f"scopes[{i}].{name}[{where}]")
+
+    def leased(self, parts: Sequence[LeaseScope]) -> None:
+        """Leases."""
+        self.scopes(parts)
+        for i, part in enumerate(parts):
+            self.entries(part.leases, f"scopes[{i}].leases")
+
+    def deleted(self, parts: Sequence[DeleteScope]) -> None:
+        """Keys with their generations."""
+        self.scopes(parts)
+        for i, part in enumerate(parts):
+            self.keys(part.keys, f"scopes[{i}].keys")
+            if part.generations:
+                self._column(part.generations, part.keys, f"scopes[{i}].generations")
+
+    def _column(self, column: Sequence[object], rows: Sequence[object], field: str) -> None:
+        if len(column) != len(rows):
+            raise invalid(f"{len(column)} entries for {len(rows)}", field)
+
+
+def see_limits(request: Columns, limits: Limits) -> None:
+    """See that a request is within the limits.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    measure = Measure(limits)
+    match request:
+        case p.Lookup() | p.Touch():
+            measure.looked_up(request.scopes)
+        case p.Reserve():
+            measure.reserved(request.scopes, request.owner)
+        case p.Commit():
+            measure.committed(request.scopes)
+        case p.Abort() | p.Renew():
+            measure.leased(request.scopes)
+        case p.Delete():
+            measure.deleted(request.scopes)
+
+
+def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
+    """See that the slots of a confirm are some that its scope has.
+
+    Raises:
+        RefusedError: one is not.
+    """
+    confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
+    for field, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", request.pages_to_release)):
+        if max(column, default=0) >= slots:
+            where = next(i for i, slot in enumerate(column) if slot >= slots)
+            raise invalid(f"there are {slots} pages", f"{field}[{where}]")
+
+
+def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
+    """How long leases of an earlier server may last, by scope; of one that is named twice, the longest.
+
+    Raises:
+        RefusedError: the column is not as long as that of the scopes.
+    """
+    found = dict[str, float]()
+    if request.earlier_lease_seconds and len(request.earlier_lease_seconds) != len(request.scopes):
+        message = f"{len(request.earlier_lease_seconds)} entries for {len(request.scopes)}"
+        raise invalid(message, "earlier_lease_seconds")
+    for part, seconds in zip(request.scopes, request.earlier_lease_seconds, strict=False):
+        found[part.scope] = max(seconds, found.get(part.scope, 0.0))
+    return found
+
+
+def lease_seconds(limits: Limits, wish: float | None) -> float:
+    """How long a lease lasts that is wished so."""
+    return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
+
+
+def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
+    """See that pages fit into the slots of their scopes (0: not known).
+
+    Raises:
+        RefusedError: one does not.
+    """
+    for i, (part, most) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
+        if 0 < most < max(part.lengths, default=0):
+            where = next(j for j, length in enumerate(part.lengths) if length > most)
+            raise invalid(f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]")

@@ -1,0 +1,565 @@
+"""The operations of the protocol on all scopes, with the time passed in."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.backup.capture import taken
+from hicache_metadata_server.backup.export_messages import exported
+from hicache_metadata_server.backup.parts import Counters
+from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.codec import changes_of, slots_of
+from hicache_metadata_server.core.errors import draining, in_use, invalid, mismatch, too_large, unknown_scope
+from hicache_metadata_server.core.id_allocator import Numbers
+from hicache_metadata_server.core.idempotency import AnswerBook
+from hicache_metadata_server.core.invariants import SHOWN, audit
+from hicache_metadata_server.core.limits import (
+    DEFAULTS,
+    Measure,
+    lease_seconds,
+    see_earlier_leases,
+    see_lengths,
+    see_limits,
+)
+from hicache_metadata_server.core.pin_table import PinBook
+from hicache_metadata_server.core.restore import restore
+from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.slot_table import as_run
+from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.core.totals import Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.core.changes import Recovered
+    from hicache_metadata_server.core.limits import Columns
+    from hicache_metadata_server.core.restore import SlotRows
+
+MOST_SCOPES: Final = 4096
+LONGEST: Final = "longest"
+"""A counter's name in the store."""
+_ZEROS: Final = (0, 0, 0)
+
+
+class _Part(Protocol):
+    """One scope's share of a request."""
+
+    @property
+    def scope(self) -> str: ...
+
+
+_PartT = TypeVar("_PartT", bound=_Part)
+
+
+class MetadataService:
+    """All scopes of one server, or of one process that uses them without a server.
+
+    Not for several threads at once. Each operation raises `RefusedError` where the request cannot be done, and then has done nothing.
+    `take_changes` gives what a store must keep; a process that keeps nothing calls it too, or `forget_changes`.
+    """
+
+    def __init__(
+        self, limits: p.Limits = DEFAULTS, *, durability: p.Durability = p.Durability.NONE, name: str = "hicache-storage",
+        most_scopes: int = MOST_SCOPES,
+    ) -> None:  # fmt: skip
+        self.limits = limits
+        self.about = p.About(
+            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+        )
+        self.most_scopes = most_scopes
+        self.scopes: dict[str, Scope] = {}
+        self.tenants = Tenants()
+        self.answers = AnswerBook(limits.idempotency_seconds)
+        self.draining = False
+        self.recovery_problems: list[str] = []
+        """What a restart found to contradict itself, and left out."""
+        self._numbers: dict[str, int] = {}
+        """The store's names for scopes."""
+        self._by_number: dict[int, Scope] = {}
+        self._leases, self._pin_numbers = Numbers(), Numbers()
+        self._pins = PinBook()
+        self._changed: dict[str, Scope] = {}
+        self._made: dict[str, Scope] = {}
+        """New, cleared or described scopes."""
+        self._dropped: list[int] = []
+        self._gone = set[int]()
+        """Numbers of all scopes that were dropped by this process."""
+        self._last_number = 0
+        """Of a scope."""
+        self._started: float | None = None
+        """Since when it knows of every lease that is given."""
+        self._longest = math.ceil(limits.most_lease_seconds + limits.quarantine_seconds)
+        """Seconds that a slot may be held and rest, by the longest limits that this store has seen: leases outlive a restart."""
+        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0, LONGEST: 0}
+        """As they are written down, or would be found by a restart without them."""
+
+    # Scopes.
+
+    def initialize(self, request: p.Initialize, now: float, caller: Caller = ANYBODY) -> p.Initialized:
+        """Make scopes, or see that they are what the client takes them for: all or none."""
+        measure = Measure(self.limits)
+        measure.scopes(request.scopes)
+        earlier = see_earlier_leases(request)
+        wanted: dict[str, p.ScopeGeometry] = {}
+        created = list[bool]()
+        for i, part in enumerate(request.scopes):
+            measure.geometry(part, f"scopes[{i}]")
+            known = self.scopes[part.scope].geometry if part.scope in self.scopes else wanted.get(part.scope)
+            created.append(known is None)
+            for name in ("slots", "slot_bytes", "geometry", "identity"):
+                if known is not None and getattr(known, name) != getattr(part, name):
+                    raise mismatch(part.scope, name, getattr(known, name), getattr(part, name), f"scopes[{i}].{name}")
+            wanted.setdefault(part.scope, part)
+        new = [part for name, part in wanted.items() if name not in self.scopes]
+        self.see_room(new, caller, "scopes")
+        self._started = now if self._started is None else self._started
+        for part in new:
+            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
+            until = self._started + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds
+            if seconds > 0 and until > now:
+                scope.close_until(until)
+        return p.Initialized(created=created)
+
+    def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
+        """Make a scope that is not there."""
+        scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
+        self.tenants.of_scope[geometry.scope] = tenant
+        number = self._numbers[geometry.scope] = self._last_number = self._last_number + 1
+        self._by_number[number] = scope
+        self._made[geometry.scope] = scope
+        return scope
+
+    def describe(self, request: p.Describe, now: float) -> None:
+        """Name the model whose pages a scope holds; the last name stays."""
+        scope = self._known(request.scope, "scope")
+        if scope.model != request.model:
+            scope.model = request.model
+            self._made[request.scope] = scope
+
+    def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
+        """Every scope that is there for the caller, its geometry, its slots by state."""
+        return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))])
+
+    def totals(self) -> Totals:
+        """All scopes together; asked for every second."""
+        scopes = self.scopes.values()
+        return Totals(
+            live=sum(len(scope.recency) for scope in scopes), leased=sum(len(scope.leases) for scope in scopes),
+            quarantined=sum(scope.quarantined for scope in scopes), free=sum(scope.available for scope in scopes),
+            hits=sum(scope.hits for scope in scopes), misses=sum(scope.misses for scope in scopes),
+            evicted=sum(scope.evicted for scope in scopes),
+        )  # fmt: skip
+
+    def clear(self, request: p.Clear, now: float) -> p.Cleared:
+        """Empty scopes, leases included."""
+        Measure(self.limits).scopes(request.scopes)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        for name in request.scopes:
+            self._made[name] = self._changed[name] = self.scopes[name]
+        return p.Cleared(pages=[scope.clear(now) for scope in scopes])
+
+    def drop(self, request: p.Drop, now: float) -> p.Dropped:
+        """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its scope from being made anew."""
+        Measure(self.limits).scopes(request.scopes)
+        self._let_pins_go(self._pins.ended(now), now)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        for i, scope in enumerate(scopes):
+            scope.settle(now)
+            if used := len(scope.recency) + len(scope.leases) + scope.quarantined:
+                raise in_use(scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]")
+        for name in dict.fromkeys(request.scopes):
+            scope, number = self.scopes.pop(name), self._numbers.pop(name)
+            self._made.pop(name, None)
+            self._changed.pop(name, None)
+            del self.tenants.of_scope[name]
+            # The store may still have blocks of it to fold before it forgets them.
+            self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
+            self._gone.add(number)
+            self._dropped.append(number)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
+
+    # Pages. What may be a long list is checked as a whole, and may then be done piece by piece (`service.slices`).
+
+    def check(self, request: Columns) -> None:
+        """See that a request is within the limits and about scopes that are there.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        see_limits(request, self.limits)
+        scopes = self._all_known(request.scopes)
+        if isinstance(request, p.Reserve) and self.draining:
+            raise draining()
+        if isinstance(request, p.Commit):
+            see_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
+
+    def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
+        """Where pages are; pinned for a time, if asked for."""
+        self.check(request)
+        return self.do_lookup(request, now)
+
+    def do_lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
+        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            slots = scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
+            scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
+            found.append(_found(scope, slots))
+            if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
+                slots_by_scope.setdefault(self._numbers[part.scope], []).extend(there)
+        pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
+        return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
+
+    def reserve(self, request: p.Reserve, now: float) -> p.Leases:
+        """Lease slots for keys that are not there."""
+        self.check(request)
+        return self.do_reserve(request, now)
+
+    def do_reserve(self, request: p.Reserve, now: float) -> p.Leases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        seconds, answers = lease_seconds(self.limits, request.lease_seconds), list[p.Leased]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            self._changed[part.scope] = scope
+            first, evicted = self._leases.take(len(part.keys)), scope.evicted
+            states, slots, leases = scope.reserve(part.keys, part.prefixes, request.owner, first, now, now + seconds)
+            generations = scope.table.generations
+            answers.append(
+                p.Leased(
+                    states=states, slots=slots, generations=[generations[slot] if slot >= 0 else 0 for slot in slots], leases=leases,
+                    evicted=scope.evicted - evicted,
+                )
+            )  # fmt: skip
+        return p.Leases(scopes=answers, lease_seconds=seconds)
+
+    def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
+        """Make pages live."""
+        self.check(request)
+        return self.do_commit(request, now)
+
+    def do_commit(self, request: p.Commit, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+
+        def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
+            return scope.commit(part.leases, part.lengths, part.checksums, now)
+
+        return self._settled(request.scopes, scopes, settle)
+
+    def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
+        """Give leases back."""
+        self.check(request)
+        return self.do_abort(request, now)
+
+    def do_abort(self, request: p.Abort, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        return self._settled(request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now))
+
+    def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
+        """Let leases last from now on."""
+        self.check(request)
+        return self.do_renew(request, now)
+
+    def do_renew(self, request: p.Renew, now: float) -> p.SettledLeases:
+        """The same of a request that was checked."""
+        scopes = self._all_known(request.scopes)
+        until = now + lease_seconds(self.limits, request.lease_seconds)
+        return self._settled(request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until))
+
+    def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
+        """Let pins go before their time. Another tenant's are as unknown as any that was never given."""
+        Measure(self.limits).entries(request.pins, "pins")
+        pins = request.pins
+        if not caller.sees_all:
+            pins = [record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)]
+        self._let_pins_go(self._pins.remove(pins), now)
+
+    def touch(self, request: p.Touch, now: float) -> p.Marked:
+        """Count as use."""
+        self.check(request)
+        return self.do_touch(request, now)
+
+    def do_touch(self, request: p.Touch, now: float) -> p.Marked:
+        """The same of a request that was checked."""
+        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            flags.append(p.Flags(done=[slot >= 0 for slot in scope.recency.used(part.keys)]))
+        return p.Marked(scopes=flags)
+
+    def delete(self, request: p.Delete, now: float) -> p.Marked:
+        """Make pages go."""
+        self.check(request)
+        return self.do_delete(request, now)
+
+    def do_delete(self, request: p.Delete, now: float) -> p.Marked:
+        """The same of a request that was checked."""
+        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            self._changed[part.scope] = scope
+            flags.append(p.Flags(done=scope.delete(part.keys, part.generations, now)))
+        return p.Marked(scopes=flags)
+
+    # Operators.
+
+    def inspect(self, request: p.Inspect, now: float) -> p.Inspected:
+        """All about some slots, then about the slots of some keys."""
+        measure = Measure(self.limits)
+        measure.keys(request.keys, "keys")
+        measure.entries(request.slots, "slots")
+        scope = self._known(request.scope, "scope")
+        for i, slot in enumerate(request.slots):
+            if slot >= scope.geometry.slots:
+                raise invalid(f"there are {scope.geometry.slots} slots", f"slots[{i}]")
+        slots = [*request.slots, *map(scope.slot_of, request.keys)]
+        return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
+
+    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.Checked | None]:
+        """Check every invariant, in pieces between which other requests may be served; the last is the answer, the others None."""
+        Measure(self.limits).scopes(request.scopes)
+        scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
+        scopes = scopes if request.scopes else [self.scopes[name] for name in self._seen_by(caller)]
+        problems = list[str]()
+        for scope in scopes:
+            for piece in audit(scope):
+                problems += [f"{scope.geometry.scope}: {problem}" for problem in piece]
+                yield None
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        yield p.Checked(slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more)
+
+    def drain(self, request: p.Drain, now: float) -> p.Draining:
+        """Give no new leases, while all else goes on."""
+        self.draining = request.enabled
+        for scope in self.scopes.values():
+            scope.settle(now)
+        return p.Draining(enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values()))
+
+    def export(self, request: p.Export, now: float) -> p.Exported:
+        """What some slots of a scope hold."""
+        scope, limits = self._known(request.scope, "scope"), self.limits
+        end = request.first + min(request.count, limits.keys)
+        pages, rests = taken(scope, request.first, end, now, limits.most_lease_seconds)
+        return exported(
+            pages, rests, now, used=len(scope.table), epoch=scope.epoch, counters=self.counters(), rows=request.rows,
+            tenant=self.tenants.of_scope[request.scope],
+        )  # fmt: skip
+
+    # Time, and what is kept.
+
+    def counters(self) -> Counters:
+        """From where on numbers were given to nobody."""
+        return Counters(self._leases.ceiling, self._pin_numbers.ceiling)
+
+    def settle(self, now: float, most: int) -> bool:
+        """Do what is due, about `most` slots of it; returns whether there is more."""
+        self._let_pins_go(self._pins.ended(now), now)
+        self.answers.forget(now)
+        for scope in self.scopes.values():
+            if most <= 0:
+                return True
+            due = scope.next_time()
+            if due is not None and due <= now:
+                most -= scope.settle(now, most)
+        return most <= 0
+
+    def take_changes(self) -> Changes:
+        """What was changed since the last call, as it is now."""
+        changes = Changes(answers=self.answers.added, pins=list(self._pins.added.values()), unpinned=self._pins.removed)
+        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+        for name, scope in self._made.items():
+            tenant = self.tenants.of_scope[name]
+            changes.scopes.append(
+                ScopeRecord(
+                    self._numbers[name],
+                    scope.geometry,
+                    scope.epoch,
+                    scope.cleared_until,
+                    tenant,
+                    scope.model,
+                )
+            )
+        for name, scope in self._changed.items():
+            if scope.changed:
+                changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
+                scope.changed, scope.leased = [], []
+        self._made, self._changed = {}, {}
+        changes.dropped, self._dropped = self._dropped, []
+        ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
+        if changes:
+            ceilings[LONGEST] = self._longest
+        for name, ceiling in ceilings.items():
+            if ceiling != self._ceilings[name]:
+                changes.counters[name] = self._ceilings[name] = ceiling
+        return changes
+
+    def scope_of(self, number: int) -> Scope:
+        """The scope that has this number in the store."""
+        return self._by_number[number]
+
+    def forget_changes(self) -> None:
+        """For who keeps nothing: drop what `take_changes` would give."""
+        for scope in self._changed.values():
+            scope.changed, scope.leased = [], []
+        self._made, self._changed, self._dropped = {}, {}, []
+        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+
+    def put_back(self, changes: Changes) -> None:
+        """Take changes back that could not be written down: they are to be tried again, with what the slots are by then."""
+        self.answers.withdraw(changes.answers)
+        self._dropped = changes.dropped + self._dropped
+        for record in changes.scopes:
+            if record.number not in self._gone:
+                self._made[record.geometry.scope] = self._by_number[record.number]
+        for number, slots in changes.slots.items():
+            if number in self._gone:
+                continue
+            scope = self._by_number[number]
+            self._changed[scope.geometry.scope] = scope
+            scope.changed.append(slots_of(slots.states.slots, len(slots.states.states)))
+            if slots.leases.keys:
+                scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
+        for pin in changes.pins:
+            self._pins.added.setdefault(pin.pin, pin)
+        self._pins.removed = changes.unpinned + self._pins.removed
+        for name in changes.counters:
+            # Another than any that there is.
+            self._ceilings[name] = -1
+
+    def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float) -> None:
+        """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
+        self._started = now
+        self._leases = Numbers(recovered.counters.get("lease", 1))
+        self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
+        self._last_number = max([recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)])
+        kept = recovered.counters.get(LONGEST, 0)
+        self._longest = max(self._longest, kept)
+        self._ceilings = {
+            "lease": self._leases.ceiling,
+            "pin": self._pin_numbers.ceiling,
+            "scope": self._last_number,
+            LONGEST: kept,
+        }
+        for record in recovered.scopes:
+            name = record.geometry.scope
+            scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
+            self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
+            if not record.epoch and record.cleared_until > now:
+                scope.close_until(min(record.cleared_until, now + self._longest))
+            self.tenants.of_scope[name], scope.model = record.tenant, record.model
+        for pin in recovered.pins:
+            self._pins.add(pin, remember=False)
+            for number, slots in pin.slots.items():
+                # A clock that was set back revives a pin, but not its scope.
+                if number in self._by_number:
+                    self._by_number[number].pin(pin.pin, slots, pin.until)
+        for number, scope in self._by_number.items():
+            problems = restore(scope, rows(number), now, self._longest)
+            self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
+        self.answers.restore(recovered.answers)
+
+    # Helpers of these and of the compatible part.
+
+    def find(self, name: str) -> Scope:
+        """A scope that a call of the compatible part is about to change."""
+        scope = self._changed[name] = self._known(name, "namespace")
+        return scope
+
+    def known(self, name: str) -> Scope:
+        """A scope that a call of the compatible part looks at."""
+        return self._known(name, "namespace")
+
+    def lease(
+        self, scope: Scope, keys: Sequence[str], prefixes: Sequence[str], now: float
+    ) -> tuple[list[p.Reserved], list[int], list[int]]:
+        """Reserve for the compatible part: as long as leases last by default."""
+        first = self._leases.take(len(keys))
+        return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
+
+    def take_leases(self, count: int) -> int:
+        """The first of so many new leases, for pages that come from elsewhere."""
+        return self._leases.take(count)
+
+    def see_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
+        """See that a caller may make these scopes, none of which is there."""
+        if new and len(self.scopes) + len(new) > self.most_scopes:
+            raise too_large(f"this server keeps {self.most_scopes} scopes", field)
+        self.tenants.see_quota(caller.tenant, self.held_by(caller.tenant), new, field)
+
+    def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
+        """The scopes of one tenant, "" for those of none."""
+        return (self.scopes[name].geometry for name, holder in self.tenants.of_scope.items() if holder == tenant)
+
+    def _seen_by(self, caller: Caller) -> list[str]:
+        return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
+
+    def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
+        # A number whose scope was dropped says nothing of who has one of that name now.
+        there = [self._by_number[number] for number in pin.slots if number in self._by_number and number not in self._gone]
+        return all(may_use(caller, self.tenants.of_scope[scope.geometry.scope]) for scope in there)
+
+    def _known(self, name: str, field: str) -> Scope:
+        scope = self.scopes.get(name)
+        if scope is None:
+            raise unknown_scope(name, field)
+        return scope
+
+    def _all_known(self, parts: Sequence[_Part]) -> list[Scope]:
+        return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
+
+    def _settled(
+        self, parts: Sequence[_PartT], scopes: Sequence[Scope], settle: Callable[[_PartT, Scope], list[bool]]
+    ) -> p.SettledLeases:
+        answers = list[p.SettledScope]()
+        for part, scope in zip(parts, scopes, strict=True):
+            self._changed[part.scope] = scope
+            states = [p.Settled.DONE if done else p.Settled.STALE for done in settle(part, scope)]
+            answers.append(p.SettledScope(states=states))
+        return p.SettledLeases(scopes=answers)
+
+    def _pin(self, slots: dict[int, list[int]], until: float) -> int:
+        pin = self._pin_numbers.take(1)
+        self._pins.add(PinRecord(pin, until, slots))
+        for number, pinned in slots.items():
+            self._by_number[number].pin(pin, pinned, until)
+        return pin
+
+    def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
+        for record in records:
+            for number, slots in record.slots.items():
+                if number in self._by_number and number not in self._gone:
+                    self._by_number[number].unpin(record.pin, slots, now)
+
+    def _status(self, scope: Scope) -> p.ScopeStatus:
+        geometry = scope.geometry
+        return p.ScopeStatus(
+            scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
+            identity=geometry.identity, free=scope.available, leased=len(scope.leases), live=len(scope.recency),
+            quarantined=scope.quarantined, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
+            tenant=self.tenants.of_scope[geometry.scope],
+            expired_leases=scope.expired, model=scope.model,
+        )  # fmt: skip
+
+
+def _found(scope: Scope, slots: list[int]) -> p.Found:
+    table = scope.table
+    generations, lengths, checksums = table.generations, table.lengths, table.checksums
+    run = as_run(slots)
+    if isinstance(run, range) and run.start >= 0:
+        # Often: pages that were written together.
+        where = slice(run.start, run.stop)
+        return p.Found(
+            slots=slots, generations=generations[where].tolist(), lengths=lengths[where].tolist(), checksums=checksums[where].tolist()
+        )  # fmt: skip
+    if -1 not in slots:
+        return p.Found(
+            slots=slots, generations=[generations[slot] for slot in slots], lengths=[lengths[slot] for slot in slots],
+            checksums=[checksums[slot] for slot in slots],
+        )  # fmt: skip
+    rows = [(generations[slot], lengths[slot], checksums[slot]) if slot >= 0 else _ZEROS for slot in slots]
+    columns = list(zip(*rows, strict=True)) or [(), (), ()]
+    return p.Found(slots=slots, generations=list(columns[0]), lengths=list(columns[1]), checksums=list(columns[2]))

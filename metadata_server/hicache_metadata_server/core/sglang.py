@@ -1,0 +1,121 @@
+"""What an unchanged SGLang asks for, on the same scopes."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import repeat
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import other_size, stale
+from hicache_metadata_server.core.limits import Measure, see_slots
+from hicache_metadata_server.core.slot_table import LEASED
+from hicache_metadata_server.core.tenants import ANYBODY, Caller
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.core.service import MetadataService
+
+
+class CompatibleService:
+    """The compatible part. A reservation is a lease that is named by its key and slot."""
+
+    def __init__(self, service: MetadataService) -> None:
+        self._service = service
+
+    def check(self, rank: int, request: p.CompatibleKeys | p.CompatibleReserve) -> None:
+        """See that a long request is within the limits as a whole, and its scope there."""
+        measure = Measure(self._service.limits)
+        measure.keys([key if isinstance(key, str) else key[0] for key in request.keys], "keys")
+        if isinstance(request, p.CompatibleReserve):
+            measure.lengths([prefix for _, prefix in request.keys], "keys")
+        self._service.known(f"{rank}:{request.namespace}")
+
+    def initialize(self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY) -> None:
+        """Make a scope, or see that it has as many pages."""
+        name = f"{rank}:{request.namespace}"
+        known = self._service.scopes.get(name)
+        if known is None:
+            geometry = p.ScopeGeometry(scope=name, slots=request.num_pages)
+            self._service.see_room([geometry], caller, "namespace")
+            self._service.add_scope(geometry, caller.tenant)
+        elif known.geometry.slots != request.num_pages:
+            raise other_size(name, known.geometry.slots, request.num_pages)
+
+    def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+        """Which keys are live; counts as use."""
+        scope = self._with_keys(rank, request)
+        live = [slot >= 0 for slot in scope.recency.used(request.keys)]
+        scope.count(len(live), sum(live))
+        return {"exists": live}
+
+    def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+        """Slots of live keys; counts as use."""
+        scope = self._with_keys(rank, request)
+        slots = [slot if slot >= 0 else None for slot in scope.recency.used(request.keys)]
+        scope.count(len(slots), len(slots) - slots.count(None))
+        return {"indices": slots}
+
+    def reserve_and_allocate_page_indices(self, rank: int, request: p.CompatibleReserve, now: float) -> dict[str, Any]:
+        """Slots for new keys, -1 where there are none."""
+        # The sequences of a batch in one go: a loop for each takes several times as long.
+        keys, prefixes = (list(column) for column in zip(*request.keys, strict=True)) if request.keys else ([], [])
+        measure = Measure(self._service.limits)
+        measure.keys(keys, "keys")
+        if any(prefixes):
+            measure.lengths(prefixes, "keys")
+        scope = self._service.find(f"{rank}:{request.namespace}")
+        if self._service.draining:
+            slots = scope.recency.slots(keys)
+            return {"indices": [(slot >= 0, slot) for slot in slots]}
+        states, slots, leases = self._service.lease(scope, keys, prefixes, now)
+        if all(leases):
+            return {"indices": list(zip(repeat(False), slots))}
+        exists = p.Reserved.EXISTS
+        return {"indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]}
+
+    def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
+        """Make reserved slots live, give others back; what cannot be done is refused after all else was done."""
+        measure = Measure(self._service.limits)
+        measure.keys(list(map(itemgetter(0), request.written_keys_to_confirm)), "written_keys_to_confirm")
+        measure.entries(request.pages_to_release, "pages_to_release")
+        scope = self._service.find(f"{rank}:{request.namespace}")
+        see_slots(request, scope.geometry.slots)
+        scope.settle(now)
+        refused = self._confirm(scope, request.written_keys_to_confirm)
+        for i, done in enumerate(scope.release(request.pages_to_release, now)):
+            if not done:
+                refused = refused or f"pages_to_release[{i}]"
+        if refused:
+            raise stale(refused)
+
+    def delete_keys(self, rank: int, request: p.CompatibleKeys, now: float) -> None:
+        """Make keys go."""
+        Measure(self._service.limits).keys(request.keys, "keys")
+        self._service.find(f"{rank}:{request.namespace}").delete(request.keys, (), now)
+
+    def clear(self, rank: int, request: p.CompatibleClear, now: float) -> None:
+        """Make everything go."""
+        name = f"{rank}:{request.namespace}"
+        self._service.find(name)
+        self._service.clear(p.Clear(scopes=[name]), now)
+
+    def _with_keys(self, rank: int, request: p.CompatibleKeys) -> Scope:
+        Measure(self._service.limits).keys(request.keys, "keys")
+        return self._service.known(f"{rank}:{request.namespace}")
+
+    def _confirm(self, scope: Scope, pairs: list[tuple[str, int]]) -> str:
+        table, refused = scope.table, ""
+        keys, slots = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
+        if not scope.leases.are_held(slots, keys):
+            mine = dict[int, None]()
+            for i, (key, slot) in enumerate(pairs):
+                if table.by_key.get(key, -1) != slot:
+                    refused = refused or f"written_keys_to_confirm[{i}]"
+                elif table.states[slot] == LEASED:
+                    mine[slot] = None
+            slots = list(mine)
+        zeros = array("Q", bytes(8 * len(slots)))
+        scope.make_live(slots, zeros, zeros)
+        return refused

@@ -1,0 +1,121 @@
+"""SGLang's persistence file: read, checked, and made into scopes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
+from hicache_metadata_server.core.slot_table import LIVE
+from hicache_metadata_server.core.tenants import NAME
+from hicache_metadata_server.protocol import Limits, ScopeGeometry
+
+if TYPE_CHECKING:
+    from hicache_metadata_server.core.service import MetadataService
+
+_SCOPE: Final = re.compile(r"([0-9]{1,9})(?::([A-Za-z0-9._-]{1,128}))?", re.ASCII)
+
+
+class ImportFileError(ValueError):
+    """The file is not what SGLang's server writes."""
+
+
+class _Rank(msgspec.Struct):
+    num_pages: int
+    free_pages: list[Any]
+    key_to_index: list[tuple[Any, Any]] | dict[str, Any]
+
+
+@dataclass(slots=True)
+class ImportedScope:
+    """One scope of the file, after everything that contradicts itself was dropped."""
+
+    name: str
+    slots: int
+    pages: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Key and slot, the least recently used first."""
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Why, and how many keys."""
+    lost: int = 0
+    """Slots that were neither free nor anybody's; they are free now."""
+
+
+def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[ImportedScope]:
+    """The scopes of a file in either form: `{"rank:namespace": ...}`, or bare ranks, which mean `rank:kv`.
+
+    Raises:
+        ImportFileError: it is no such file.
+    """
+    try:
+        found = msgspec.json.decode(body, type=dict[str, _Rank])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ImportFileError(f"this is no persistence file of SGLang's metadata server: {error}") from error
+    scopes: dict[str, ImportedScope] = {}
+    for text, rank in found.items():
+        match = _SCOPE.fullmatch(text)
+        if match is None:
+            raise ImportFileError(f"{text!r} is no rank, nor a rank and a namespace")
+        name = f"{int(match[1])}:{match[2] or 'kv'}"
+        if name in scopes:
+            raise ImportFileError(f"scope {name} stands in the file twice")
+        if not 1 <= rank.num_pages <= 2**40:
+            raise ImportFileError(f"scope {name} has {rank.num_pages} pages")
+        scopes[name] = _checked(name, rank, limits)
+    return list(scopes.values())
+
+
+def _checked(name: str, rank: _Rank, limits: Limits) -> ImportedScope:
+    """Whose bytes a page holds is not known if two name it, or if it was free when the file was written: such keys are dropped."""
+    pairs = list(rank.key_to_index.items()) if isinstance(rank.key_to_index, dict) else rank.key_to_index
+    scope = ImportedScope(name, rank.num_pages)
+    free = {page for page in rank.free_pages if _is_page(page, rank.num_pages)}
+    pages = Counter(page for _, page in pairs if _is_page(page, rank.num_pages))
+    keys = Counter(key for key, _ in pairs if isinstance(key, str))
+    for key, page in pairs:
+        if not isinstance(key, str) or not 1 <= len(key.encode()) <= limits.key_bytes:
+            scope.dropped["no key, or longer than the limit"] += 1
+        elif not _is_page(page, rank.num_pages):
+            scope.dropped["a page outside the file"] += 1
+        elif keys[key] > 1:
+            scope.dropped["a key that stands several times"] += 1
+        elif pages[page] > 1:
+            scope.dropped["a page of several keys"] += 1
+        elif page in free:
+            scope.dropped["a page that is free as well"] += 1
+        else:
+            scope.pages.append((key, page))
+    scope.lost = rank.num_pages - len(free | pages.keys())
+    return scope
+
+
+def _is_page(page: object, pages: int) -> bool:
+    return isinstance(page, int) and not isinstance(page, bool) and 0 <= page < pages
+
+
+def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: float, tenant: str = "") -> None:
+    """Make the scopes in a service that has none of their names, for one tenant or none.
+
+    Raises:
+        ImportFileError: it has; nothing was imported.
+    """
+    if tenant and not re.fullmatch(NAME, tenant):
+        raise ImportFileError(f"a tenant is called {NAME}, not {tenant!r}")
+    there = [scope.name for scope in scopes if scope.name in service.scopes]
+    if there:
+        raise ImportFileError(f"the store has {', '.join(there)} already; nothing was imported")
+    for imported in scopes:
+        scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots), tenant)
+        first = service.take_leases(len(imported.pages))
+        rows = [
+            SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0) for lease, (key, slot) in enumerate(imported.pages, first)
+        ]
+        problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
+        assert not problems, "what contradicts itself was dropped before"
+        scope = service.find(imported.name)
+        scope.changed = [[row.slot for row in rows]] if rows else []
+        scope.leased = scope.changed[:]

@@ -1,0 +1,200 @@
+"""The slots of a scope as a store keeps them: blocks of neighbours, one blob each."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates, numbers_of, slots_of, times_of
+from hicache_metadata_server.core.restore import SlotRows
+from hicache_metadata_server.core.slot_table import LEASED, LIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.core.scope import Scope
+
+BLOCK: Final = 64
+"""Slots of a block: some 7 KB. A batch of 128 neighbours takes two or three; a slot alone takes one, too."""
+_ZEROS: Final = bytes(8 * BLOCK)
+
+
+class _Written(NamedTuple):
+    """A block as it is in the file: columns of 8 bytes a slot, `states` of one."""
+
+    states: bytes
+    epochs: bytes
+    until: bytes
+    lengths: bytes
+    checksums: bytes
+    generations: bytes
+    leases: bytes
+    keys: list[str]
+    prefixes: list[str]
+    owners: dict[int, str]
+
+
+class Block:
+    """`BLOCK` neighbours; those that nobody has used are free and of generation 0."""
+
+    __slots__ = ("checksums", "epochs", "generations", "keys", "leases", "lengths", "owners", "prefixes", "states", "until")
+
+    def __init__(self) -> None:
+        self.states = bytearray(BLOCK)
+        self.epochs, self.lengths, self.checksums = numbers_of(_ZEROS), numbers_of(_ZEROS), numbers_of(_ZEROS)
+        self.generations, self.leases = numbers_of(_ZEROS), numbers_of(_ZEROS)
+        self.until = times_of(_ZEROS)
+        self.keys, self.prefixes = [""] * BLOCK, [""] * BLOCK
+        self.owners: dict[int, str] = {}
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Block:
+        """A block that was encoded.
+
+        Raises:
+            ValueError: this is none.
+        """
+        written = msgspec.msgpack.decode(blob, type=_Written)
+        if {len(column) for column in written[1:7]} != {8 * BLOCK} or {len(written[i]) for i in (0, 7, 8)} != {BLOCK}:
+            raise ValueError(f"a block of other than {BLOCK} slots")
+        block = cls.__new__(cls)
+        block.states, block.until = bytearray(written.states), times_of(written.until)
+        for name in ("epochs", "lengths", "checksums", "generations", "leases"):
+            setattr(block, name, numbers_of(getattr(written, name)))
+        block.keys, block.prefixes, block.owners = written.keys, written.prefixes, written.owners
+        return block
+
+    @classmethod
+    def of(cls, scope: Scope, number: int) -> Block:
+        """A block of a scope as it is now."""
+        table, first, end = scope.table, number * BLOCK, (number + 1) * BLOCK
+        block = cls.__new__(cls)
+        block.states, block.until = table.states[first:end], table.until[first:end]
+        block.generations, block.leases = table.generations[first:end], table.leases[first:end]
+        block.lengths, block.checksums = table.lengths[first:end], table.checksums[first:end]
+        block.keys, block.prefixes = table.keys[first:end], table.prefixes[first:end]
+        missing = BLOCK - len(block.states)
+        if missing:
+            block._pad(missing)
+        block.epochs = array("Q", (scope.epoch,)) * BLOCK
+        owners = scope.leases.owners
+        block.owners = {slot - first: owners[slot] for slot in range(first, end) if slot in owners} if owners else {}
+        return block
+
+    def _pad(self, missing: int) -> None:
+        """Add slots that nobody has used yet."""
+        self.states.extend(bytes(missing))
+        zeros = bytes(8 * missing)
+        for column in (self.until, self.generations, self.leases, self.lengths, self.checksums):
+            column.frombytes(zeros)
+        self.keys += [""] * missing
+        self.prefixes += [""] * missing
+
+    def encode(self) -> bytes:
+        """As it goes into the file, without the keys of slots that are nobody's."""
+        if self.states.count(LIVE) + self.states.count(LEASED) < BLOCK:
+            owned = [state in (LIVE, LEASED) for state in self.states]
+            self.keys = [key if kept else "" for key, kept in zip(self.keys, owned, strict=True)]
+            self.prefixes = [prefix if kept else "" for prefix, kept in zip(self.prefixes, owned, strict=True)]
+        if self.owners:
+            self.owners = {place: owner for place, owner in self.owners.items() if self.states[place] == LEASED}
+        return msgspec.msgpack.encode(
+            _Written(
+                bytes(self.states), self.epochs.tobytes(), self.until.tobytes(), self.lengths.tobytes(), self.checksums.tobytes(),
+                self.generations.tobytes(), self.leases.tobytes(), self.keys, self.prefixes, self.owners,
+            )
+        )  # fmt: skip
+
+    def rows(self, first: int) -> SlotRows | None:
+        """Those of its slots that were used, the first of all being slot `first`; None if there are none."""
+        used = [place for place in range(BLOCK) if self.states[place] or self.generations[place]]
+        if not used:
+            return None
+        pick: Callable[[Any], Sequence[Any]] = _all if len(used) == BLOCK else lambda column: [column[place] for place in used]
+        return SlotRows(
+            [first + place for place in used], pick(self.epochs), pick(self.states), pick(self.generations), pick(self.keys),
+            pick(self.prefixes), [self.owners.get(place, "") for place in used], pick(self.leases), pick(self.until),
+            pick(self.lengths), pick(self.checksums),
+        )  # fmt: skip
+
+
+class States:
+    """States that a group has written down."""
+
+    __slots__ = ("_columns", "_states", "epoch", "slots")
+
+    def __init__(self, written: SlotStates) -> None:
+        count = len(written.states)
+        self.epoch, self.slots, self._states = written.epoch, slots_of(written.slots, count), written.states
+        zeros = bytes(8 * count)
+        self._columns = (
+            times_of(written.until or zeros), numbers_of(written.lengths or zeros), numbers_of(written.checksums or zeros)
+        )  # fmt: skip
+
+    def merge(self, block: Block, start: int, end: int) -> None:
+        """Into the block that its entries from `start` to `end` are of."""
+        put = _putter(self.slots, start, end)
+        put(block.states, self._states)
+        put(block.epochs, array("Q", [self.epoch]) * len(self.slots))
+        for column, values in zip((block.until, block.lengths, block.checksums), self._columns, strict=True):
+            put(column, values)
+
+
+class Leases:
+    """Leases that a group has written down."""
+
+    __slots__ = ("_columns", "_owners", "slots")
+
+    def __init__(self, written: SlotLeases) -> None:
+        self.slots = slots_of(written.slots, len(written.keys))
+        prefixes = written.prefixes or [""] * len(self.slots)
+        self._columns = numbers_of(written.generations), numbers_of(written.leases), written.keys, prefixes
+        self._owners = written.owners
+
+    def merge(self, block: Block, start: int, end: int) -> None:
+        """Into the block that its entries from `start` to `end` are of."""
+        put = _putter(self.slots, start, end)
+        for column, values in zip((block.generations, block.leases, block.keys, block.prefixes), self._columns, strict=True):
+            put(column, values)
+        for i in range(start, end) if self._owners or block.owners else ():
+            block.owners[self.slots[i] % BLOCK] = self._owners[i] if self._owners else ""
+
+
+def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, int]]:
+    """What has changed, block by block: its number, and which entries of what are its."""
+    for written in (States(changes.states), Leases(changes.leases)):
+        slots, start = written.slots, 0
+        while start < len(slots):
+            block = slots[start] // BLOCK
+            end = bisect_left(slots, (block + 1) * BLOCK, start)
+            yield block, written, start, end
+            start = end
+
+
+def touched(changes: SlotChanges) -> Iterable[int]:
+    """The numbers of the blocks that these changes are of; what was leased has changed its state, too."""
+    slots = slots_of(changes.states.slots, len(changes.states.states))
+    if slots[-1] - slots[0] < BLOCK or isinstance(slots, range):
+        return range(slots[0] // BLOCK, slots[-1] // BLOCK + 1)
+    return {slot // BLOCK for slot in slots}
+
+
+def _putter(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:
+    """What puts the entries from `start` to `end` of a column where they belong in a block's."""
+    first, last = slots[start] % BLOCK, slots[end - 1] % BLOCK
+
+    def put_run(column: Any, values: Any) -> None:
+        column[first : last + 1] = values[start:end]
+
+    def put_each(column: Any, values: Any) -> None:
+        for slot, value in zip(slots[start:end], values[start:end], strict=True):
+            column[slot % BLOCK] = value
+
+    return put_run if last - first == end - start - 1 else put_each
+
+
+def _all(column: Sequence[Any]) -> Sequence[Any]:
+    return column

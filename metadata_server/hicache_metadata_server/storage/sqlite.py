@@ -1,0 +1,379 @@
+"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the file when there is time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from hicache_metadata_server.core.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
+from hicache_metadata_server.protocol import Durability, ScopeGeometry
+from hicache_metadata_server.storage.blocks import BLOCK, Block, touched
+from hicache_metadata_server.storage.compaction import PIECE, Folds, Piece
+from hicache_metadata_server.storage.replay import replayed
+from hicache_metadata_server.storage.schema import (
+    APPLICATION,
+    BLOCK_MASK,
+    CHANGES,
+    FOLDED,
+    LINEAGE,
+    OLDEST,
+    SCOPE_BITS,
+    TABLES,
+    VERSION,
+)
+from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.storage.wal import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from hicache_metadata_server.core.changes import Changes
+    from hicache_metadata_server.core.restore import SlotRows
+    from hicache_metadata_server.core.scope import Scope
+
+MOST_LOG_BYTES: Final = 64 << 20
+"""Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
+CHECKPOINT_BLOCKS: Final = 6000
+"""Between checkpoints: some 50 MiB."""
+IDLE_CHECKPOINT_BLOCKS: Final = 500
+CHECKPOINT_PASSES: Final = 3
+MOST_WAL_PAGES: Final = 200_000
+"""Where the checkpoints beside the writes do not keep up, a write does one."""
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class SqliteStore:
+    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server out.
+
+    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and is whole. `MACHINE` has reached the
+    disk before `write` returns.
+    """
+
+    def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
+        self.durability = durability
+        self._file = file
+        _see_directory(file)
+        self._lock = StoreLock(f"{file}.lock")
+        self._folds = Folds()
+        self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
+        self._is_replayed = False
+        try:
+            self._database = _open(file)
+            self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            lineage = _only(self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'")
+            self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
+        except (sqlite3.Error, StoreError, OSError, ValueError) as error:
+            self._lock.release()
+            raise StoreError(f"cannot open {file}: {error}{_fix(error, file)}") from error
+
+    def recover(self, now: float) -> Recovered:
+        """Everything but slots."""
+        database = self._database
+        with self._told("read"):
+            self._replay(now)
+            database.execute("DELETE FROM pins WHERE until <= ?", (now,))
+            database.execute("DELETE FROM answers WHERE until <= ?", (now,))
+            return Recovered(
+                scopes=[
+                    ScopeRecord(
+                        number, ScopeGeometry(scope=name, slots=slots, slot_bytes=slot_bytes, geometry=geometry, identity=identity), *rest
+                    )
+                    for number, name, slots, slot_bytes, geometry, identity, *rest in database.execute("SELECT * FROM scopes")
+                ],
+                pins=[
+                    PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
+                    for pin, until, slots in database.execute("SELECT * FROM pins")
+                ],
+                answers=[AnswerRecord(*row) for row in database.execute("SELECT * FROM answers")],
+                counters=dict(database.execute("SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)", (FOLDED, LINEAGE))),
+            )  # fmt: skip
+
+    def rows(self, scope: int) -> Iterator[SlotRows]:
+        """The slots of a scope, in ascending order, some at a time."""
+        first = scope << SCOPE_BITS
+        with self._told("read"):
+            found = self._database.execute(
+                "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
+                (first, first, (scope + 1) << SCOPE_BITS),
+            )
+            for number, blob in found:
+                rows = Block.decode(blob).rows(number * BLOCK)
+                if rows is not None:
+                    yield rows
+
+    def write(self, changes: Changes) -> None:
+        """One record of the log."""
+        # The number of a record that could not be written is not used again: a part of it may be there.
+        self._last_group += 1
+        payload = _ENCODER.encode(changes)
+        with self._told("written"):
+            self._log.append(self._last_group, payload)
+        self._log_bytes += len(payload)
+        places = [(scope << SCOPE_BITS) + block for scope, slots in changes.slots.items() for block in touched(slots)]
+        self._folds.changed(places, self._last_group, len(payload), changes)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether nothing waits for the disk."""
+        return self.durability is not Durability.MACHINE
+
+    def wants_folding(self, *, idle: bool) -> bool:
+        """Whether the log is long, or there is time."""
+        return self._log_bytes > (0 if idle else MOST_LOG_BYTES)
+
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        """Some of the blocks that the log changes, as they are now."""
+        # Where changes are scattered over many blocks, each write has to fold more.
+        most = PIECE * (1 + self._log_bytes // MOST_LOG_BYTES)
+        return self._folds.take(most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode())
+
+    def fold(self, piece: Piece, now: float) -> None:
+        """One transaction."""
+        try:
+            with self._told("written"):
+                self._fold(piece, now)
+        except BaseException:
+            self._folds.put_back(piece)
+            raise
+        self._log_bytes -= piece.log_bytes
+        self._since_checkpoint += len(piece.blocks)
+
+    def put_back(self, piece: Piece) -> None:
+        """Its blocks are gathered again."""
+        self._folds.put_back(piece)
+
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """Whether SQLite's own log has become long, or there is time."""
+        return self._since_checkpoint > (IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS)
+
+    def checkpoint(self) -> None:
+        """Move SQLite's own log into the file, and delete what of ours is in the file then."""
+        self._since_checkpoint, folded = 0, self._folded_group
+        with self._told("written"):
+            # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
+            for _ in range(CHECKPOINT_PASSES):
+                _, pages, moved = self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if pages == moved:
+                    # Only now has the disk what was folded.
+                    self._log.forget(folded)
+                    folded = 0
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the database, of SQLite's own log, and of ours."""
+        return {"database": _size(self._file), "wal": _size(f"{self._file}-wal"), "log": self._log.size()}
+
+    def close(self) -> None:
+        """Let go of the files; where all is folded, only the database remains."""
+        try:
+            # What stays in the log is replayed by the next start.
+            with contextlib.suppress(StoreError, OSError, sqlite3.Error):
+                if self._is_replayed and not self._log_bytes:
+                    self._settle_log()
+            self._log.close()
+            self._checkpoints.close()
+            self._database.close()
+        finally:
+            self._lock.release()
+
+    def _replay(self, now: float) -> None:
+        found = self._database.execute("SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)).fetchone()
+        self._last_group = self._folded_group = found[0] if found else 0
+        for piece in replayed(self._log.groups(self._last_group), self._read):
+            self._fold(piece, now)
+            self._last_group = piece.last_group
+        self._is_replayed = True
+        self._settle_log()
+
+    def _settle_log(self) -> None:
+        """Delete the log, all of which is folded.
+
+        Raises:
+            StoreError: the disk cannot have it now. What was appended to a log that stayed would follow what a loss of power has torn
+                out of it, or nothing.
+        """
+        if self._log.is_empty:
+            return
+        blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if blocked:
+            raise StoreError("another program is reading the database; end that, and start again")
+        self._log.forget_all()
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Generator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
+            raise StoreError(f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}") from error
+
+    def _read(self, place: int) -> Block | None:
+        found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
+        return Block.decode(found[0]) if found else None
+
+    def _fold(self, piece: Piece, now: float) -> None:
+        run = self._database.execute
+        run("BEGIN IMMEDIATE")
+        try:
+            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", piece.blocks)
+            if piece.last_group:
+                self._fold_rest(piece.rest, now)
+                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (FOLDED, piece.last_group))
+            run("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                run("ROLLBACK")
+            raise
+        self._folded_group = piece.last_group or self._folded_group
+
+    def _fold_rest(self, changes: Changes, now: float) -> None:
+        run, run_each = self._database.execute, self._database.executemany
+        for record in changes.scopes:
+            one = record.geometry
+            run(
+                "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch,
+                    record.cleared_until, record.tenant, record.model,
+                ),
+            )  # fmt: skip
+        for number in changes.dropped:
+            # After what was written of it before: no number is given twice.
+            run("DELETE FROM scopes WHERE number = ?", (number,))
+            run("DELETE FROM blocks WHERE place >= ? AND place < ?", (number << SCOPE_BITS, (number + 1) << SCOPE_BITS))
+        run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
+        run("DELETE FROM answers WHERE until <= ?", (now,))
+        run("DELETE FROM pins WHERE until <= ?", (now,))
+        run_each(
+            "INSERT OR REPLACE INTO pins VALUES (?, ?, ?)",
+            [(pin.pin, pin.until, msgspec.msgpack.encode(pin.slots)) for pin in changes.pins if pin.until > now],
+        )
+        run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
+        run_each(
+            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (answer.once, answer.until, answer.digest, answer.content_type, answer.status, answer.body)
+                for answer in changes.answers
+                if answer.until > now
+            ],
+        )
+
+
+def _fix(error: Exception, file: str) -> str:
+    """The end of a message about a disk that has no room, or ""."""
+    # SQLite's text is the same for a full disk and a full quota.
+    no_room = isinstance(error, sqlite3.Error) and "disk is full" in str(error)
+    if no_room or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return f"; free space in {Path(file).absolute().parent}"
+    return ""
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _see_directory(file: str) -> None:
+    if not Path(file).parent.is_dir():
+        raise StoreError(f"there is no directory {Path(file).parent}: make it, writable for the server's user")
+
+
+def _open(file: str) -> sqlite3.Connection:
+    # Used by one thread at a time, though not always by the same.
+    database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
+    try:
+        _prepare(database)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def see_database(file: str) -> None:
+    """See that a server could open this file, without opening it as one: nothing is written, and no lock is taken.
+
+    Raises:
+        StoreError: it could not.
+    """
+    _see_directory(file)
+    directory = Path(file).absolute().parent
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreError(f"{directory} is not writable for this user")
+    if not Path(file).exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)) as database:
+            _see_schema(database)
+    except (sqlite3.Error, StoreError) as error:
+        raise StoreError(f"cannot open {file}: {error}") from error
+
+
+def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
+    """The schema's version, and how many tables there are."""
+    version, application = _only(database, "PRAGMA user_version"), _only(database, "PRAGMA application_id")
+    tables = _only(database, "SELECT count(*) FROM sqlite_master")
+    if tables and application != APPLICATION:
+        raise StoreError("this is a database of something else")
+    if tables and version < OLDEST:
+        raise StoreError(f"it was written by an earlier version of this server (schema {version}; this one needs {OLDEST})")
+    if version > VERSION:
+        raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
+    if sys.byteorder != "little":
+        raise StoreError("a store's columns are those of little-endian machines")
+    return version, tables
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    version, tables = _see_schema(database)
+    database.execute("PRAGMA journal_mode = WAL")
+    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before the log is deleted.
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.execute(f"PRAGMA wal_autocheckpoint = {MOST_WAL_PAGES}")
+    database.execute("PRAGMA cache_size = -16384")
+    # Where it is built in, what is folded would be written once more, as zeros.
+    database.execute("PRAGMA secure_delete = OFF")
+    if tables and version < VERSION:
+        steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
+        database.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT;")
+    if not tables:
+        database.executescript(
+            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+            f" INSERT INTO counters VALUES ('{LINEAGE}', random() & 0x7fffffffffffffff); COMMIT;"
+        )
+
+
+def _only(database: sqlite3.Connection, query: str) -> int:
+    found: Sequence[int] = database.execute(query).fetchone()
+    return found[0]
+
+
+class StoreLock:
+    """Held by one server at a time. The kernel lets it go with the process, however that ends."""
+
+    def __init__(self, file: str) -> None:
+        try:
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(f"cannot open {file}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._descriptor)
+            raise StoreError(f"another server has this store: {file} is locked by process {holder or 'unknown'}") from error
+        # Its content is for messages only: a full disk is no reason to have no lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Let it go; the file stays, or two servers could hold two of the same name."""
+        os.close(self._descriptor)

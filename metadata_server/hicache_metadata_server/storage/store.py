@@ -1,0 +1,179 @@
+"""What every store can do, and which one an address names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from hicache_metadata_server.protocol import Durability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hicache_metadata_server.core.changes import Changes, Recovered
+    from hicache_metadata_server.core.restore import SlotRows
+    from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.storage.compaction import Piece
+
+MEMORY: Final = "memory:"
+SQLITE: Final = "sqlite:///"
+
+
+class StoreError(Exception):
+    """The store cannot be opened, read or written."""
+
+
+class Store(Protocol):
+    """Keeps changes. All methods block; no two of them are called at the same time, but for `checkpoint`."""
+
+    @property
+    def durability(self) -> Durability:
+        """What written changes survive."""
+        ...
+
+    def recover(self, now: float) -> Recovered:
+        """Everything but slots, once at the start; pins and answers that have ended by `now` are dropped."""
+        ...
+
+    def rows(self, scope: int) -> Iterable[SlotRows]:
+        """The slots of a scope, in ascending order, some at a time."""
+        ...
+
+    def write(self, changes: Changes) -> None:
+        """Keep a group of changes: all of it, or none.
+
+        Raises:
+            StoreError: none of it is kept.
+        """
+        ...
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `write` and `fold` wait for nothing but memory."""
+        ...
+
+    def wants_folding(self, *, idle: bool) -> bool:
+        """Whether there is something to fold that cannot wait, or, if nobody writes just now, anything."""
+        ...
+
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        """What is to be folded next, of scopes by their numbers: less than a millisecond of work, here and in `fold`.
+
+        To be called where `wants_folding`, and where everything that has changed was taken to be written.
+        """
+        ...
+
+    def fold(self, piece: Piece, now: float) -> None:
+        """Write what was gathered, after all that had been taken to be written by then.
+
+        Raises:
+            StoreError: it could not be done; nothing that was written is lost, and it will be gathered again.
+        """
+        ...
+
+    def put_back(self, piece: Piece) -> None:
+        """What was gathered cannot be folded."""
+        ...
+
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """Whether it is time for `checkpoint`; `idle` is as in `wants_tidying`."""
+        ...
+
+    def checkpoint(self) -> None:
+        """Move what was written to where it belongs; the only method that may be called while another one runs.
+
+        Raises:
+            StoreError: it could not be done; nothing that was written is lost.
+        """
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its files, by part; may be called while another method runs."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the store."""
+        ...
+
+
+class MemoryStore:
+    """Keeps nothing."""
+
+    durability = Durability.NONE
+
+    def recover(self, now: float) -> Recovered:
+        from hicache_metadata_server.core.changes import Recovered
+
+        return Recovered()
+
+    def rows(self, scope: int) -> Iterable[SlotRows]:
+        return ()
+
+    def write(self, changes: Changes) -> None:
+        pass
+
+    @property
+    def is_quick(self) -> bool:
+        return True
+
+    def wants_folding(self, *, idle: bool) -> bool:
+        return False
+
+    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+        raise NotImplementedError("there is nothing to fold")
+
+    def fold(self, piece: Piece, now: float) -> None:
+        pass
+
+    def put_back(self, piece: Piece) -> None:
+        pass
+
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        return False
+
+    def checkpoint(self) -> None:
+        pass
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def see_store(url: str) -> None:
+    """See that a server could open the store at `memory:` or `sqlite:///FILE`; nothing is written.
+
+    Raises:
+        ValueError: it is not the address of a store.
+        StoreError: it could not be opened.
+    """
+    if url.startswith(SQLITE) and len(url) > len(SQLITE):
+        from hicache_metadata_server.storage.sqlite import see_database
+
+        see_database(url.removeprefix(SQLITE))
+    elif url != MEMORY:
+        raise ValueError(_no_address(url))
+
+
+def _no_address(url: str) -> str:
+    return f"{url!r} is not the address of a store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB are"
+
+
+def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
+    """The store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
+
+    Raises:
+        ValueError: the address is not the address of a store.
+        StoreError: it cannot be opened, or another server has it.
+    """
+    if url == MEMORY:
+        return MemoryStore()
+    if url.startswith(SQLITE) and len(url) > len(SQLITE):
+        if durability is Durability.NONE:
+            raise ValueError("a store of durability 'none' is memory:")
+        from hicache_metadata_server.storage.sqlite import SqliteStore
+
+        return SqliteStore(url.removeprefix(SQLITE), durability)
+    if url.startswith(("redis", "valkey", "unix:")):
+        raise ValueError(f"{url!r} is a store that servers share: no server has it as its own, and it is not opened as one")
+    raise ValueError(_no_address(url))

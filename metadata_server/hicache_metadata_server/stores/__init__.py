@@ -1,1 +1,0 @@
-"""Where a server keeps its state."""

@@ -1,1 +1,0 @@
-"""HTTP: routes and bodies, tokens, quotas and TLS, the audit log, metrics, the server's past, pages."""
